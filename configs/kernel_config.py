@@ -1,0 +1,92 @@
+"""Which kernels to use: the one place that knows the keys of `liger_kernel_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULT_LOGITS_MEMORY = "512MiB"
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_ALIASES = {"fused_linear_cross_entropy": "linear_cross_entropy"}  # the name Liger and TRL use
+
+
+def parse_bytes(value: int | str, name: str = "logits_memory") -> int:
+    """Bytes from an int or a string with a unit, such as ``"512MiB"`` or ``"1.5 GB"``; `name` is for the error."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+        unit = match.group(2).lower() if match else "?"
+        if match is None or unit not in _UNITS:
+            raise ValueError(f"`{name}` is {value!r}; give bytes as an int, or a string such as '512MiB' or '1.5GB'.")
+        size = int(float(match.group(1)) * _UNITS[unit])
+    if size <= 0:
+        raise ValueError(f"`{name}` is {value!r}; it must be more than 0 bytes.")
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Switches of the kernels; a component that is on is still applied only where it is proved equal.
+
+    Args:
+        rope: Rotary position embedding.
+        rms_norm: RMSNorm in all its variants.
+        layer_norm: ``nn.LayerNorm``.
+        swiglu: Gated MLPs with SiLU.
+        geglu: Gated MLPs with GELU.
+        experts: Mixture-of-experts layers.
+        cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
+        linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
+        logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
+    """
+
+    rope: bool = True
+    rms_norm: bool = True
+    layer_norm: bool = True
+    swiglu: bool = True
+    geglu: bool = True
+    experts: bool = True
+    cross_entropy: bool = True
+    linear_cross_entropy: bool = True
+    logits_memory: int | str = DEFAULT_LOGITS_MEMORY
+
+    def __post_init__(self) -> None:
+        for name in KERNEL_KEYS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false.")
+        object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
+
+    @classmethod
+    def parse(cls, value: KernelConfig | Mapping[str, Any] | str | None, **overrides: Any) -> KernelConfig:
+        """A config from what users write: nothing, a mapping, or a JSON object in a string.
+
+        Raises:
+            ValueError: for text that is not a JSON object, an unknown key (the nearest valid key is named) or a value
+                of the wrong type.
+        """
+        if isinstance(value, cls):
+            return dataclasses.replace(value, **overrides)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"`liger_kernel_config` is {value!r}, which is not JSON: {error}.") from error
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"`liger_kernel_config` is {value!r}; give a mapping such as {{'rope': false}}.")
+        values = {_ALIASES.get(key, key): item for key, item in (value or {}).items()}
+        valid = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in valid:
+                near = difflib.get_close_matches(str(key), valid, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"`liger_kernel_config` has no key {key!r}; {hint}The keys are {', '.join(valid)}.")
+        return cls(**{**values, **overrides})
+
+
+KERNEL_KEYS = tuple(field.name for field in dataclasses.fields(KernelConfig) if field.name != "logits_memory")

@@ -1,0 +1,62 @@
+"""Where a kernel may run: Triton's presence, the interpreter, and the devices Triton drives.
+
+Every kernel file imports ``triton`` and ``tl`` from here, so the package also imports where Triton is not installed;
+its operators then run their plain torch reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _Absent:
+        """Stands in for ``triton`` so that ``@triton.jit`` and ``tl.constexpr`` still parse; nothing calls it."""
+
+        def __getattr__(self, name: str) -> _Absent:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if args and callable(args[0]) else self
+
+    triton = tl = _Absent()  # type: ignore[assignment]
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+"""True when Triton runs its kernels in Python on the CPU, as the tests do."""
+
+_TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether `tensor`'s operators run as Triton kernels; otherwise the torch reference runs."""
+    if not HAS_TRITON or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    return tensor.device.type in _TRITON_DEVICES or (INTERPRETED and tensor.device.type == "cpu")
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Number of multiprocessors of `device`, the natural size of a persistent grid (8 under the interpreter)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 8
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes `tensor`'s device current, as Triton launches on the current device whatever its arguments live on."""
+    if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()

@@ -1,0 +1,58 @@
+"""Binding a forward to one module instance, so that it can be undone.
+
+Only the instance changes: its class, its children and its parameters stay as they are, so state-dict keys, wrapping
+policies, adapters and output recorders go on working. What is bound is a plain function of `self` made into a method,
+which `copy.deepcopy` binds to the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+_bound_functions: set[Callable] = set()
+
+
+def bind_forward(module: nn.Module, forward: Callable) -> None:
+    """Makes `forward(self, ...)` the forward of this `module` alone.
+
+    Raises:
+        ValueError: if the instance already carries a forward of its own (see [`overriding_forward`]).
+    """
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        raise ValueError(f"{type(module).__name__}'s forward is already overridden by {foreign}; it is left alone.")
+    _bound_functions.add(forward)
+    module.forward = types.MethodType(forward, module)
+
+
+def overriding_forward(module: nn.Module) -> str | None:
+    """Names what overrides this instance's forward, when it is not us."""
+    bound = module.__dict__.get("forward")
+    if bound is None or is_bound_by_us(module):
+        return None
+    function = getattr(bound, "__func__", bound)
+    if isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}"
+
+
+def is_bound_by_us(module: nn.Module) -> bool:
+    """Whether [`bind_forward`] gave this instance its forward."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) in _bound_functions
+
+
+def unbind_forward(module: nn.Module) -> bool:
+    """Gives the instance its class's forward back; False if the forward is not ours."""
+    if not is_bound_by_us(module):
+        return False
+    del module.forward
+    return True
+
+
+def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `model` that carry a forward of ours."""
+    return (module for module in model.modules() if is_bound_by_us(module))

@@ -1,0 +1,71 @@
+"""What was patched, with the proof, and what was left alone, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReportRow:
+    """One line of the report.
+
+    Args:
+        component: A key of `liger_kernel_config`, such as ``"rms_norm"``.
+        target: The class (or function) in the model, such as ``"LlamaRMSNorm"``.
+        count: How many instances.
+        kernel: What runs instead, such as ``"rms_norm (casting=llama)"``; None where the target is left alone.
+        probe_error: Largest relative difference between the original and ours in the probe; None without a probe.
+        reason: Why it was left alone, or a remark.
+    """
+
+    component: str
+    target: str
+    count: int
+    kernel: str | None
+    probe_error: float | None = None
+    reason: str = ""
+
+    @property
+    def applied(self) -> bool:
+        """Whether our kernel runs."""
+        return self.kernel is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """Result of [`apply_liger_kernel`]: iterate over its rows, or print it."""
+
+    model: str
+    rows: tuple[KernelReportRow, ...]
+
+    def __iter__(self) -> Iterator[KernelReportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def applied(self) -> tuple[KernelReportRow, ...]:
+        """The rows whose kernels run."""
+        return tuple(row for row in self.rows if row.applied)
+
+    @property
+    def left_alone(self) -> tuple[KernelReportRow, ...]:
+        """The rows that run as the model's own code, each with its reason."""
+        return tuple(row for row in self.rows if not row.applied)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"liger_trainer kernels in {self.model}", title_justify="left")
+        for heading in ("component", "target", "count", "kernel", "probe error", "remark"):
+            table.add_column(heading, justify="right" if heading in ("count", "probe error") else "left")
+        for row in self.rows:
+            error = "" if row.probe_error is None else f"{row.probe_error:.1e}"
+            table.add_row(row.component, row.target, str(row.count), row.kernel or "left alone", error, row.reason)
+        text = io.StringIO()
+        Console(file=text, width=120).print(table)
+        return text.getvalue().rstrip()

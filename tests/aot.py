@@ -1,0 +1,92 @@
+"""Ahead-of-time compilation of every kernel a function launches, for GPUs this machine does not have.
+
+`recorded_launches` runs a launcher on CPU tensors with the launches recorded instead of run; `compile_launch` compiles
+one recorded launch for a target with Triton's own compiler, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "grid", "warmup")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the kernel, its arguments by name, and its compile options."""
+
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Records the launches made inside the block; no kernel runs, so outputs hold garbage."""
+    launches: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
+        arguments = dict(zip(self.arg_names, args)) | kwargs
+        for parameter in self.params:
+            if parameter.name not in arguments and parameter.has_default:
+                arguments[parameter.name] = parameter.default
+        launches.append(Launch(self, arguments, {k: v for k, v in options.items() if k.startswith("num_")}))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield launches
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + _DTYPES[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def compile_launch(launch: Launch, target: str) -> Any:
+    """Compiles `launch` for `target`, a key of `TARGETS`; Triton's own error comes through if it cannot."""
+    signature, constants = {}, {}
+    for parameter in launch.kernel.params:
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = _type_name(value)
+    attributes = {
+        (launch.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*")
+    }
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS[target], options=launch.options)

@@ -1,0 +1,29 @@
+"""Everything runs offline; a test marked `gpu` or `multigpu` is skipped, with the reason, where there is none."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+# One thread a test process: the tensors are tiny, and xdist already uses the cores.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("multigpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, found {devices}; run on a multi-GPU machine"))
+        elif item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; run on a GPU machine"))
+
+
+@pytest.fixture
+def device() -> str:
+    """The accelerator's type where there is one, else "cpu"."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
