@@ -213,7 +213,7 @@ def with_outputs(
     if "token_accuracy" in outputs:
         valid = target.reshape(-1) != options.ignore_index
         correct = valid & (stats.predicted == target.reshape(-1))
-        result.token_accuracy = correct.sum().to(stats.loss.dtype) / valid.sum().clamp(min=1)
+        result.token_accuracy = correct.sum().to(stats.nll.dtype) / valid.sum().clamp(min=1)
     if "predicted_tokens" in outputs:
         result.predicted_tokens = stats.predicted.view(target.shape)
     if "entropy" in outputs:
@@ -221,3 +221,30 @@ def with_outputs(
     if "token_nll" in outputs:
         result.token_nll = stats.nll.detach().view(target.shape)
     return result
+
+
+def check_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, logits_memory: int
+) -> None:
+    """Raises ValueError unless hidden states, head, bias and target fit each other in shape, dtype and device."""
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"`hidden` of shape {tuple(hidden.shape)} and `weight` of shape {tuple(weight.shape)} do not fit; "
+            "they must be (..., H) and (V, H)."
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(
+            f"`hidden` has dtype {hidden.dtype} and `weight` {weight.dtype}; both must be the same floating dtype, "
+            "so cast one (under autocast, both) before the call."
+        )
+    if hidden.device != weight.device:
+        raise ValueError(f"`hidden` is on {hidden.device} but `weight` on {weight.device}; move one of them.")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"`bias` has shape {tuple(bias.shape)} and dtype {bias.dtype}; it must be floating of ({weight.shape[0]},)."
+        )
+    if bias is not None and bias.device != hidden.device:
+        raise ValueError(f"`bias` is on {bias.device} but `hidden` on {hidden.device}; move one of them.")
+    if logits_memory < 1:
+        raise ValueError(f"`logits_memory` is {logits_memory}; it must be at least 1 byte.")
+    check_target(target, hidden.shape[:-1], weight.shape[0], hidden, "hidden")

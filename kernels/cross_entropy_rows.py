@@ -148,7 +148,7 @@ def _cross_entropy_rows_kernel(
             decay = tl.exp2(-tl.abs(z - peaks))
             sums = tl.where(grows, sums * decay + 1.0, sums + decay)
             if ENTROPY:
-                moments = tl.where(grows, moments * decay + z, moments + tl.where(decay > 0.0, z * decay, 0.0))
+                moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
             if PREDICTED:
                 best = tl.where(grows, columns, best)
             peaks = tl.where(grows, z, peaks)
@@ -173,7 +173,7 @@ def _cross_entropy_rows_kernel(
         tl.store(nll_ptr + row, nll)
         tl.store(lse_ptr + row, lse)
         if ENTROPY:
-            mean2 = (tl.sum(moments * lane_scale, 0) + tl.where(label_exp > 0.0, label_z * label_exp, 0.0)) / total
+            mean2 = (tl.sum(moments * lane_scale, 0) + tl.maximum(label_z, LOWEST) * label_exp) / total
             tl.store(entropy_ptr + row, (lse2 - mean2) * LN2)
         if PREDICTED:
             first = tl.min(tl.where(peaks == peak, best, 2147483647), 0)
