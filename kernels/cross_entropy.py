@@ -1,0 +1,225 @@
+"""Cross entropy on given logits (the formula is in `cross_entropy_options`, the kernel in `cross_entropy_rows`).
+
+The forward reads the logits once and saves the logits themselves and two fp32 numbers a token, nll and lse. The backward
+reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction, any
+upstream gradient and `retain_graph` cost nothing more, and the caller's logits stay as they are.
+
+Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Memory: the gradient, N*V*b, or none with
+`inplace_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.cross_entropy_options import (
+    CrossEntropyOutput,
+    RowOptions,
+    RowStats,
+    check_labels_on_cpu,
+    check_options,
+    check_target,
+    checked_class_weights,
+    compute_dtype,
+    inverse_normalizer,
+    with_outputs,
+)
+from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.rescale import refuse_double_backward
+from liger_trainer.kernels.runtime import use_triton
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
+
+
+@torch.library.custom_op(
+    "liger_trainer::cross_entropy_forward",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, Tensor? class_weights, {_OPTIONS}, bool entropy, bool predicted, "
+    "bool inplace_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
+    """Token losses and their statistics, each `(N,)` or empty; see `RowStats`."""
+    *options, entropy, predicted, _ = rest
+    stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
+    row_statistics_(logits, target, stats, RowOptions(*options), class_weights=class_weights)
+    return tuple(stats)
+
+
+@_forward.register_fake
+def _(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
+    *_, entropy, predicted, _ = rest
+    return tuple(RowStats.allocate(logits, target.numel(), entropy, predicted))
+
+
+@torch.library.custom_op(
+    "liger_trainer::cross_entropy_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
+    f"{_OPTIONS}) -> Tensor",
+)
+def _backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    *options: Any,
+) -> torch.Tensor:
+    """The gradient of `logits`, contiguous, for the upstream gradients `grad` of the token losses."""
+    stats = RowStats(lse, nll, lse, lse, lse)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    row_gradient_(logits, target, stats, RowOptions(*options), grad, class_weights=class_weights, out=out)
+    return out
+
+
+@_backward.register_fake
+def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@torch.library.custom_op(
+    "liger_trainer::cross_entropy_backward_",
+    mutates_args={"logits"},
+    schema="(Tensor grad, Tensor(a!) logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
+    f"{_OPTIONS}) -> ()",
+)
+def _backward_(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    *options: Any,
+) -> None:
+    """As `_backward`, with the gradient written over `logits`."""
+    stats = RowStats(lse, nll, lse, lse, lse)
+    row_gradient_(logits, target, stats, RowOptions(*options), grad, class_weights=class_weights)
+
+
+@_backward_.register_fake
+def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
+    return None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    logits, target, class_weights, *options, _, _, inplace_backward = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(logits, target, output[1], output[2], class_weights)
+    ctx.options = options
+    ctx.inplace_backward = inplace_backward
+
+
+def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    missing = (None,) * 11
+    if grad is None:
+        return (None, *missing)
+    refuse_double_backward()
+    logits, *saved = ctx.saved_tensors
+    if not ctx.inplace_backward:
+        return (_backward(grad, logits, *saved, *ctx.options), *missing)
+    # The version counter that this raises makes autograd refuse every later use of the logits by another backward.
+    _backward_(grad, logits, *saved, *ctx.options)
+    return (logits.detach(), *missing)
+
+
+_forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
+
+
+def _row_view(logits: torch.Tensor) -> torch.Tensor:
+    """`logits` as `(N, V)` or `(B, S, V)` with last stride 1; a copy only where its strides do not allow that."""
+    if logits.dim() not in (2, 3):
+        logits = logits.reshape(-1, logits.shape[-1])
+    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weights: torch.Tensor | None = None,
+    outputs: Sequence[str] = (),
+    inplace_backward: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """Cross entropy of logits and class ids, as ``torch.nn.functional.cross_entropy`` with the options of LM training.
+
+    The logits are transformed to ``z = softcap * tanh(x * logit_scale / softcap) / temperature`` (without `softcap`:
+    ``x * logit_scale / temperature``), the statistics of a token taken from z in fp32, and its loss is
+    ``(1 - label_smoothing) * w[t] * (lse - z[t]) + label_smoothing / V * sum_c w[c] * (lse - z[c]) + z_loss * lse**2``
+    (smoothing and class weights as in torch; z-loss as in PaLM, arXiv 2204.02311).
+
+    Args:
+        logits: `(..., V)` of fp16, bf16 or fp32 (float64 runs the reference); never overwritten unless
+            `inplace_backward` says so.
+        target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
+            looking at it would stall the device, it makes the loss NaN.
+        ignore_index: Tokens with this label give no loss and no gradient, and their logits are not read.
+        reduction: "mean" (over valid tokens, or over their class weights), "sum", or "none" (0 at ignored tokens).
+            Where every token is ignored the loss is 0, with zero gradients.
+        num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
+        label_smoothing: In [0, 1].
+        z_loss: Factor of ``lse**2`` for each valid token; not weighted by class.
+        softcap: Soft-cap of the logits, more than 0.
+        logit_scale: Factor of the logits before the soft-cap.
+        temperature: Divides the logits after the soft-cap, more than 0.
+        class_weights: `(V,)`, floating, not differentiated.
+        outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
+        inplace_backward: Lets the backward write the gradient over `logits`, saving their size in memory. The logits
+            must then be of no further use: a second backward, or that of another operation which needs them, raises
+            autograd's error about an in-place change. Leaves of autograd, compiled graphs and the
+            reference path ignore it.
+
+    Returns:
+        The fp32 loss (float64 for float64 logits), 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
+
+    Raises:
+        ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
+    """
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    check_options(options, reduction, num_items, outputs)
+    if logits.dim() < 1 or not logits.is_floating_point():
+        raise ValueError(f"`logits` has shape {tuple(logits.shape)} and dtype {logits.dtype}; give floats of (..., V).")
+    vocab_size = logits.shape[-1]
+    check_target(target, logits.shape[:-1], vocab_size, logits, "logits")
+    check_labels_on_cpu(target, vocab_size, ignore_index)
+    if not use_triton(logits):
+        return cross_entropy_reference(
+            logits,
+            target,
+            ignore_index,
+            reduction,
+            num_items,
+            label_smoothing,
+            z_loss,
+            softcap,
+            logit_scale,
+            temperature,
+            class_weights,
+            outputs,
+        )
+    class_weights = checked_class_weights(class_weights, vocab_size, logits)
+    inplace_backward = inplace_backward and not logits.is_leaf and not torch.compiler.is_compiling()
+    predicted = "predicted_tokens" in outputs or "token_accuracy" in outputs
+    labels = target.reshape(-1).contiguous()
+    stats = RowStats(
+        *_forward(_row_view(logits), labels, class_weights, *options, "entropy" in outputs, predicted, inplace_backward)
+    )
+    if reduction == "none":
+        return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
+    scale = inverse_normalizer(
+        target, vocab_size, ignore_index, reduction, num_items, class_weights, compute_dtype(logits)
+    )
+    return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)

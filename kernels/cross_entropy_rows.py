@@ -1,0 +1,395 @@
+"""The row step of cross entropy: statistics and gradient of one row of logits, as a Triton kernel and in plain torch.
+
+With x a row of logits (bias added), z its transform (`cross_entropy_options`), w the class weights and e the smoothing:
+
+    dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse)  -  (1 - e) * w[t] * [c == t]  -  e / V * w[c]
+    dL/dx[c] = dL/dz[c] * logit_scale / temperature * (1 - tanh(x[c] * logit_scale / softcap)**2)
+
+One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that its
+loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1 where z
+is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
+gradient. The label's own exponential is left out of the running sum and added at the end: then the loss of a confident
+token is log1p(rest) and its p - 1 is -rest / sum, exact where lse - z[t] and p - 1 would cancel.
+
+Bytes moved for (N, V) logits of b bytes: statistics N*V*b; gradient 2*N*V*b; both at once 2 to 3 N*V*b, by how much of
+the row is still in L2. Ignored rows read nothing. A label outside [0, V) reads nothing out of bounds: its row is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
+
+_LOG2E = math.log2(math.e)
+
+
+@triton.jit
+def _transform(x, inner, outer, SOFTCAP: tl.constexpr):
+    """log2(e) * z of the logits `x`, and the slope of the soft-cap (unused, and then removed, without one)."""
+    z = x * outer
+    slope = z
+    if SOFTCAP:
+        angle = x * inner
+        decay = tl.exp2(-2.8853900817779268 * tl.abs(angle))  # exp(-2|a|), so tanh|a| = (1 - decay) / (1 + decay)
+        reciprocal = 1.0 / (1.0 + decay)
+        tanh = (1.0 - decay) * reciprocal
+        z = tl.where(angle < 0.0, -tanh, tanh) * outer
+        slope = 4.0 * decay * reciprocal * reciprocal  # 1 - tanh**2 without its cancellation
+    return z, slope
+
+
+@triton.jit
+def _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS: tl.constexpr):
+    """One tile of logits in fp32; columns from `vocab_size` to `width` are padding that may hold anything."""
+    x = tl.load(row_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _cross_entropy_rows_kernel(
+    logits_ptr,
+    gradient_ptr,
+    inner_rows,  # row r starts at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride
+    outer_stride,
+    inner_stride,
+    gradient_outer_stride,
+    gradient_inner_stride,
+    width,
+    vocab_size,
+    target_ptr,
+    bias_ptr,
+    weights_ptr,
+    weight_sum_ptr,
+    coefficient_ptr,
+    coefficient_stride,
+    loss_ptr,
+    nll_ptr,
+    lse_ptr,
+    entropy_ptr,
+    predicted_ptr,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    inner,
+    outer,
+    slope_scale,
+    STATS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PREDICTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    LN2: tl.constexpr = 0.6931471805599453
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LOWEST: tl.constexpr = -3.0e38  # finite, so that differences of running maxima are never inf - inf
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
+    gradient_ptr += (row // inner_rows) * gradient_outer_stride + (row % inner_rows) * gradient_inner_stride
+    lanes = tl.arange(0, BLOCK)
+    label = tl.load(target_ptr + row).to(tl.int64)
+
+    if label == ignore_index:
+        if STATS:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(nll_ptr + row, 0.0)
+            tl.store(lse_ptr + row, 0.0)
+            if ENTROPY:
+                tl.store(entropy_ptr + row, 0.0)
+            if PREDICTED:
+                tl.store(predicted_ptr + row, tl.full([], -1, tl.int64))
+        if GRADIENT:
+            for start in tl.range(0, width, BLOCK):
+                columns = start + lanes
+                zeros = tl.zeros([BLOCK], dtype=gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + columns, zeros, mask=columns < width)
+        return
+
+    in_range = (label >= 0) & (label < vocab_size)
+    target = tl.where(in_range, label, 0).to(tl.int32)
+    label_weight = 1.0
+    weight_sum = vocab_size * 1.0
+    if WEIGHTS:
+        label_weight = tl.load(weights_ptr + target)
+        weight_sum = tl.load(weight_sum_ptr)
+    hard = (1.0 - label_smoothing) * label_weight
+    soft = label_smoothing / (vocab_size * 1.0)
+
+    if STATS:
+        label_logit = _load_logits(row_ptr, bias_ptr, target, width, vocab_size, BIAS)
+        label_z, _ = _transform(label_logit, inner, outer, SOFTCAP)
+        label_z = tl.where(in_range, label_z, float("nan"))
+        peaks = tl.full([BLOCK], LOWEST, tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        moments = tl.zeros([BLOCK], tl.float32)
+        totals = tl.zeros([BLOCK], tl.float32)
+        best = tl.zeros([BLOCK], tl.int32)
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+            columns = start + lanes
+            x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
+            z, _ = _transform(x, inner, outer, SOFTCAP)
+            if SMOOTHING:
+                weighted = z
+                if WEIGHTS:
+                    weighted = z * tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0.0)
+                totals += tl.where(columns < vocab_size, weighted, 0.0)
+            z = tl.where((columns < vocab_size) & (columns != target), z, float("-inf"))
+            grows = z > peaks
+            decay = tl.exp2(-tl.abs(z - peaks))
+            sums = tl.where(grows, sums * decay + 1.0, sums + decay)
+            if ENTROPY:
+                moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
+            if PREDICTED:
+                best = tl.where(grows, columns, best)
+            peaks = tl.where(grows, z, peaks)
+
+        peak = tl.max(peaks, 0)
+        top = tl.maximum(peak, label_z)
+        lane_scale = tl.exp2(peaks - top)
+        rest = tl.sum(sums * lane_scale, 0)
+        label_exp = tl.exp2(label_z - top)
+        total = rest + label_exp
+        lse2 = top + tl.log2(total)
+        lse = lse2 * LN2
+        # log1p(rest) by its series while 1 + rest would lose digits (the next term is below fp32 there).
+        series = rest * (1.0 - rest * (0.5 - rest * (0.3333333333333333 - rest * 0.25)))
+        confident = tl.where(rest < 0.015625, series, tl.log(1.0 + rest))
+        nll = tl.where(label_z >= top, confident, (top - label_z) * LN2 + tl.log(total))
+        label_error = -rest / total  # p[t] - 1
+        loss = hard * nll + z_loss * lse * lse
+        if SMOOTHING:
+            loss += soft * (weight_sum * lse - tl.sum(totals, 0) * LN2)
+        tl.store(loss_ptr + row, loss)
+        tl.store(nll_ptr + row, nll)
+        tl.store(lse_ptr + row, lse)
+        if ENTROPY:
+            mean2 = (tl.sum(moments * lane_scale, 0) + tl.maximum(label_z, LOWEST) * label_exp) / total
+            tl.store(entropy_ptr + row, (lse2 - mean2) * LN2)
+        if PREDICTED:
+            first = tl.min(tl.where(peaks == peak, best, 2147483647), 0)
+            label_wins = (label_z > peak) | ((label_z == peak) & (target < first))
+            tl.store(predicted_ptr + row, tl.where(label_wins, target, first).to(tl.int64))
+    else:
+        nll = tl.load(nll_ptr + row)
+        lse = tl.load(lse_ptr + row)
+        lse2 = lse * LOG2E
+        series = -nll * (1.0 - nll * (0.5 - nll * (0.16666666666666666 - nll * 0.041666666666666664)))
+        label_error = tl.where(nll < 0.015625, series, tl.exp2(-nll * LOG2E) - 1.0)
+
+    if GRADIENT:
+        coefficient = tl.load(coefficient_ptr + row * coefficient_stride).to(tl.float32) * slope_scale
+        spread = 2.0 * z_loss * lse
+        if SMOOTHING:
+            spread += soft * weight_sum
+        at_label = coefficient * (hard * label_error + spread * (label_error + 1.0) - soft * label_weight)
+        head = coefficient * (hard + spread)
+        soft = coefficient * soft
+        tiles = tl.cdiv(width, BLOCK)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            columns = (tiles - 1 - tile) * BLOCK + lanes
+            x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
+            z, slope = _transform(x, inner, outer, SOFTCAP)
+            gradient = head * tl.exp2(z - lse2)
+            if SMOOTHING:
+                if WEIGHTS:
+                    gradient -= soft * tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0.0)
+                else:
+                    gradient -= soft
+            gradient = tl.where(columns == target, at_label, gradient)
+            if SOFTCAP:
+                gradient *= slope
+            tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < width)
+
+
+def _row_config(width: int) -> tuple[int, int, int]:
+    """Tile width, warps and pipeline stages for rows of `width` columns."""
+    if width <= 8192:
+        block = max(128, triton.next_power_of_2(width))
+        return block, max(1, min(16, block // 512)), 1
+    return 8192, 16, 1
+
+
+def _row_layout(rows: torch.Tensor) -> tuple[int, int, int]:
+    """(inner rows, outer stride, inner stride) of `(N, V)` or `(B, S, V)` rows whose last stride is 1."""
+    if rows.dim() == 2:
+        return max(rows.shape[0], 1), 0, rows.stride(0)
+    return max(rows.shape[1], 1), rows.stride(0), rows.stride(1)
+
+
+def _launch_rows(
+    logits: torch.Tensor,
+    gradient: torch.Tensor | None,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor | None,
+    width: int,
+    with_stats: bool,
+) -> None:
+    if target.numel() == 0:
+        return
+    softcap = options.softcap
+    scale = options.logit_scale / options.temperature
+    block, warps, stages = _row_config(width)
+    destination = logits if gradient is None else gradient
+    smoothing = options.label_smoothing > 0.0
+    weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
+    with on_device(logits):
+        _cross_entropy_rows_kernel[(target.numel(),)](
+            logits,
+            destination,
+            *_row_layout(logits),
+            *_row_layout(destination)[1:],
+            width,
+            logits.shape[-1],
+            target,
+            bias,
+            class_weights,
+            weight_sum,
+            coefficient,
+            coefficient.stride(0) if coefficient is not None and coefficient.dim() else 0,
+            stats.loss,
+            stats.nll,
+            stats.lse,
+            stats.entropy,
+            stats.predicted,
+            options.ignore_index,
+            options.label_smoothing,
+            options.z_loss,
+            0.0 if softcap is None else options.logit_scale / softcap,
+            (scale if softcap is None else softcap / options.temperature) * _LOG2E,
+            scale,
+            STATS=with_stats,
+            GRADIENT=coefficient is not None,
+            SOFTCAP=softcap is not None,
+            SMOOTHING=smoothing,
+            WEIGHTS=class_weights is not None,
+            BIAS=bias is not None,
+            ENTROPY=with_stats and stats.entropy.numel() > 0,
+            PREDICTED=with_stats and stats.predicted.numel() > 0,
+            BLOCK=block,
+            STAGES=stages,
+            num_warps=warps,
+        )
+
+
+def row_statistics_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    coefficient: torch.Tensor | None = None,
+    width: int | None = None,
+) -> None:
+    """Fills `stats`; with a `coefficient` it also overwrites `logits` with their gradient times it.
+
+    Args:
+        logits: `(N, V)` or `(B, S, V)`, last stride 1.
+        target: `(N,)` contiguous labels.
+        stats: Statistics of N tokens, filled; its empty fields are not computed.
+        options: The loss.
+        bias: `(V,)`, added to the logits in fp32.
+        class_weights: `(V,)` of the computing dtype.
+        coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
+        width: Columns of memory each row owns, at least V (the default); those from V on are scratch.
+    """
+    if use_triton(logits):
+        width = width or logits.shape[-1]
+        _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, with_stats=True)
+    else:
+        _row_statistics_torch(logits, target, stats, options, bias, class_weights, coefficient)
+
+
+def row_gradient_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    coefficient: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    width: int | None = None,
+) -> None:
+    """Writes the gradient of `logits` to `out`, else over `logits`; of `stats` it reads `nll` and `lse`.
+
+    The other arguments are those of `row_statistics_`; `out` has the shape of `logits` and last stride 1.
+    """
+    if use_triton(logits):
+        width = width or logits.shape[-1]
+        _launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, with_stats=False)
+    else:
+        fresh = RowStats.allocate(logits, target.numel(), entropy=False, predicted=False)
+        destination = logits if out is None else out.copy_(logits)
+        _row_statistics_torch(destination, target, fresh, options, bias, class_weights, coefficient)
+
+
+def _row_statistics_torch(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor | None,
+) -> None:
+    """The kernel's passes in plain torch, for devices without Triton and for float64."""
+    vocab_size = logits.shape[-1]
+    x = logits.reshape(-1, vocab_size).to(compute_dtype(logits))
+    x = x if bias is None else x + bias
+    valid = target != options.ignore_index
+    in_range = (target >= 0) & (target < vocab_size)
+    label = torch.where(in_range, target, 0).long()
+    index = label.unsqueeze(-1)
+    z, slope = x * options.logit_scale, None
+    if options.softcap is not None:
+        tanh = torch.tanh(z / options.softcap)
+        z, slope = tanh * options.softcap, 1.0 - tanh.square()
+    z = z / options.temperature
+    label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
+    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z), p[t] - 1 = -sigmoid of the same.
+    rest = z.scatter(-1, index, -math.inf).logsumexp(-1)
+    lse = torch.logaddexp(rest, label_z)
+    nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)
+    log_probs = z - lse.unsqueeze(-1)
+    smoothing = options.label_smoothing
+    hard = 1.0 - smoothing if class_weights is None else (1.0 - smoothing) * class_weights[label]
+    weights = 1.0 if class_weights is None else class_weights
+    weight_sum = vocab_size if class_weights is None else class_weights.sum()
+    loss = hard * nll + options.z_loss * lse.square()
+    if smoothing > 0.0:
+        loss = loss - smoothing / vocab_size * (log_probs * weights).sum(-1)
+    for field, value in ((stats.loss, loss), (stats.nll, nll), (stats.lse, lse)):
+        field.copy_(torch.where(valid, value, 0.0))
+    if stats.entropy.numel():
+        stats.entropy.copy_(torch.where(valid, torch.special.entr(log_probs.exp()).sum(-1), 0.0))
+    if stats.predicted.numel():
+        stats.predicted.copy_(torch.where(valid, z.argmax(-1), -1))
+    if coefficient is None:
+        return
+    spread = 2.0 * options.z_loss * lse
+    if smoothing > 0.0:
+        spread = spread + smoothing / vocab_size * weight_sum
+    label_error = -torch.sigmoid(rest - label_z)
+    gradient = log_probs.exp() * (hard + spread).unsqueeze(-1)
+    gradient.scatter_(-1, index, (hard * label_error + spread * (label_error + 1.0)).unsqueeze(-1))
+    if smoothing > 0.0:
+        gradient -= smoothing / vocab_size * weights
+    gradient *= (coefficient * (options.logit_scale / options.temperature)).expand(target.shape).unsqueeze(-1)
+    if slope is not None:
+        gradient *= slope
+    logits.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).view(logits.shape))

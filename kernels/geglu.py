@@ -1,0 +1,83 @@
+"""GeGLU, ``gelu(gate) * up`` (arXiv 2002.05202), tanh or exact, on separate projections and on one fused ``gate_up``.
+
+Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.kernels.gated_activation import (
+    fused_kernel_takes,
+    gated_activation,
+    gated_activation_fused,
+    kernel_takes,
+)
+
+_ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def _activation(approximate: str) -> str:
+    if approximate not in _ACTIVATIONS:
+        raise ValueError(f"`approximate` is {approximate!r}; it must be 'tanh' or, for the exact erf form, 'none'.")
+    return _ACTIVATIONS[approximate]
+
+
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, inplace_backward: bool = False
+) -> torch.Tensor:
+    """``gelu(gate) * up``, one pass forward and one backward.
+
+    Args:
+        gate: Gate projection, (..., intermediate), of any strides; what is contiguous in its last dimension, such as
+            half of a fused projection, is not copied. float16, bfloat16 or float32 for the kernel; other dtypes, and
+            a gate and up of different dtypes, run as the reference.
+        up: Up projection, shaped as `gate`.
+        approximate: ``"tanh"`` for the tanh approximation, as Gemma uses, or ``"none"`` for the exact erf form.
+        inplace_backward: Let the backward write the gradients over `gate` and `up`, which saves two tensors of their
+            size. Only for intermediates that nothing else reads afterwards, held in memory of their own, in a graph
+            that is walked once: a second backward raises autograd's error about a modified tensor. Without effect on
+            the reference path.
+
+    Returns:
+        A new contiguous tensor shaped as `gate`, in its dtype.
+
+    Raises:
+        ValueError: if shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
+            for while `gate` is `up`.
+    """
+    activation = _activation(approximate)
+    if kernel_takes(gate, up, inplace_backward):
+        return gated_activation(gate, up, activation, inplace_backward)
+    return geglu_reference(gate, up, approximate)
+
+
+def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_backward: bool = False) -> torch.Tensor:
+    """``gelu(gate) * up`` of a fused projection; its gradient is one tensor, written without a concatenation.
+
+    Args:
+        gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of [`geglu`] otherwise.
+        approximate: ``"tanh"`` or ``"none"``; see [`geglu`].
+        inplace_backward: Let the backward write the gradient over `gate_up`; see [`geglu`].
+
+    Returns:
+        A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
+
+    Raises:
+        ValueError: if the last dimension is odd or `approximate` is neither of the two.
+    """
+    activation = _activation(approximate)
+    if fused_kernel_takes(gate_up):
+        return gated_activation_fused(gate_up, activation, inplace_backward)
+    return geglu_fused_reference(gate_up, approximate)
+
+
+def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """[`geglu`] in plain torch."""
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def geglu_fused_reference(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    """[`geglu_fused`] in plain torch."""
+    return geglu_reference(*gate_up.chunk(2, dim=-1), approximate)
