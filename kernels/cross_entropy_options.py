@@ -110,10 +110,14 @@ def check_options(
         raise ValueError(f"`softcap` is {options.softcap}; it must be more than 0, or None for no soft-cap.")
     if num_items is not None:
         if reduction == "none":
-            raise ValueError("`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'.")
+            raise ValueError(
+                "`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'."
+            )
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
-                raise ValueError(f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor.")
+                raise ValueError(
+                    f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor."
+                )
         elif num_items < 0:
             raise ValueError(f"`num_items` is {num_items}; it must be 0 or more.")
 

@@ -8,7 +8,6 @@ equal: a few microseconds and no synchronisation, instead of a pass over the wei
 from __future__ import annotations
 
 import torch
-
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
 
 
@@ -76,13 +75,14 @@ def rescaled_gradients(
     takes them over and no second one is allocated. In a backward that keeps its graph (``retain_graph=True``) copies are
     scaled and the saved ones stay as they are, so every later backward is right whatever its upstream gradient, 0 and
     inf included, and no caller holds memory that a later backward writes. A kept graph costs no more than autograd's own
-    copy into ``.grad``, which it replaces.
+    copy into ``.grad``, which it replaces. Traced graphs (``torch.compile``), which may not write what their forward
+    returned, scale copies too.
 
     Raises:
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).
     """
     refuse_double_backward()
-    keep = _keeps_graph()
+    keep = _keeps_graph() or type(upstream) is not torch.Tensor  # tracing sees fake or functional tensors
     results: list[torch.Tensor | None] = []
     for gradient in gradients:
         if gradient is not None:
