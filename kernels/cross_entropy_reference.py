@@ -143,7 +143,7 @@ def row_statistics_torch_(
         z, slope = tanh * options.softcap, 1.0 - tanh.square()
     z = z / options.temperature
     label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
-    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z), p[t] - 1 = -sigmoid of the same.
+    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z), p[t] - 1 = -sigmoid of that.
     rest = z.scatter(-1, index, -math.inf).logsumexp(-1)
     lse = torch.logaddexp(rest, label_z)
     nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)

@@ -2,12 +2,12 @@
 
 With x a row of logits (bias added), z its transform (`cross_entropy_options`), w the class weights and e the smoothing:
 
-    dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse)  -  (1 - e) * w[t] * [c == t]  -  e / V * w[c]
+    dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse) - (1 - e) * w[t] * [c == t] - e / V * w[c]
     dL/dx[c] = dL/dz[c] * logit_scale / temperature * (1 - tanh(x[c] * logit_scale / softcap)**2)
 
-One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that its
-loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1 where z
-is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
+One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that
+its loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1
+where z is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
 gradient. The label's own exponential is left out of the running sum and added at the end: then the loss of a confident
 token is log1p(rest) and its p - 1 is -rest / sum, exact where lse - z[t] and p - 1 would cancel.
 
@@ -127,7 +127,7 @@ def _cross_entropy_rows_kernel(
 
     if STATS:
         label_logit = _load_logits(row_ptr, bias_ptr, target, width, vocab_size, BIAS)
-        label_z, _ = _transform(label_logit, inner, outer, SOFTCAP)
+        label_z, label_slope = _transform(label_logit, inner, outer, SOFTCAP)
         label_z = tl.where(in_range, label_z, float("nan"))
         peaks = tl.full([BLOCK], LOWEST, tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
@@ -137,7 +137,7 @@ def _cross_entropy_rows_kernel(
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + lanes
             x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
-            z, _ = _transform(x, inner, outer, SOFTCAP)
+            z, slope = _transform(x, inner, outer, SOFTCAP)
             if SMOOTHING:
                 weighted = z
                 if WEIGHTS:
@@ -211,11 +211,17 @@ def _cross_entropy_rows_kernel(
             tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < width)
 
 
-def _row_config(width: int) -> tuple[int, int, int]:
-    """Tile width, warps and pipeline stages for rows of `width` columns."""
+def _row_config(width: int, both_passes: bool) -> tuple[int, int, int]:
+    """Tile width, warps and pipeline stages for rows of `width` columns; `both_passes`: statistics and gradient.
+
+    Sixteen elements a thread are two 16-byte loads in flight and still leave registers for the running state. Both
+    passes in one launch take the most threads a row can have, so that L2 holds the few rows that are under way.
+    """
     if width <= 8192:
         block = max(128, triton.next_power_of_2(width))
         return block, max(1, min(16, block // 512)), 1
+    if both_passes and torch.version.hip is None:  # 32 warps of 64 lanes are more threads than an AMD block may have
+        return 16384, 32, 1
     return 8192, 16, 1
 
 
@@ -242,7 +248,7 @@ def _launch_rows(
         return
     softcap = options.softcap
     scale = options.logit_scale / options.temperature
-    block, warps, stages = _row_config(width)
+    block, warps, stages = _row_config(width, with_stats and coefficient is not None)
     destination = logits if gradient is None else gradient
     smoothing = options.label_smoothing > 0.0
     weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
