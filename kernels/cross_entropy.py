@@ -1,8 +1,8 @@
 """Cross entropy on given logits (the formula is in `cross_entropy_options`, the kernel in `cross_entropy_rows`).
 
-The forward reads the logits once and saves the logits themselves and two fp32 numbers a token, nll and lse. The backward
-reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction, any
-upstream gradient and `retain_graph` cost nothing more, and the caller's logits stay as they are.
+The forward reads the logits once and saves the logits themselves and two fp32 numbers a token, nll and lse. The
+backward reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction,
+any upstream gradient and `retain_graph` cost nothing more, and the caller's logits stay as they are.
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Memory: the gradient, N*V*b, or none with
 `inplace_backward`.
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,

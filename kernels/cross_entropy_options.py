@@ -110,10 +110,14 @@ def check_options(
         raise ValueError(f"`softcap` is {options.softcap}; it must be more than 0, or None for no soft-cap.")
     if num_items is not None:
         if reduction == "none":
-            raise ValueError("`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'.")
+            raise ValueError(
+                "`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'."
+            )
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
-                raise ValueError(f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor.")
+                raise ValueError(
+                    f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor."
+                )
         elif num_items < 0:
             raise ValueError(f"`num_items` is {num_items}; it must be 0 or more.")
 
@@ -133,7 +137,7 @@ def check_target(target: torch.Tensor, shape: torch.Size, vocab_size: int, like:
 
 
 def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where looking costs no synchronisation."""
+    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where looking is free."""
     if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
@@ -174,7 +178,7 @@ def inverse_normalizer(
     class_weights: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """1 / normaliser as a 0-d tensor on the device of `target`, 0 where the normaliser is 0; nothing is synchronised."""
+    """1 / normaliser as a 0-d tensor on the device of `target`, 0 where the normaliser is 0; no sync."""
     one = torch.ones((), dtype=dtype, device=target.device)
     if isinstance(num_items, torch.Tensor):
         if num_items.device.type != "cpu" and num_items.device != target.device:

@@ -1,7 +1,7 @@
 """Cross entropy and linear cross entropy in plain torch, differentiable by torch's own autograd.
 
-These are what the kernels are tested against, and what `cross_entropy` runs where Triton does not. The formula is in
-`cross_entropy_options`.
+These are what the kernels are tested against, and what `cross_entropy` runs where Triton does not; the formula is in
+`cross_entropy_options`. `linear_cross_entropy`, chunked on every device, takes `row_statistics_torch_` there instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,
@@ -116,3 +115,63 @@ def linear_cross_entropy_reference(
         class_weights,
         outputs,
     )
+
+
+def row_statistics_torch_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor | None,
+) -> None:
+    """The row kernel's two passes (`cross_entropy_rows`) in plain torch, for devices without Triton and for float64.
+
+    It fills `stats`, and with a `coefficient` overwrites `logits` with their gradient times it.
+    """
+    vocab_size = logits.shape[-1]
+    x = logits.reshape(-1, vocab_size).to(compute_dtype(logits))
+    x = x if bias is None else x + bias
+    valid = target != options.ignore_index
+    in_range = (target >= 0) & (target < vocab_size)
+    label = torch.where(in_range, target, 0).long()
+    index = label.unsqueeze(-1)
+    z, slope = x * options.logit_scale, None
+    if options.softcap is not None:
+        tanh = torch.tanh(z / options.softcap)
+        z, slope = tanh * options.softcap, 1.0 - tanh.square()
+    z = z / options.temperature
+    label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
+    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z), p[t] - 1 = -sigmoid of that.
+    rest = z.scatter(-1, index, -math.inf).logsumexp(-1)
+    lse = torch.logaddexp(rest, label_z)
+    nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)
+    log_probs = z - lse.unsqueeze(-1)
+    smoothing = options.label_smoothing
+    hard = 1.0 - smoothing if class_weights is None else (1.0 - smoothing) * class_weights[label]
+    weights = 1.0 if class_weights is None else class_weights
+    weight_sum = vocab_size if class_weights is None else class_weights.sum()
+    loss = hard * nll + options.z_loss * lse.square()
+    if smoothing > 0.0:
+        loss = loss - smoothing / vocab_size * (log_probs * weights).sum(-1)
+    for field, value in ((stats.loss, loss), (stats.nll, nll), (stats.lse, lse)):
+        field.copy_(torch.where(valid, value, 0.0))
+    if stats.entropy.numel():
+        stats.entropy.copy_(torch.where(valid, torch.special.entr(log_probs.exp()).sum(-1), 0.0))
+    if stats.predicted.numel():
+        stats.predicted.copy_(torch.where(valid, z.argmax(-1), -1))
+    if coefficient is None:
+        return
+    spread = 2.0 * options.z_loss * lse
+    if smoothing > 0.0:
+        spread = spread + smoothing / vocab_size * weight_sum
+    label_error = -torch.sigmoid(rest - label_z)
+    gradient = log_probs.exp() * (hard + spread).unsqueeze(-1)
+    gradient.scatter_(-1, index, (hard * label_error + spread * (label_error + 1.0)).unsqueeze(-1))
+    if smoothing > 0.0:
+        gradient -= smoothing / vocab_size * weights
+    gradient *= (coefficient * (options.logit_scale / options.temperature)).expand(target.shape).unsqueeze(-1)
+    if slope is not None:
+        gradient *= slope
+    logits.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).view(logits.shape))

@@ -2,12 +2,12 @@
 
 With x a row of logits (bias added), z its transform (`cross_entropy_options`), w the class weights and e the smoothing:
 
-    dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse)  -  (1 - e) * w[t] * [c == t]  -  e / V * w[c]
+    dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse) - (1 - e) * w[t] * [c == t] - e / V * w[c]
     dL/dx[c] = dL/dz[c] * logit_scale / temperature * (1 - tanh(x[c] * logit_scale / softcap)**2)
 
-One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that its
-loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1 where z
-is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
+One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that
+its loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1
+where z is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
 gradient. The label's own exponential is left out of the running sum and added at the end: then the loss of a confident
 token is log1p(rest) and its p - 1 is -rest / sum, exact where lse - z[t] and p - 1 would cancel.
 
@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 
 import torch
-
-from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels.cross_entropy_reference import row_statistics_torch_
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 _LOG2E = math.log2(math.e)
@@ -127,7 +127,7 @@ def _cross_entropy_rows_kernel(
 
     if STATS:
         label_logit = _load_logits(row_ptr, bias_ptr, target, width, vocab_size, BIAS)
-        label_z, _ = _transform(label_logit, inner, outer, SOFTCAP)
+        label_z, label_slope = _transform(label_logit, inner, outer, SOFTCAP)
         label_z = tl.where(in_range, label_z, float("nan"))
         peaks = tl.full([BLOCK], LOWEST, tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
@@ -137,7 +137,7 @@ def _cross_entropy_rows_kernel(
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + lanes
             x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
-            z, _ = _transform(x, inner, outer, SOFTCAP)
+            z, slope = _transform(x, inner, outer, SOFTCAP)
             if SMOOTHING:
                 weighted = z
                 if WEIGHTS:
@@ -211,11 +211,17 @@ def _cross_entropy_rows_kernel(
             tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < width)
 
 
-def _row_config(width: int) -> tuple[int, int, int]:
-    """Tile width, warps and pipeline stages for rows of `width` columns."""
+def _row_config(width: int, both_passes: bool) -> tuple[int, int, int]:
+    """Tile width, warps and pipeline stages for rows of `width` columns; `both_passes`: statistics and gradient.
+
+    Sixteen elements a thread are two 16-byte loads in flight and still leave registers for the running state. Both
+    passes in one launch take the most threads a row can have, so that L2 holds the few rows that are under way.
+    """
     if width <= 8192:
         block = max(128, triton.next_power_of_2(width))
         return block, max(1, min(16, block // 512)), 1
+    if both_passes and torch.version.hip is None:  # 32 warps of 64 lanes are more threads than an AMD block may have
+        return 16384, 32, 1
     return 8192, 16, 1
 
 
@@ -242,7 +248,7 @@ def _launch_rows(
         return
     softcap = options.softcap
     scale = options.logit_scale / options.temperature
-    block, warps, stages = _row_config(width)
+    block, warps, stages = _row_config(width, with_stats and coefficient is not None)
     destination = logits if gradient is None else gradient
     smoothing = options.label_smoothing > 0.0
     weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
@@ -311,7 +317,7 @@ def row_statistics_(
         width = width or logits.shape[-1]
         _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, with_stats=True)
     else:
-        _row_statistics_torch(logits, target, stats, options, bias, class_weights, coefficient)
+        row_statistics_torch_(logits, target, stats, options, bias, class_weights, coefficient)
 
 
 def row_gradient_(
@@ -335,61 +341,4 @@ def row_gradient_(
     else:
         fresh = RowStats.allocate(logits, target.numel(), entropy=False, predicted=False)
         destination = logits if out is None else out.copy_(logits)
-        _row_statistics_torch(destination, target, fresh, options, bias, class_weights, coefficient)
-
-
-def _row_statistics_torch(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    stats: RowStats,
-    options: RowOptions,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    coefficient: torch.Tensor | None,
-) -> None:
-    """The kernel's passes in plain torch, for devices without Triton and for float64."""
-    vocab_size = logits.shape[-1]
-    x = logits.reshape(-1, vocab_size).to(compute_dtype(logits))
-    x = x if bias is None else x + bias
-    valid = target != options.ignore_index
-    in_range = (target >= 0) & (target < vocab_size)
-    label = torch.where(in_range, target, 0).long()
-    index = label.unsqueeze(-1)
-    z, slope = x * options.logit_scale, None
-    if options.softcap is not None:
-        tanh = torch.tanh(z / options.softcap)
-        z, slope = tanh * options.softcap, 1.0 - tanh.square()
-    z = z / options.temperature
-    label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
-    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z), p[t] - 1 = -sigmoid of the same.
-    rest = z.scatter(-1, index, -math.inf).logsumexp(-1)
-    lse = torch.logaddexp(rest, label_z)
-    nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)
-    log_probs = z - lse.unsqueeze(-1)
-    smoothing = options.label_smoothing
-    hard = 1.0 - smoothing if class_weights is None else (1.0 - smoothing) * class_weights[label]
-    weights = 1.0 if class_weights is None else class_weights
-    weight_sum = vocab_size if class_weights is None else class_weights.sum()
-    loss = hard * nll + options.z_loss * lse.square()
-    if smoothing > 0.0:
-        loss = loss - smoothing / vocab_size * (log_probs * weights).sum(-1)
-    for field, value in ((stats.loss, loss), (stats.nll, nll), (stats.lse, lse)):
-        field.copy_(torch.where(valid, value, 0.0))
-    if stats.entropy.numel():
-        stats.entropy.copy_(torch.where(valid, torch.special.entr(log_probs.exp()).sum(-1), 0.0))
-    if stats.predicted.numel():
-        stats.predicted.copy_(torch.where(valid, z.argmax(-1), -1))
-    if coefficient is None:
-        return
-    spread = 2.0 * options.z_loss * lse
-    if smoothing > 0.0:
-        spread = spread + smoothing / vocab_size * weight_sum
-    label_error = -torch.sigmoid(rest - label_z)
-    gradient = log_probs.exp() * (hard + spread).unsqueeze(-1)
-    gradient.scatter_(-1, index, (hard * label_error + spread * (label_error + 1.0)).unsqueeze(-1))
-    if smoothing > 0.0:
-        gradient -= smoothing / vocab_size * weights
-    gradient *= (coefficient * (options.logit_scale / options.temperature)).expand(target.shape).unsqueeze(-1)
-    if slope is not None:
-        gradient *= slope
-    logits.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).view(logits.shape))
+        row_statistics_torch_(destination, target, fresh, options, bias, class_weights, coefficient)

@@ -127,7 +127,7 @@ def _backward_kernel(
 
 
 def _launch_config(element_size: int, backward: bool) -> tuple[int, int]:
-    """(elements a program, warps): 16 bytes a thread and tensor, so that loads are 128 bits wide and many are in flight."""
+    """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
     return (1024, 4) if element_size == 2 else (512, 4)
 
 
@@ -247,7 +247,8 @@ def _(gate_up, activation, inplace_backward):
 def _gated_activation_fused_backward(dh: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gradient = _empty(gate_up)
     if gradient.numel():
-        _launch_backward(dh, *gate_up.chunk(2, dim=-1), *gradient.chunk(2, dim=-1), activation)
+        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+        _launch_backward(dh, gate, up, dgate, dup, activation)
     return gradient
 
 
@@ -303,20 +304,31 @@ gated_activation_fused.register_autograd(_fused_backward, setup_context=_setup_c
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    if any(stride == 0 and size > 1 for x in (gate, up) for size, stride in zip(x.shape, x.stride())):
+        return False
+    # A compiled graph gives every mutated tensor memory of its own, and cannot ask for storages.
+    return torch.compiler.is_compiling() or gate.untyped_storage()._cdata != up.untyped_storage()._cdata
+
+
 def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -> bool:
     """Checks the inputs of a gated activation; whether its kernel takes them, or its reference must.
 
     Raises:
-        ValueError: if shapes or devices differ, or the backward is to overwrite one tensor with two gradients.
+        ValueError: if shapes or devices differ, or the backward is to overwrite memory that two elements share.
     """
     if gate.shape != up.shape or gate.dim() == 0:
         raise ValueError(
-            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have one shape (..., intermediate)."
+            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have one shape, "
+            "(..., intermediate)."
         )
     if gate.device != up.device:
         raise ValueError(f"`gate` is on {gate.device} and `up` on {up.device}; they must be on one device.")
-    if inplace_backward and gate is up:
-        raise ValueError("`inplace_backward=True` needs `gate` and `up` in memory of their own, but they are one tensor.")
+    if inplace_backward and not _has_memory_of_its_own(gate, up):
+        raise ValueError(
+            "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
+            "give each its own, pass a fused projection to the fused function, or leave `inplace_backward` off."
+        )
     return use_triton(gate) and gate.dtype == up.dtype
 
 
@@ -328,6 +340,7 @@ def fused_kernel_takes(gate_up: torch.Tensor) -> bool:
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
-            f"`gate_up` is {tuple(gate_up.shape)}; its last dimension must be twice the intermediate size, gate then up."
+            f"`gate_up` is {tuple(gate_up.shape)}; its last dimension must be twice the intermediate size, "
+            "gate first, then up."
         )
     return use_triton(gate_up)

@@ -45,7 +45,7 @@ def geglu(
 
     Raises:
         ValueError: if shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
-            for while `gate` is `up`.
+            for while `gate` and `up` share memory.
     """
     activation = _activation(approximate)
     if kernel_takes(gate, up, inplace_backward):
@@ -59,7 +59,7 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
     Args:
         gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of [`geglu`] otherwise.
         approximate: ``"tanh"`` or ``"none"``; see [`geglu`].
-        inplace_backward: Let the backward write the gradient over `gate_up`; see [`geglu`].
+        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see [`geglu`].
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
@@ -80,4 +80,5 @@ def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "ta
 
 def geglu_fused_reference(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """[`geglu_fused`] in plain torch."""
-    return geglu_reference(*gate_up.chunk(2, dim=-1), approximate)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return geglu_reference(gate, up, approximate)

@@ -2,13 +2,13 @@
 
 An operator that computes its gradients in the forward assumes an upstream gradient (`expected`, usually 1). In the
 backward the true one is known, but only on the device. A persistent grid loads both scalars and returns where they are
-equal: a few microseconds and no synchronisation, instead of a pass over the weight gradient (4 bytes an element in bf16).
+equal: a few microseconds and no synchronisation, instead of a pass over the weight gradient (4 bytes an element in
+bf16).
 """
 
 from __future__ import annotations
 
 import torch
-
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
 
 
@@ -73,16 +73,17 @@ def rescaled_gradients(
     """`gradients`, computed in the forward for `expected`, made those of `upstream`; for use inside a backward.
 
     In the last backward of a graph the saved tensors themselves are scaled in place and handed on, so that ``.grad``
-    takes them over and no second one is allocated. In a backward that keeps its graph (``retain_graph=True``) copies are
-    scaled and the saved ones stay as they are, so every later backward is right whatever its upstream gradient, 0 and
-    inf included, and no caller holds memory that a later backward writes. A kept graph costs no more than autograd's own
-    copy into ``.grad``, which it replaces.
+    takes them over and no second one is allocated. In a backward that keeps its graph (``retain_graph=True``) copies
+    are scaled and the saved ones stay as they are, so every later backward is right whatever its upstream gradient, 0
+    and inf included, and no caller holds memory that a later backward writes. A kept graph costs no more than
+    autograd's own copy into ``.grad``, which it replaces. Traced graphs (``torch.compile``), which may not write what their forward
+    returned, scale copies too.
 
     Raises:
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).
     """
     refuse_double_backward()
-    keep = _keeps_graph()
+    keep = _keeps_graph() or type(upstream) is not torch.Tensor  # tracing sees fake or functional tensors
     results: list[torch.Tensor | None] = []
     for gradient in gradients:
         if gradient is not None:
@@ -96,6 +97,6 @@ def refuse_double_backward() -> None:
     """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "The gradient of this cross entropy cannot itself be differentiated, so backward(create_graph=True) would be "
-            "silently wrong; compute this loss with the *_reference function instead."
+            "The gradient of this cross entropy cannot itself be differentiated, so backward(create_graph=True) would "
+            "be silently wrong; compute this loss with the *_reference function instead."
         )

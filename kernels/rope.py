@@ -131,8 +131,8 @@ def _rope_kernel(
 def _launch_config(num_heads: int, block_half: int) -> tuple[int, int, int]:
     """(tokens a program, programs the heads of a token are split over, warps), from the elements of half a token.
 
-    One program takes a whole token where that is 2,048 to 8,192 elements a half, enough to keep loads in flight, several
-    tokens where heads are few, and a share of the heads where they would spill registers.
+    One program takes a whole token where that is 2,048 to 8,192 elements a half, enough to keep loads in flight,
+    several tokens where heads are few, and a share of the heads where they would spill registers.
     """
     elements = triton.next_power_of_2(num_heads) * block_half
     tokens = max(1, min(16, 2048 // elements))
@@ -154,7 +154,10 @@ def _launch(
     transposed: bool,
     config: tuple[int, int, int] | None = None,
 ) -> None:
-    """Launches on (batch, seq, heads, head_dim) views; either of q and k may have no heads."""
+    """Launches on q and k as (batch, seq, heads, head_dim), either of which may have no heads.
+
+    Of the outputs only the memory counts, which holds contiguous (batch, seq, heads, head_dim).
+    """
     batch, seq_len, num_q_heads, head_dim = q.shape
     num_k_heads, half = k.shape[2], cos.shape[-1] // 2
     if batch * seq_len * (num_q_heads + num_k_heads) == 0:
@@ -222,8 +225,7 @@ def _rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
-    by_token = (_by_token(x, unsqueeze_dim) for x in (q, k))
-    _launch(*by_token, cos, sin, _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim), transposed)
+    _launch(_by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim), cos, sin, q_out, k_out, transposed)
     return q_out, k_out
 
 
@@ -270,16 +272,19 @@ _rope.register_autograd(_backward, setup_context=_setup_context)
 def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> None:
     if unsqueeze_dim not in (1, 2):
         raise ValueError(
-            f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 for "
-            "(batch, seq, heads, head_dim)."
+            f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 "
+            "for (batch, seq, heads, head_dim)."
         )
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"`q` and `k` must have 4 dimensions, but their shapes are {tuple(q.shape)}, {tuple(k.shape)}.")
+        raise ValueError(
+            f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; both must have 4 dimensions, (batch, heads, seq, "
+            "head_dim), or (batch, seq, heads, head_dim) with `unsqueeze_dim=2`."
+        )
     batch, seq_len = q.shape[0], q.shape[3 - unsqueeze_dim]
     if (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) != (batch, seq_len, q.shape[3]):
         raise ValueError(
-            f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; with `unsqueeze_dim={unsqueeze_dim}` they may differ "
-            f"only in dimension {unsqueeze_dim}, the heads."
+            f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; with `unsqueeze_dim={unsqueeze_dim}` they may "
+            f"differ only in dimension {unsqueeze_dim}, the heads."
         )
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
         raise ValueError(

@@ -33,7 +33,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, inplace_backward: bool = Fal
         A new contiguous tensor shaped as `gate`, in its dtype.
 
     Raises:
-        ValueError: if shapes or devices differ, or `inplace_backward` is asked for while `gate` is `up`.
+        ValueError: if shapes or devices differ, or `inplace_backward` is asked for while `gate` and `up` share memory.
     """
     if kernel_takes(gate, up, inplace_backward):
         return gated_activation(gate, up, "silu", inplace_backward)
@@ -45,7 +45,7 @@ def swiglu_fused(gate_up: torch.Tensor, *, inplace_backward: bool = False) -> to
 
     Args:
         gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of [`swiglu`] otherwise.
-        inplace_backward: Let the backward write the gradient over `gate_up`; see [`swiglu`].
+        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see [`swiglu`].
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
@@ -65,4 +65,5 @@ def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def swiglu_fused_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """[`swiglu_fused`] in plain torch."""
-    return swiglu_reference(*gate_up.chunk(2, dim=-1))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return swiglu_reference(gate, up)

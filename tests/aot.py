@@ -75,7 +75,7 @@ def _type_name(value: Any) -> str:
 
 def compile_launch(launch: Launch, target: str) -> Any:
     """Compiles `launch` for `target`, a key of `TARGETS`; Triton's own error comes through if it cannot."""
-    signature, constants = {}, {}
+    signature, constants, attributes = {}, {}, {}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr or value is None:
@@ -83,10 +83,9 @@ def compile_launch(launch: Launch, target: str) -> Any:
             constants[parameter.name] = value
         else:
             signature[parameter.name] = _type_name(value)
-    attributes = {
-        (launch.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if kind.startswith("*")
-    }
+            # What a launch on aligned tensors tells the compiler, which decides how wide loads may be.
+            divisible = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+            if isinstance(value, torch.Tensor) or divisible:
+                attributes[(launch.kernel.arg_names.index(parameter.name),)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=launch.options)

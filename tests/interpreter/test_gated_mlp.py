@@ -1,0 +1,263 @@
+"""SwiGLU's and GeGLU's kernels: values, gradients, layouts and registration, under the interpreter or on a GPU."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
+from liger_trainer.kernels.runtime import INTERPRETED
+from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+
+PAIRS = {
+    "silu": (swiglu, swiglu_reference),
+    "gelu_tanh": (geglu, geglu_reference),
+    "gelu": (partial(geglu, approximate="none"), partial(geglu_reference, approximate="none")),
+}
+FUSED = {
+    "silu": (swiglu_fused, swiglu_fused_reference),
+    "gelu_tanh": (geglu_fused, geglu_fused_reference),
+    "gelu": (partial(geglu_fused, approximate="none"), partial(geglu_fused_reference, approximate="none")),
+}
+SHAPES = [(3, 40), (2, 3, 17), (1,), (1, 1), (5, 1030), (2, 600)]  # (2, 600) and more: several blocks, some a row
+activations = pytest.mark.parametrize("activation", PAIRS)
+
+
+def randn(*shape, seed=0, dtype=torch.float32, device="cpu", scale=3.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
+
+
+def gate_and_up(shape, dtype=torch.float32, device="cpu"):
+    return [randn(*shape, seed=seed, dtype=dtype, device=device).requires_grad_() for seed in (0, 1)]
+
+
+def value_and_gradients(function, *inputs):
+    h = function(*inputs)
+    dh = randn(*h.shape, seed=2, dtype=torch.bfloat16, device=h.device).to(h.dtype)
+    return [h, *torch.autograd.grad(h, inputs, dh)]
+
+
+def in_float64(function, *inputs):
+    return value_and_gradients(function, *(x.detach().double().requires_grad_() for x in inputs))
+
+
+@activations
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_equals_float64(activation, shape, device):
+    function, reference = PAIRS[activation]
+    inputs = gate_and_up(shape, device=device)
+    for ours, right in zip(value_and_gradients(function, *inputs), in_float64(reference, *inputs)):
+        # exp and erf in fp32 are good to a few units of 1e-7, and 1 - sigmoid loses that much in absolute terms,
+        # times the derivative's factors: gate, up and dh, up to about 10 each.
+        torch.testing.assert_close(ours.double(), right, rtol=3e-6, atol=3e-5)
+
+
+@activations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_eager(activation, dtype, device):
+    function, reference = PAIRS[activation]
+    inputs = gate_and_up((8, 1030), dtype, device)
+    # The interpreter's conversion to bf16 truncates: one-sided errors, twice in the forward. A GPU rounds to nearest.
+    slack = 4.0 if INTERPRETED and dtype == torch.bfloat16 else 1.1
+    results = zip(
+        value_and_gradients(function, *inputs),
+        value_and_gradients(reference, *inputs),
+        in_float64(reference, *inputs),
+    )
+    for ours, theirs, right in results:
+        assert ours.dtype == dtype
+        assert (ours - right).norm() <= slack * (theirs - right).norm()
+
+
+@activations
+def test_forward_rounds_where_the_model_does(activation, device):
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    function, reference = PAIRS[activation]
+    gate, up = gate_and_up((64, 500), dtype, device)
+    if activation != "silu":
+        gate = gate.abs()  # torch's 1 + tanh and 1 + erf cancel in the negative tail; ours is then closer to exact
+    expected = reference(gate, up)
+    assert (function(gate, up) != expected).float().mean() < 5e-3  # the last place of exp or erf decides a rounding
+    unrounded = reference(gate.float(), up.float()).to(dtype)
+    assert (unrounded != expected).float().mean() > 0.05  # so the order of rounding does show here
+
+
+@activations
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 34), (2, 1200)])
+def test_fused_equals_separate(activation, shape, device):
+    gate_up = randn(*shape, device=device).requires_grad_()
+    function, _ = PAIRS[activation]
+    h, gradient = value_and_gradients(FUSED[activation][0], gate_up)
+    expected, dgate, dup = value_and_gradients(function, *(x.requires_grad_() for x in gate_up.detach().chunk(2, -1)))
+    torch.testing.assert_close(h, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradient, torch.cat((dgate, dup), -1), rtol=0, atol=0)
+    assert h.is_contiguous()
+    assert gradient.is_contiguous()
+
+
+@activations
+def test_extreme_values(activation, device):
+    function, reference = PAIRS[activation]
+    gate = torch.tensor([0.0, -0.0, 30, -30, 100, -100, 1e4, -1e4, 3e9, -3e9, float("nan")], device=device)
+    inputs = [gate.requires_grad_(), torch.ones_like(gate).requires_grad_()]
+    expected = in_float64(reference, *inputs)
+    for ours, right in zip(value_and_gradients(function, *inputs), expected):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@activations
+def test_halves_of_a_projection_are_not_copied(activation, device):
+    function, reference = PAIRS[activation]
+    halves = [x.requires_grad_() for x in randn(2, 3, 40, device=device).chunk(2, dim=-1)]
+    with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("copied")):
+        ours = value_and_gradients(function, *halves)
+    for x, expected in zip(ours, value_and_gradients(reference, *halves)):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+@activations
+def test_any_strides(activation, device):
+    function, reference = PAIRS[activation]
+    gate = randn(6, 4, 10, device=device).transpose(0, 1).requires_grad_()  # rows that give no single stride
+    up = randn(10, 4, 6, seed=1, device=device).transpose(0, 2).transpose(0, 1).requires_grad_()  # columns apart
+    h = function(gate, up)
+    assert h.is_contiguous()
+    for dh in (torch.ones((), device=device).expand(h.shape), randn(10, 6, 4, device=device).permute(2, 1, 0)):
+        ours = torch.autograd.grad(h, (gate, up), dh, retain_graph=True)
+        for x, expected in zip(ours, torch.autograd.grad(reference(gate, up), (gate, up), dh)):
+            torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_only_needed_gradients_are_computed(inplace, device):
+    gate, up = gate_and_up((3, 40), device=device)
+    expected = value_and_gradients(swiglu_reference, gate, up)
+    dh = randn(3, 40, seed=2, dtype=torch.bfloat16, device=device).float()
+    with mock.patch.object(operators, "_launch_backward", wraps=operators._launch_backward) as launch:
+        (dgate,) = torch.autograd.grad(swiglu(gate, up.detach(), inplace_backward=inplace), gate, dh)
+        (dup,) = torch.autograd.grad(swiglu(gate.detach(), up, inplace_backward=inplace), up, dh)
+    assert [[call.args[i] is None for i in (3, 4)] for call in launch.call_args_list] == [[False, True], [True, False]]
+    torch.testing.assert_close(dgate, expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dup, expected[2], rtol=1e-5, atol=1e-5)
+
+
+def test_undefined_gradient_stays_undefined(device):
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    gate, up = gate_and_up((2, 8), device=device)
+    gate_up = torch.cat((gate, up), -1).detach().requires_grad_()
+    outputs = (Undefined.apply(swiglu(gate, up)).sum(), Undefined.apply(swiglu_fused(gate_up)).sum())
+    assert torch.autograd.grad(outputs, (gate, up, gate_up), allow_unused=True) == (None, None, None)
+
+
+@activations
+def test_saved_tensors_are_left_alone_by_default(activation, device):
+    function, _ = PAIRS[activation]
+    gate, up = gate_and_up((3, 40), device=device)
+    before = [gate.detach().clone(), up.detach().clone()]
+    h = function(gate, up)
+    first = torch.autograd.grad(h.square().sum(), (gate, up), retain_graph=True)
+    second = torch.autograd.grad(h.square().sum(), (gate, up))
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, before, (gate, up)))
+
+
+def projected(x, activation, fused, inplace):
+    gate, up = x * 2, x + 1
+    if fused:
+        return FUSED[activation][0](torch.cat((gate, up), -1), inplace_backward=inplace)
+    return PAIRS[activation][0](gate, up, inplace_backward=inplace)
+
+
+@activations
+@pytest.mark.parametrize("fused", [False, True])
+def test_inplace_backward_gives_the_same_gradient_once(activation, fused, device):
+    x = randn(3, 20, device=device).requires_grad_()
+    (expected,) = torch.autograd.grad(projected(x, activation, fused, False).square().sum(), x)
+    loss = projected(x, activation, fused, True).square().sum()
+    assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x)
+    for use_reentrant in (False, True):
+        loss = checkpoint(projected, x, activation, fused, True, use_reentrant=use_reentrant).square().sum()
+        loss.backward()
+        assert torch.equal(x.grad, expected)
+        x.grad = None
+
+
+def test_inplace_backward_writes_over_gate_and_up(device):
+    dh = randn(2, 3, 10, seed=2, device=device)
+    gate, up = gate_and_up((2, 3, 10), device=device)
+    expected = torch.autograd.grad(swiglu(gate, up), (gate, up), dh)
+    gradients = torch.autograd.grad(swiglu(gate, up, inplace_backward=True), (gate, up), dh)
+    assert [x.data_ptr() for x in gradients] == [gate.data_ptr(), up.data_ptr()]
+    assert all(map(torch.equal, gradients, expected))
+    # Also where the kernel has to work on a copy.
+    gate, up = (x.detach().mT.contiguous().mT.requires_grad_() for x in gate_and_up((2, 3, 10), device=device))
+    gradients = torch.autograd.grad(swiglu(gate, up, inplace_backward=True), (gate, up), dh)
+    assert all(map(torch.equal, gradients, expected))
+    assert torch.equal(gate, expected[0])
+
+
+def test_inplace_backward_needs_memory_of_its_own(device):
+    gate, up = gate_and_up((4, 10), device=device)
+    row = gate[:1].expand(4, 10)
+    for pair in ((gate, gate), (gate, gate.view(4, 10)), (row, up), (up, row)):
+        with pytest.raises(ValueError, match="share memory or are expanded"):
+            swiglu(*pair, inplace_backward=True)
+        swiglu(*pair)
+
+
+def test_inplace_backward_that_is_recorded_does_not_overwrite(device):
+    gate, up = gate_and_up((2, 10), device=device)
+    before = gate.detach().clone()
+    torch.autograd.grad(swiglu(gate, up, inplace_backward=True).sum(), gate, create_graph=True)
+    assert torch.equal(gate, before)
+
+
+@activations
+def test_empty(activation, device):
+    for shape in ((0, 8), (3, 0), (0,)):
+        results = value_and_gradients(PAIRS[activation][0], *gate_and_up(shape, device=device))
+        assert [x.shape for x in results] == [torch.Size(shape)] * 3
+        gate_up = torch.zeros(*shape[:-1], 2 * shape[-1], device=device, requires_grad=True)
+        h, gradient = value_and_gradients(FUSED[activation][0], gate_up)
+        assert h.shape == torch.Size(shape)
+        assert gradient.shape == gate_up.shape
+
+
+def test_opcheck(device):
+    gate, up = gate_and_up((3, 7), device=device)
+    gate_up = randn(3, 8, device=device).requires_grad_()
+    dh, halves = randn(3, 7, seed=2, device=device), [x.detach() for x in gate_up.chunk(2, -1)]
+    opcheck(operators.gated_activation, (gate, up, "silu", False))
+    opcheck(operators.gated_activation, (*halves, "gelu_tanh", False))
+    opcheck(operators.gated_activation_fused, (gate_up, "gelu", False))
+    opcheck(operators._gated_activation_backward, (dh, gate.detach(), up.detach(), "silu", True, False))
+    opcheck(operators._gated_activation_fused_backward, (dh[:, :4], gate_up.detach(), "gelu_tanh"))
+    opcheck(operators._gated_activation_backward_, (dh, gate.detach().clone(), up.detach().clone(), "silu"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiles_fullgraph(fused, inplace, device):
+    torch.compiler.reset()
+    backend = "inductor" if device != "cpu" else "aot_eager"
+    compiled = torch.compile(projected, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (3, 6):
+        x = randn(rows, 20, device=device).requires_grad_()
+        for activation in ("silu", "gelu_tanh"):
+            (expected,) = torch.autograd.grad(projected(x, activation, fused, False).square().sum(), x)
+            (ours,) = torch.autograd.grad(compiled(x, activation, fused, inplace).square().sum(), x)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
