@@ -121,7 +121,7 @@ def sweep_rope(timer: Timer, top: int) -> None:
 
 
 def sweep_gated(timer: Timer, top: int) -> None:
-    """Sweeps forward and backward of SwiGLU on separate and on fused projections, and of tanh GeGLU on separate ones."""
+    """Sweeps forward and backward of SwiGLU, on separate and on fused projections, and of tanh GeGLU."""
     rows, cols = GATED_SHAPE
     for activation, fused in (("silu", False), ("silu", True), ("gelu_tanh", False)):
         both = torch.randn(2, rows, 2 * cols, device="cuda", dtype=torch.bfloat16)
