@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from liger_trainer.kernels import cross_entropy as operator
 from liger_trainer.kernels import cross_entropy_rows, rescale
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
+
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100
@@ -189,8 +189,8 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(cross_entropy_rows, "use_triton", lambda tensor: True),
-        mock.patch.object(rescale, "use_triton", lambda tensor: True),
+        mock.patch.object(cross_entropy_rows, "use_triton", return_value=True),
+        mock.patch.object(rescale, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
         cross_entropy_rows.row_statistics_(logits, target, bare, plain)

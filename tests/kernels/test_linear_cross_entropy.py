@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
-
 from liger_trainer.kernels import linear_cross_entropy as operator
 from liger_trainer.kernels import linear_cross_entropy_chunks as chunks
 from liger_trainer.kernels import rescale
 from liger_trainer.kernels.cross_entropy_reference import linear_cross_entropy_reference
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 4.0, "logit_scale": 1.5, "temperature": 0.8}
@@ -288,9 +287,7 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(operator._rows, (hidden, weight, target, bias, None, *options, True, True))
     fixed = [tensor.detach() for tensor in (hidden, weight, target, bias)]
     rows = torch.rand(TOKENS)
-    torch.library.opcheck(
-        operator._rows_backward, (rows, *fixed, None, rows, rows, *options, True, True, True)
-    )
+    torch.library.opcheck(operator._rows_backward, (rows, *fixed, None, rows, rows, *options, True, True, True))
 
 
 @pytest.mark.parametrize(
@@ -356,20 +353,32 @@ def test_chunk_plan_of_known_models() -> None:
     assert plan(16384, 2048, 151936) == 2048
 
 
-@pytest.mark.parametrize("count", [4, 8, 32])
-def test_weight_gradient_error_stays_within_eager_bf16(count: int) -> None:
-    """Summed over chunks dW is no further from float64 than eager bf16's, within a tenth."""
+def _weight_gradient_errors(count: int, tokens: int = 1024, size: int = 64, vocab: int = 2048) -> tuple[float, float]:
+    """Relative errors of dW against float64, of eager bf16 and of `count` chunks; logits of standard deviation 3."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(64 * 32, 32, generator=generator).bfloat16()
-    weight = (0.5 * torch.randn(96, 32, generator=generator)).bfloat16().requires_grad_()
-    target = torch.randint(0, 96, (64 * 32,), generator=generator)
+    hidden = torch.randn(tokens, size, generator=generator).bfloat16()
+    weight = (3 / size**0.5 * torch.randn(vocab, size, generator=generator)).bfloat16().requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), generator=generator)
     double = weight.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(_eager(hidden.double(), double, None, target), double)
-    logits = F.linear(hidden, weight)
-    (eager,) = torch.autograd.grad(F.cross_entropy(logits.float(), target), weight)
-    with mock.patch.object(chunks, "_chunk_rows", lambda *_: hidden.shape[0] // count):
+    (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
+    with mock.patch.object(chunks, "_chunk_rows", return_value=tokens // count):
         (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
-    assert (ours.double() - exact).norm() <= 1.1 * (eager.double() - exact).norm()
+    return tuple(float((gradient.double() - exact).norm() / exact.norm()) for gradient in (eager, ours))
+
+
+@pytest.mark.parametrize("count", [1, 9, 32])
+def test_weight_gradient_of_one_or_of_many_chunks_has_eagers_error(count: int) -> None:
+    eager, ours = _weight_gradient_errors(count)
+    assert ours <= 1.02 * eager
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_weight_gradient_of_few_chunks_has_the_documented_error(count: int) -> None:
+    """One rounding to bf16 costs 1.7e-3 of the norm; c chunks round partial sums of 1/c to 1 of the variance."""
+    eager, ours = _weight_gradient_errors(count)
+    assert ours <= 1.03 * (eager**2 + (count - 1) / 2 * 1.7e-3**2) ** 0.5
+    assert ours <= 1.3 * eager
 
 
 def test_accumulation_dtype() -> None:
