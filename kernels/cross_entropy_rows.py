@@ -127,7 +127,7 @@ def _cross_entropy_rows_kernel(
 
     if STATS:
         label_logit = _load_logits(row_ptr, bias_ptr, target, width, vocab_size, BIAS)
-        label_z, label_slope = _transform(label_logit, inner, outer, SOFTCAP)
+        label_z, _ = _transform(label_logit, inner, outer, SOFTCAP)
         label_z = tl.where(in_range, label_z, float("nan"))
         peaks = tl.full([BLOCK], LOWEST, tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)

@@ -7,9 +7,9 @@ For hidden states X `(N, H)`, head W `(V, H)` and a loss L of the logits ``X @ W
                                 dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
 
 so the gradients come with the forward, in the three matmuls that are the least possible (two for a frozen head or
-frozen hidden states), and the backward has only the upstream gradient to apply (`rescale`). The forward needs the normaliser
-for that, which is counted on the device; nothing is synchronised. `reduction="none"` cannot know its upstream gradient:
-it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
+frozen hidden states), and the backward has only the upstream gradient to apply (`rescale`). The forward needs the
+normaliser for that, which is counted on the device; nothing is synchronised. `reduction="none"` cannot know its
+upstream gradient: it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
 after the first, to accumulate dW. Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and dbias.
@@ -149,8 +149,8 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *rest: A
     "liger_trainer::linear_cross_entropy_rows_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, "
-    f"Tensor nll, Tensor lse, {_OPTIONS}, int logits_memory, bool hidden_gradient, bool weight_gradient, bool bias_gradient) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"Tensor nll, Tensor lse, {_OPTIONS}, int logits_memory, bool hidden_gradient, bool weight_gradient, "
+    "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
 )
 def _rows_backward(
     grad: torch.Tensor,

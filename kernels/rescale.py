@@ -76,8 +76,8 @@ def rescaled_gradients(
     takes them over and no second one is allocated. In a backward that keeps its graph (``retain_graph=True``) copies
     are scaled and the saved ones stay as they are, so every later backward is right whatever its upstream gradient, 0
     and inf included, and no caller holds memory that a later backward writes. A kept graph costs no more than
-    autograd's own copy into ``.grad``, which it replaces. Traced graphs (``torch.compile``), which may not write what their forward
-    returned, scale copies too.
+    autograd's own copy into ``.grad``, which it replaces. Traced graphs (``torch.compile``), which may not write what
+    their forward returned, scale copies too.
 
     Raises:
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).

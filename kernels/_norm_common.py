@@ -1,0 +1,176 @@
+"""What the norms share: the rows of a tensor of any layout, launch limits, and the sum of partial weight gradients.
+
+A norm works on rows of `hidden_size` numbers, each on its own, so the order of the rows does not matter. Tensors whose
+leading dimensions are permuted (queries transposed to `(batch, heads, tokens, head_dim)`, say) are therefore read and
+written in the order they lie in memory, without a copy, and results have the same layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from liger_trainer.kernels.runtime import tl, triton, use_triton
+
+MAX_HIDDEN_SIZE = 65536
+"""Longest row one program can hold; longer rows run as the torch reference."""
+
+_COLUMN_SUM_TILE = 4096
+
+
+class NormConfig(NamedTuple):
+    """How a norm kernel is launched; `num_stages` and `programs_per_sm` are for the persistent backward kernels.
+
+    Args:
+        rows: Rows of a tile, a power of two.
+        num_warps: Warps of a program.
+        num_stages: Tiles in flight in a program, the one being computed included.
+        programs_per_sm: Programs of the persistent grid for each multiprocessor.
+    """
+
+    rows: int
+    num_warps: int
+    num_stages: int = 1
+    programs_per_sm: int = 1
+
+
+class DeviceLimits(NamedTuple):
+    """What a program may use of a device: warps, and bytes of shared memory."""
+
+    max_warps: int
+    shared_memory: int
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of `device`; careful ones where torch does not tell."""
+    if device.type != "cuda":
+        return DeviceLimits(max_warps=16, shared_memory=48 * 1024)
+    properties = torch.cuda.get_device_properties(device)
+    warp_size = getattr(properties, "warp_size", 32)
+    return DeviceLimits(1024 // warp_size, getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+
+
+def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, device: torch.device) -> NormConfig:
+    """`config` with warps and stages lowered to what `device` has.
+
+    Args:
+        config: What the table asks for.
+        hidden_size: Length of a row.
+        bytes_per_column: Bytes that a program reads for one number of a row, summed over its streamed inputs.
+        device: Where it will run.
+    """
+    limits = device_limits(device)
+    tile_bytes = config.rows * triton.next_power_of_2(hidden_size) * bytes_per_column
+    buffers = (limits.shared_memory - 4096) // tile_bytes  # 4 KiB are for the reductions across warps
+    stages = min(config.num_stages, buffers) if buffers >= 2 else 1  # one stage needs no buffer at all
+    return config._replace(num_warps=min(config.num_warps, limits.max_warps), num_stages=stages)
+
+
+def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
+    """Whether a norm of `x` with these parameters runs as a Triton kernel."""
+    supported = all(parameter is None or use_triton(parameter) for parameter in parameters)
+    return supported and use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
+
+
+def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+    """Checks a norm's input and its per-column parameters (given by their argument names).
+
+    Raises:
+        ValueError: if `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
+            parameter is not a floating point tensor of shape (hidden_size,) on the device of `x`.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"`x` of {name} has dtype {x.dtype}; give a floating point tensor, such as `x.float()`.")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"`x` of {name} has shape {tuple(x.shape)}; give (..., hidden_size) with hidden_size >= 1.")
+    for argument, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"`{argument}` of {name} has shape {tuple(parameter.shape)}, but the last dimension of `x` is "
+                f"{x.shape[-1]}; give a tensor of shape ({x.shape[-1]},), or None."
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"`{argument}` of {name} has dtype {parameter.dtype}; give a floating point tensor.")
+        if parameter.device != x.device:
+            raise ValueError(
+                f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
+            )
+
+
+def memory_order(x: torch.Tensor) -> list[int] | None:
+    """The dimensions of `x` with the leading ones from the largest stride to the smallest; None if it is contiguous."""
+    if x.is_contiguous():
+        return None
+    return [*sorted(range(x.dim() - 1), key=lambda dim: x.stride(dim), reverse=True), x.dim() - 1]
+
+
+def as_rows(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """`tensor` as (rows, hidden_size) with unit column stride: a view where its layout allows, else a copy."""
+    if order is not None:
+        tensor = tensor.permute(order)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def as_row_values(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """`tensor` of shape `x.shape[:-1]`, which holds one number a row, as (rows,) in the order of `as_rows`."""
+    return (tensor if order is None else tensor.permute(order[:-1])).reshape(-1).contiguous()
+
+
+def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor of `like`'s shape whose `as_rows(..., order)` is a contiguous view."""
+    if order is None:
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return torch.empty([like.shape[dim] for dim in order], dtype=dtype, device=like.device).permute(inverse)
+
+
+def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """A new fp32 tensor of shape `like.shape[:-1]` whose `as_row_values(..., order)` is a view."""
+    return empty_in_order(like[..., 0], None if order is None else order[:-1], torch.float32)
+
+
+@triton.jit(do_not_specialize=["num_partials"])
+def _column_sum_kernel(
+    partial_ptr, first_ptr, second_ptr, num_partials, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, ROWS)
+    partial_ptr += which * num_partials * H
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, num_partials, ROWS):
+        mask = (start + rows < num_partials)[:, None] & (cols < H)[None, :]
+        total += tl.load(partial_ptr + ((start + rows) * H)[:, None] + cols[None, :], mask=mask, other=0.0)
+    column = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < H)
+    else:
+        tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < H)
+
+
+def column_sum(partial: torch.Tensor, *outputs: torch.Tensor) -> None:
+    """Writes `partial[i].sum(0)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
+
+    Args:
+        partial: fp32 of shape (len(outputs), programs, hidden_size), contiguous.
+        outputs: One or two tensors of shape (hidden_size,) of any floating dtype.
+    """
+    count, num_partials, hidden_size = partial.shape
+    # A narrow block has many programs for a short row; 8 fp32 columns are one memory sector.
+    block = 8 if hidden_size <= 1024 else 32
+    grid = (triton.cdiv(hidden_size, block), count)
+    _column_sum_kernel[grid](
+        partial,
+        outputs[0],
+        outputs[-1],
+        num_partials,
+        H=hidden_size,
+        ROWS=_COLUMN_SUM_TILE // block,
+        BLOCK=block,
+        num_warps=4,
+    )

@@ -1,0 +1,278 @@
+"""The Triton kernels of both cross entropies against float64, under the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference
+from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.rescale import rescale_
+from liger_trainer.kernels.runtime import INTERPRETED, use_triton
+
+IGNORE = -100
+ALL_OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1},
+    {"reduction": "none", "softcap": 5.0, "temperature": 0.7, "logit_scale": -1.3},
+    {"num_items": 9, "z_loss": 0.05, "softcap": 30.0, "label_smoothing": 0.2},
+    {"weighted": True},
+    {"weighted": True, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0, "reduction": "none"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(device: str) -> None:
+    if not use_triton(torch.empty(1, device=device)):
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1")
+
+
+def _case(device: str, tokens: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(tokens, vocab_size, generator=generator)
+    target = torch.randint(0, vocab_size, (tokens,), generator=generator)
+    target[2::3] = IGNORE
+    return logits.to(device).requires_grad_(), target.to(device)
+
+
+def _weights(options: dict[str, Any], vocab_size: int, device: str) -> dict[str, Any]:
+    options = dict(options)
+    if options.pop("weighted", False):
+        options["class_weights"] = torch.linspace(0.5, 2.0, vocab_size, device=device)
+    return options
+
+
+def _assert_equal(ours: Any, exact: Any, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    torch.testing.assert_close(ours.to(exact.dtype), exact, atol=atol, rtol=rtol)
+
+
+def _in_double(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 128, 1000, 8193])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_cross_entropy(device: str, vocab_size: int, options: dict[str, Any]) -> None:
+    logits, target = _case(device, 5, vocab_size)
+    options = _weights(options, vocab_size, device)
+    before = logits.detach().clone()
+    ours = cross_entropy(logits, target, outputs=ALL_OUTPUTS, **options)
+    double = logits.detach().double().requires_grad_()
+    exact = cross_entropy_reference(double, target, outputs=ALL_OUTPUTS, **_in_double(options))
+    for name in ("loss", *ALL_OUTPUTS):
+        _assert_equal(getattr(ours, name), getattr(exact, name))
+    upstream = torch.rand_like(ours.loss) + 1.0
+    (gradient,) = torch.autograd.grad(ours.loss, logits, upstream, retain_graph=True)
+    (again,) = torch.autograd.grad(ours.loss, logits, upstream)
+    _assert_equal(gradient, torch.autograd.grad(exact.loss, double, upstream.double())[0], atol=1e-6)
+    assert gradient.equal(again)
+    assert logits.equal(before)
+
+
+@given(
+    tokens=st.integers(1, 4),
+    vocab_size=st.integers(1, 300),
+    smoothing=st.sampled_from([0.0, 0.3]),
+    z_loss=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([None, 2.0]),
+    weighted=st.booleans(),
+    memory=st.integers(1, 4000),
+    trained=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_linear_cross_entropy(
+    device: str, tokens: int, vocab_size: int, smoothing: float, z_loss: float, softcap: float | None, weighted: bool,
+    memory: int, trained: tuple[bool, bool, bool], seed: int,
+) -> None:  # fmt: skip
+    _, target = _case(device, tokens, vocab_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [
+        torch.randn(shape, generator=generator).to(device).requires_grad_(train)
+        for shape, train in zip(((tokens, 4), (vocab_size, 4), (vocab_size,)), trained)
+    ]
+    options = _weights({"weighted": weighted}, vocab_size, device)
+    options |= {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+    doubles = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    hidden, weight, bias = leaves
+    ours = linear_cross_entropy(hidden, weight, target, bias, logits_memory=memory, outputs=ALL_OUTPUTS, **options)
+    exact = linear_cross_entropy_reference(
+        doubles[0], doubles[1], target, doubles[2], outputs=ALL_OUTPUTS, **_in_double(options)
+    )
+    for name in ("loss", "z_loss", "entropy", "token_nll"):
+        _assert_equal(getattr(ours, name), getattr(exact, name))
+    if any(trained):
+        upstream = torch.tensor(2.0, device=device)
+        grads = torch.autograd.grad(ours.loss, [leaf for leaf in leaves if leaf.requires_grad], upstream)
+        exact_grads = torch.autograd.grad(
+            exact.loss, [leaf for leaf in doubles if leaf.requires_grad], upstream.double()
+        )
+        for gradient, exact_gradient in zip(grads, exact_grads):
+            _assert_equal(gradient, exact_gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_rounding_the_gradient(device: str, dtype: torch.dtype) -> None:
+    logits, target = _case(device, 6, 1000)
+    half = logits.detach().to(dtype).requires_grad_()
+    loss = cross_entropy(half, target, num_items=1)
+    double = half.detach().double().requires_grad_()
+    exact = cross_entropy_reference(double, target, num_items=1)
+    _assert_equal(loss, exact)
+    (gradient,) = torch.autograd.grad(loss, half)
+    (exact_gradient,) = torch.autograd.grad(exact, double)
+    rounding = (exact_gradient.to(dtype).double() - exact_gradient).norm()
+    slack = 2.1 if INTERPRETED else 1.02  # the interpreter truncates to bf16, twice the error of rounding
+    assert (gradient.double() - exact_gradient).norm() <= slack * rounding
+
+
+def test_confident_tokens_keep_their_digits(device: str) -> None:
+    # p[t] - 1 is about -1e-9 here: p - 1 in fp32 would be 0, lse - z[t] too.
+    logits = torch.zeros(2, 50)
+    logits[0, 3], logits[1, 4] = 24.0, 9.0
+    target = torch.tensor([3, 4])
+    double = logits.double().requires_grad_()
+    exact = cross_entropy_reference(double, target, reduction="none")
+    (exact_gradient,) = torch.autograd.grad(exact.sum(), double)
+    logits = logits.to(device).requires_grad_()
+    loss = cross_entropy(logits, target.to(device), reduction="none")
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    torch.testing.assert_close(loss.double().cpu(), exact.detach(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(gradient.double().cpu(), exact_gradient, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("label", [-1, 9, 2**40, -(2**40)])
+def test_a_label_outside_the_vocabulary_is_nan_and_touches_nothing_else(device: str, label: int) -> None:
+    canary = torch.full((3, 16), 7.0, device=device)
+    buffer = canary.clone()
+    rows = buffer[1:2, 4:13]  # nine columns with memory that must stay on every side
+    target = torch.tensor([label], device=device)
+    stats = RowStats.allocate(rows, 1, entropy=True, predicted=True)
+    options = RowOptions(IGNORE, 0.1, 0.1, None, 1.0, 1.0)
+    row_statistics_(rows, target, stats, options, coefficient=torch.ones((), device=device))
+    assert stats.loss.isnan().all()
+    assert stats.nll.isnan().all()
+    assert rows.isnan().all()
+    rows.fill_(7.0)
+    assert buffer.equal(canary)
+    rows[:, 0] = 1.0
+    row_gradient_(rows, target, stats, options, torch.ones((), device=device))
+    assert rows.isnan().all()
+    rows.fill_(7.0)
+    assert buffer.equal(canary)
+
+
+def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:
+    logits, target = _case(device, 4, 70)
+    buffer = torch.full((4, 128), float("nan"), device=device)
+    buffer[:, :70] = logits.detach()
+    stats, clean = (RowStats.allocate(buffer, 4, entropy=True, predicted=True) for _ in range(2))
+    one, options = torch.ones((), device=device), RowOptions(IGNORE, 0.1, 0.0, 5.0, 1.0, 1.0)
+    row_statistics_(buffer[:, :70], target, stats, options, coefficient=one, width=128)
+    alone = logits.detach().clone()
+    row_statistics_(alone, target, clean, options, coefficient=one)
+    assert all(ours.equal(theirs) for ours, theirs in zip(stats, clean))
+    assert buffer[:, :70].equal(alone)
+
+
+def test_ignored_rows_are_not_read_and_get_a_zero_gradient(device: str) -> None:
+    logits = torch.full((3, 9), float("nan"), device=device)
+    logits[1] = torch.arange(9.0, device=device)
+    logits.requires_grad_()
+    target = torch.tensor([IGNORE, 2, IGNORE], device=device)
+    result = cross_entropy(logits, target, z_loss=0.1, outputs=ALL_OUTPUTS)
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert logits.grad is not None
+    assert logits.grad[::2].eq(0).all()
+    assert logits.grad[1].ne(0).all()
+    assert result.predicted_tokens.tolist() == [-1, 8, -1]
+    with torch.no_grad():
+        cross_entropy(logits, target)
+    assert logits[::2].isnan().all()
+
+
+def test_minus_infinity_masks_a_class(device: str) -> None:
+    logits = torch.tensor([[1.0, float("-inf"), 2.0, float("-inf")]], device=device, requires_grad=True)
+    target = torch.tensor([0], device=device)
+    loss = cross_entropy(logits, target, outputs=("entropy",))
+    loss.loss.backward()
+    plain = torch.tensor([[1.0, 2.0]], device=device, requires_grad=True)
+    expected = cross_entropy(plain, target, outputs=("entropy",))
+    expected.loss.backward()
+    _assert_equal(loss.loss, expected.loss)
+    _assert_equal(loss.entropy, expected.entropy)
+    assert logits.grad is not None
+    _assert_equal(logits.grad[:, ::2], plain.grad)
+    assert logits.grad[:, 1::2].eq(0).all()
+
+
+def test_strided_logits_are_read_where_they_are(device: str) -> None:
+    whole = torch.randn(2, 5, 24, device=device, requires_grad=True)
+    target = torch.randint(0, 17, (2, 4), device=device)
+    loss = cross_entropy(whole[:, :-1, 3:20], target)
+    (gradient,) = torch.autograd.grad(loss, whole)
+    expected = cross_entropy_reference(whole[:, :-1, 3:20], target)
+    _assert_equal(loss, expected)
+    _assert_equal(gradient, torch.autograd.grad(expected, whole)[0])
+
+
+def test_inplace_backward_writes_over_the_logits_once(device: str) -> None:
+    leaf = torch.randn(4, 9, device=device, requires_grad=True)
+    target = torch.randint(0, 9, (4,), device=device)
+    (expected,) = torch.autograd.grad(cross_entropy(leaf * 2.0, target), leaf)
+    logits = leaf * 2.0
+    loss = cross_entropy(logits, target, inplace_backward=True)
+    (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    _assert_equal(gradient, expected)
+    _assert_equal(logits.detach() * 2.0, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, leaf)
+    kept = leaf.detach().clone()
+    cross_entropy(leaf, target, inplace_backward=True).backward()  # a leaf is never written
+    assert leaf.detach().equal(kept)
+
+
+def test_greedy_ties_take_the_lowest_id(device: str) -> None:
+    logits = torch.zeros(3, 300, device=device)
+    logits[1, [20, 250]] = 1.0
+    logits[2, [20, 250]] = 1.0
+    result = cross_entropy(
+        logits, torch.tensor([299, 20, 250], device=device), outputs=("predicted_tokens", "token_accuracy")
+    )
+    assert result.predicted_tokens.tolist() == [0, 20, 20]
+    assert result.token_accuracy.item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("size", [1, 5000, 40000])
+def test_rescale(device: str, size: int) -> None:
+    tensor = torch.randn(size, device=device).bfloat16()
+    before = tensor.clone()
+    third = torch.tensor(1 / 3, device=device)
+    rescale_(tensor, third, third)
+    assert tensor.equal(before)
+    rescale_(tensor, third, torch.tensor(2.0, device=device))
+    expected = (before.float() * (third / 2.0)).bfloat16()
+    torch.testing.assert_close(tensor, expected, atol=0.0, rtol=2**-7 if INTERPRETED else 0.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_both_compile_to_one_graph(device: str, reduction: str) -> None:
+    leaf, target = _case(device, 5, 9)
+    weight = torch.randn(11, 9, device=device, requires_grad=True)
+
+    def step(leaf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        given = cross_entropy(leaf * 1.0, target, reduction=reduction, inplace_backward=True)
+        return (given + 2.0 * linear_cross_entropy(leaf, weight, target, reduction=reduction)).sum()
+
+    loss, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(leaf, weight), step(leaf, weight)
+    _assert_equal(loss, expected)
+    for ours, exact in zip(torch.autograd.grad(loss, (leaf, weight)), torch.autograd.grad(expected, (leaf, weight))):
+        _assert_equal(ours, exact)
