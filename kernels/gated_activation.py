@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -265,9 +265,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _overwrites_saved(ctx: Any) -> bool:
-    # A second backward through the node then fails in autograd's own check of saved tensors; a backward that is itself
-    # recorded (create_graph) could not be, so it never overwrites.
-    return ctx.inplace_backward and not torch.is_grad_enabled()
+    # Not while another backward may follow, nor in one that is itself recorded. A second backward that could not be
+    # foreseen would fail in autograd's own check of saved tensors.
+    return ctx.inplace_backward and not torch.is_grad_enabled() and not graph_is_kept()
 
 
 def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ bf16).
 from __future__ import annotations
 
 import torch
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 
 @triton.jit
@@ -61,12 +61,6 @@ def _(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tensor) -> N
     return None
 
 
-def _keeps_graph() -> bool:
-    """Whether the running backward keeps its graph for another; True where torch does not say."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if query is None else bool(query())
-
-
 def rescaled_gradients(
     gradients: list[torch.Tensor | None], upstream: torch.Tensor, expected: torch.Tensor
 ) -> list[torch.Tensor | None]:
@@ -83,7 +77,7 @@ def rescaled_gradients(
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).
     """
     refuse_double_backward()
-    keep = _keeps_graph() or type(upstream) is not torch.Tensor  # tracing sees fake or functional tensors
+    keep = graph_is_kept() or type(upstream) is not torch.Tensor  # tracing sees fake or functional tensors
     results: list[torch.Tensor | None] = []
     for gradient in gradients:
         if gradient is not None:

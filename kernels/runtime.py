@@ -60,3 +60,12 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward keeps its graph for another (``retain_graph=True``).
+
+    Only where it does not may a backward write over what it saved. True where torch does not say, and outside a backward.
+    """
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if query is None else bool(query())

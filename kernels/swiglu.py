@@ -25,9 +25,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, inplace_backward: bool = Fal
             a gate and up of different dtypes, run as the reference.
         up: Up projection, shaped as `gate`.
         inplace_backward: Let the backward write the gradients over `gate` and `up`, which saves two tensors of their
-            size. Only for intermediates that nothing else reads afterwards, held in memory of their own, in a graph
-            that is walked once: a second backward raises autograd's error about a modified tensor. Without effect on
-            the reference path.
+            size. Only for intermediates that nothing else reads afterwards, held in memory of their own. A backward
+            that keeps its graph (``retain_graph=True``, ``create_graph=True``) never overwrites. Without effect on the
+            reference path.
 
     Returns:
         A new contiguous tensor shaped as `gate`, in its dtype.
