@@ -12,9 +12,10 @@ _root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
 if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
 
-_MODELS = (
-    "llama mllama mistral mixtral gemma gemma2 gemma3 gemma3_text qwen2 qwen2_vl qwen3 qwen3_moe phi3 granite olmo2 glm4"
-).split()
+_MODELS = [
+    *("llama", "mllama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text"),
+    *("qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "phi3", "granite", "olmo2", "glm4"),
+]
 
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
 _EXPORTS = {

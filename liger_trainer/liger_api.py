@@ -81,7 +81,7 @@ def _install_hook() -> None:
             apply_liger_kernel(self, config)
 
     _original_post_init = original
-    PreTrainedModel.post_init = post_init
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
 def _remove_hook() -> None:
@@ -89,7 +89,7 @@ def _remove_hook() -> None:
     hook = PreTrainedModel.post_init
     # If somebody else wrapped the hook since, it stays, and with nothing registered does nothing.
     if _original_post_init is not None and getattr(hook, "__wrapped__", None) is _original_post_init:
-        PreTrainedModel.post_init = _original_post_init
+        PreTrainedModel.post_init = _original_post_init  # type: ignore[method-assign,assignment]
         _original_post_init = None
 
 
@@ -139,7 +139,8 @@ def _make(name: str, model_types: tuple[str, ...], own_flags: tuple[str, ...]) -
     equal to what the model computes.
 
     Args:
-        {", ".join(flags)}: Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes.
+        {", ".join(flags)}:
+            Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes.
         model: The model, of type {" or ".join(map(repr, model_types))}. None applies the flags to every model of that
             type built afterwards, until `undo_liger_kernel({name!r})`.
 
@@ -157,4 +158,4 @@ FUNCTIONS: dict[str, Callable[..., KernelReport | None]] = {
 }
 globals().update(FUNCTIONS)
 
-__all__ = ["undo_liger_kernel", *FUNCTIONS]  # noqa: PLE0604
+__all__ = ["undo_liger_kernel", *FUNCTIONS]

@@ -56,22 +56,22 @@ def apply_liger_kernel(
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError(
             "`model` is wrapped in nn.DataParallel, whose replicas would share the forwards of one device. Give the "
-            "model itself, and train on several devices with DistributedDataParallel: `accelerate launch` or `torchrun`."
+            "model itself, and train on several devices with DistributedDataParallel (`accelerate launch`, `torchrun`)."
         )
     explicit = _explicit_keys(config)
-    config = KernelConfig.parse(config)
+    parsed = KernelConfig.parse(config)
     revert_liger_kernel(model)
 
     device = _probe_device(model)
-    findings = list(_find_all(model, config, Probe(device)))
+    findings = list(_find_all(model, parsed, Probe(device)))
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
             bind_forward(finding.module, finding.forward)
     try:
-        if config.linear_cross_entropy or config.cross_entropy:
-            assert isinstance(config.logits_memory, int)  # KernelConfig has parsed it
-            head = patch_head(model, fused=config.linear_cross_entropy, logits_memory=config.logits_memory)
+        if parsed.linear_cross_entropy or parsed.cross_entropy:
+            assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
+            head = patch_head(model, fused=parsed.linear_cross_entropy, logits_memory=parsed.logits_memory)
             report_rows.append(head)
         if strict:
             _check_strict(report_rows, explicit)
@@ -153,6 +153,6 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
     if problems:
         raise ValueError(
-            "`strict` is set, and these kernels cannot be applied (switch them off in `liger_kernel_config`, or strict):\n"
+            "`strict` is set, but these kernels cannot be applied (switch them off in liger_kernel_config, or strict):\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )

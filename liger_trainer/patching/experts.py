@@ -10,7 +10,7 @@ from liger_trainer.patching.finding import Finding
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
-    """The verdict on `module` if its class runs through transformers' experts registry, or looks like one that could."""
+    """The verdict on `module` if it holds the 3-D weights of a layer of experts, else None."""
     weights = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     if any(weight is None or weight.dim() != 3 for weight in weights):
         return None

@@ -110,7 +110,7 @@ class Probe:
             return _judge(truth, rounded, exact, nearby)
 
     def same(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor], autocast: bool) -> bool:
-        """Whether the two agree on `tensors` in the dtypes they have: same dtypes out, values within bfloat16 rounding."""
+        """Whether the two give the same dtypes, and values within bfloat16 rounding, on `tensors` as they are."""
         with self.isolated(), torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             try:
                 expected, got = _run(original, tensors), _run(ours, tensors)
@@ -205,7 +205,7 @@ def projection(weight: torch.Tensor) -> nn.Module:
     layer: nn.Module = object.__new__(_Projection)
     nn.Module.__init__(layer)  # not Linear's own, which allocates and draws from the global generator
     layer.__dict__.update(in_features=weight.shape[1], out_features=weight.shape[0])
-    layer._parameters.update(weight=weight, bias=None)  # type: ignore[dict-item]
+    layer._parameters.update({"weight": weight, "bias": None})  # type: ignore[dict-item]
     return layer
 
 

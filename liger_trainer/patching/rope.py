@@ -90,8 +90,11 @@ def _probe_rope(
         return refused(f"it also takes {', '.join(needed)}")
 
     has_dim = "unsqueeze_dim" in parameters
-    agreements = {layout: _compare(function, has_dim, layout, probe) for layout in _layouts()}
-    proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
+    for precise in (False, True):
+        agreements = {layout: _compare(function, has_dim, layout, precise, probe) for layout in _layouts()}
+        proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
+        if proven:
+            break
     used = (
         [layout for layout in proven if layout[1] == parameters["unsqueeze_dim"].default] if has_dim else list(proven)
     )
@@ -100,8 +103,8 @@ def _probe_rope(
         return None, None, nearest.explained("another rotation than the half-split one of q and k")
     position = arguments.index("unsqueeze_dim") - 4 if has_dim else None
     default = parameters["unsqueeze_dim"].default if has_dim else used[0][1]
-    mixed = _mixed_result(function, has_dim, used[0], probe)
-    rotary = rotary_function(function, default, position, frozenset(proven), mixed)
+    mixed = _mixed_result(function, has_dim, used[0], precise, probe)
+    rotary = rotary_function(function, default, position, frozenset(proven), mixed, precise)
     patched = forward_calling(forward, name, rotary)
     if patched is None:
         return refused("its forward is decorated in a way that hides the call")
@@ -131,7 +134,7 @@ def _tensors(layout: Layout, probe: Probe) -> list[torch.Tensor]:
     return [*rows, *tables]
 
 
-def _compare(function: Callable, has_dim: bool, layout: Layout, probe: Probe) -> Agreement:
+def _compare(function: Callable, has_dim: bool, layout: Layout, precise: bool, probe: Probe) -> Agreement:
     q, k, cos, sin = _tensors(layout, probe)
     dim = layout[1]
 
@@ -139,7 +142,7 @@ def _compare(function: Callable, has_dim: bool, layout: Layout, probe: Probe) ->
         return function(q, k, cos, sin, unsqueeze_dim=dim) if has_dim else function(q, k, cos, sin)
 
     def ours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return _rotate(q, k, cos, sin, dim)
+        return _rotate(q, k, cos, sin, dim, precise)
 
     return probe.compare(_fixed_tables(original, cos, sin), _fixed_tables(ours, cos, sin), [q, k])
 
@@ -150,15 +153,18 @@ def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> C
 
 
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, precise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() == 3:  # (tokens, heads, head_dim) is one sequence
-        q, k = rope(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), unsqueeze_dim=2)
+        q, k = _rotate(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2, precise)
         return q.squeeze(0), k.squeeze(0)
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    if not precise:
+        return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    q_rotated, k_rotated = rope(q, k, cos.float(), sin.float(), unsqueeze_dim=unsqueeze_dim)
+    return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
 
 
-def _mixed_result(function: Callable, has_dim: bool, layout: Layout, probe: Probe) -> str | None:
+def _mixed_result(function: Callable, has_dim: bool, layout: Layout, precise: bool, probe: Probe) -> str | None:
     """With float32 tables and bfloat16 heads: ``"promoted"``, ``"kept"`` (in the heads' dtype), or None for neither."""
     q, k, cos, sin = _tensors(layout, probe)
     half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
@@ -169,7 +175,7 @@ def _mixed_result(function: Callable, has_dim: bool, layout: Layout, probe: Prob
     for mixed in ("promoted", "kept"):
 
         def ours(q: torch.Tensor, k: torch.Tensor, keep: bool = mixed == "kept") -> Any:
-            rotated = _rotate(q, k, cos, sin, layout[1])
+            rotated = _rotate(q, k, cos, sin, layout[1], precise)
             return tuple(x.to(q.dtype) for x in rotated) if keep else rotated
 
         if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
@@ -179,7 +185,12 @@ def _mixed_result(function: Callable, has_dim: bool, layout: Layout, probe: Prob
 
 @functools.cache
 def rotary_function(
-    original: Callable, default_dim: int, dim_position: int | None, proven: frozenset[Layout], mixed: str | None
+    original: Callable,
+    default_dim: int,
+    dim_position: int | None,
+    proven: frozenset[Layout],
+    mixed: str | None,
+    precise: bool,
 ) -> Callable:
     """Our rotary function with the signature of `original`, which still runs what is not proved equal.
 
@@ -190,11 +201,13 @@ def rotary_function(
         proven: The layouts on which the two agree.
         mixed: What tables of another dtype than q give: ``"promoted"`` as the kernel does, ``"kept"`` in q's dtype, or
             None to let the original run.
+        precise: Give the kernel float32 tables, for an original that computes in float32 and rounds once. On an
+            accelerator the kernel does so anyway, and this is only tried where the plain call does not agree.
     """
 
     def rotary(q, k, cos, sin, *args, **kwargs):
         if not args and not kwargs:
-            dim = default_dim
+            dim: Any = default_dim
         elif not args and len(kwargs) == 1 and dim_position is not None:
             dim = kwargs.get("unsqueeze_dim")
         else:
@@ -203,7 +216,7 @@ def rotary_function(
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
         if not as_probed or (mixed is None and cos.dtype != q.dtype):
             return original(q, k, cos, sin, *args, **kwargs)
-        q_rotated, k_rotated = _rotate(q, k, cos, sin, dim)
+        q_rotated, k_rotated = _rotate(q, k, cos, sin, dim, precise)
         if mixed == "kept" and cos.dtype != q.dtype:
             return q_rotated.to(q.dtype), k_rotated.to(q.dtype)
         return q_rotated, k_rotated
