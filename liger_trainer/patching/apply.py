@@ -62,8 +62,9 @@ def apply_liger_kernel(
     parsed = KernelConfig.parse(config)
     revert_liger_kernel(model)
 
-    device = _probe_device(model)
-    findings = list(_find_all(model, parsed, Probe(device)))
+    probe = Probe(_probe_device(model))
+    with probe.isolated():
+        findings = list(_find_all(model, parsed, probe))
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -153,6 +154,6 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
     if problems:
         raise ValueError(
-            "`strict` is set, but these kernels cannot be applied (switch them off in liger_kernel_config, or strict):\n"
+            "`strict` is set, but these kernels cannot be applied (switch them, or strict, off):\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Agreement:
 class Probe:
     """Random tensors of its own generator, and the comparison of two computations on them.
 
+    To be used inside its [`isolated`] context.
+
     Args:
         device: Where the probe runs: the model's accelerator, so that the real kernels are what is proved, or the CPU.
     """
@@ -84,9 +87,11 @@ class Probe:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe."""
+        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe, and its warnings in."""
         kinds = {"cpu", self.device.type}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             for kind in kinds:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(torch.inference_mode(False))
@@ -96,22 +101,21 @@ class Probe:
 
     def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
         """Compares the two on `tensors` in float32 and in bfloat16, outputs and gradients of every tensor."""
-        with self.isolated():
-            try:
-                truth = _run(original, tensors)
-                rounded = _run(original, [tensor.to(torch.bfloat16) for tensor in tensors])
-            except Exception as error:
-                return Agreement(float("inf"), reason=f"the probe could not run its forward: {_first_line(error)}")
-            try:
-                exact = _run(ours, tensors)
-                nearby = _run(ours, [tensor.to(torch.bfloat16) for tensor in tensors])
-            except Exception as error:
-                return Agreement(float("inf"), reason=f"the kernel did not run: {_first_line(error)}")
-            return _judge(truth, rounded, exact, nearby)
+        try:
+            truth = _run(original, tensors)
+            rounded = _run(original, [tensor.to(torch.bfloat16) for tensor in tensors])
+        except Exception as error:
+            return Agreement(float("inf"), reason=f"the probe could not run its forward: {_first_line(error)}")
+        try:
+            exact = _run(ours, tensors)
+            nearby = _run(ours, [tensor.to(torch.bfloat16) for tensor in tensors])
+        except Exception as error:
+            return Agreement(float("inf"), reason=f"the kernel did not run: {_first_line(error)}")
+        return _judge(truth, rounded, exact, nearby)
 
     def same(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor], autocast: bool) -> bool:
         """Whether the two give the same dtypes, and values within bfloat16 rounding, on `tensors` as they are."""
-        with self.isolated(), torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             try:
                 expected, got = _run(original, tensors), _run(ours, tensors)
             except Exception:

@@ -160,7 +160,7 @@ def _rotate(
         return q.squeeze(0), k.squeeze(0)
     if not precise:
         return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    q_rotated, k_rotated = rope(q, k, cos.float(), sin.float(), unsqueeze_dim=unsqueeze_dim)
+    q_rotated, k_rotated = rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=unsqueeze_dim)
     return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
 
 
@@ -201,7 +201,7 @@ def rotary_function(
         proven: The layouts on which the two agree.
         mixed: What tables of another dtype than q give: ``"promoted"`` as the kernel does, ``"kept"`` in q's dtype, or
             None to let the original run.
-        precise: Give the kernel float32 tables, for an original that computes in float32 and rounds once. On an
+        precise: Give the kernel everything in float32, for an original that computes in float32 and rounds once. On an
             accelerator the kernel does so anyway, and this is only tried where the plain call does not agree.
     """
 
