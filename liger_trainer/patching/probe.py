@@ -87,7 +87,7 @@ class Probe:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe, and its warnings in."""
+        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe, and warnings in."""
         kinds = {"cpu", self.device.type}
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())

@@ -117,7 +117,9 @@ def _layouts() -> Iterator[Layout]:
         for full_batch in (True, False):
             yield 4, 1, full_width, full_batch
             yield 4, 2, full_width, full_batch
+        # Without a batch the dimension says nothing; a function that takes none is called with its default.
         yield 3, 1, full_width, True
+        yield 3, 2, full_width, True
 
 
 def _tensors(layout: Layout, probe: Probe) -> list[torch.Tensor]:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from tests.tiny_models import TINY_MODELS, tiny_batch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.binding import bound_modules
+from tests.tiny_models import TINY_MODELS, tiny_batch
 
 LAYERS = {"linear_cross_entropy": False, "cross_entropy": False}  # the head has tests of its own
 
