@@ -1,6 +1,8 @@
 """liger_trainer: fast, small-memory fine-tuning inside the Hugging Face stack."""
 
+import importlib as _importlib
 import os as _os
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer._version import __version__ as __version__
 
@@ -9,3 +11,47 @@ from liger_trainer._version import __version__ as __version__
 _root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
 if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
+
+_MODELS = [
+    *("llama", "mllama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text"),
+    *("qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "phi3", "granite", "olmo2", "glm4"),
+]
+
+# Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
+_EXPORTS = {
+    "AutoLigerKernelForCausalLM": "liger_trainer.auto_model",
+    "KernelConfig": "liger_trainer.configs.kernel_config",
+    "KernelReport": "liger_trainer.patching.report",
+    "KernelReportRow": "liger_trainer.patching.report",
+    "apply_liger_kernel": "liger_trainer.patching.apply",
+    "revert_liger_kernel": "liger_trainer.patching.apply",
+    "undo_liger_kernel": "liger_trainer.liger_api",
+    **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger_api" for _name in _MODELS},
+}
+_SUBMODULES = ("functional", "nn")
+
+if TYPE_CHECKING:
+    from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_trainer.configs.kernel_config import KernelConfig as KernelConfig
+    from liger_trainer.liger_api import undo_liger_kernel as undo_liger_kernel
+    from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
+    from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
+    from liger_trainer.patching.report import KernelReport as KernelReport
+    from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+
+__all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(_importlib.import_module(_EXPORTS[name]), name)
+    elif name in _SUBMODULES:
+        value = _importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

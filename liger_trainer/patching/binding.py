@@ -35,6 +35,8 @@ def overriding_forward(module: nn.Module) -> str | None:
     if bound is None or is_bound_by_us(module):
         return None
     function = getattr(bound, "__func__", bound)
+    if function is type(module).forward:  # what pickling makes of a forward of ours: the class's own again
+        return None
     if isinstance(function, functools.partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}"
@@ -56,3 +58,16 @@ def unbind_forward(module: nn.Module) -> bool:
 def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of `model` that carry a forward of ours."""
     return (module for module in model.modules() if is_bound_by_us(module))
+
+
+def call_like(forward: Callable, argument: str) -> Callable:
+    """`forward(self, x)` with `x` renamed to `argument`, as callers may pass it by keyword.
+
+    It is also named ``"forward"``, by which pickling finds a method again.
+    """
+    code = forward.__code__
+    # The locals get an underscore, so that none of them can be called as the argument is.
+    names = (code.co_varnames[0], argument, *(f"_{name}" for name in code.co_varnames[2:]))
+    forward.__code__ = code.replace(co_varnames=names, co_name="forward")
+    forward.__name__ = "forward"
+    return forward

@@ -39,6 +39,7 @@ class KernelReport:
 
     model: str
     rows: tuple[KernelReportRow, ...]
+    remarks: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[KernelReportRow]:
         return iter(self.rows)
@@ -68,4 +69,4 @@ class KernelReport:
             table.add_row(row.component, row.target, str(row.count), row.kernel or "left alone", error, row.reason)
         text = io.StringIO()
         Console(file=text, width=120).print(table)
-        return text.getvalue().rstrip()
+        return "\n".join([text.getvalue().rstrip(), *self.remarks])

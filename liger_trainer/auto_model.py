@@ -1,0 +1,72 @@
+"""`AutoModelForCausalLM` that puts the kernels into what it builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
+from liger_trainer.patching.apply import apply_liger_kernel
+
+_KERNEL_KWARGS = (*KERNEL_KEYS, "fused_linear_cross_entropy", "logits_memory")
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+    """`AutoModelForCausalLM` with kernel switches among its keyword arguments.
+
+    Besides what `AutoModelForCausalLM` takes, both constructors take the keys of `liger_kernel_config` (`rope`,
+    `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `experts`, `cross_entropy`, `linear_cross_entropy` or its other name
+    `fused_linear_cross_entropy`, `logits_memory`) and `strict`; see [`liger_trainer.apply_liger_kernel`]. Remote code
+    is trusted only if the caller passes `trust_remote_code=True`, as in transformers.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """Loads a model and puts the kernels into it.
+
+        Args:
+            pretrained_model_name_or_path: A model id or a folder.
+            *model_args: For `AutoModelForCausalLM.from_pretrained`.
+            **kwargs: Kernel switches and `strict` as the class describes; the rest is for
+                `AutoModelForCausalLM.from_pretrained`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: for a wrong kernel switch, or what cannot be applied with `strict=True`.
+        """
+        kernels, strict, kwargs = _split(kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
+        apply_liger_kernel(model, kernels, strict=strict)
+        return loaded
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """Builds a model with random weights and puts the kernels into it.
+
+        Args:
+            config: The model's config.
+            **kwargs: Kernel switches and `strict` as the class describes; the rest is for
+                `AutoModelForCausalLM.from_config`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: for a wrong kernel switch, or what cannot be applied with `strict=True`.
+        """
+        kernels, strict, kwargs = _split(kwargs)
+        model = super().from_config(config, **kwargs)
+        apply_liger_kernel(model, kernels, strict=strict)
+        return model
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    """(kernel switches, strict, the rest)."""
+    kernels = {name: value for name, value in kwargs.items() if name in _KERNEL_KWARGS}
+    KernelConfig.parse(kernels)  # a wrong switch is an error before the weights are loaded
+    rest = {name: value for name, value in kwargs.items() if name not in (*_KERNEL_KWARGS, "strict")}
+    return kernels, bool(kwargs.get("strict", False)), rest

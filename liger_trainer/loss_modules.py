@@ -1,0 +1,211 @@
+"""The losses of [`liger_trainer.nn`]: cross entropy of logits, and of a head that is not applied before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
+
+
+def _check_loss(label_smoothing: float, reduction: str, softcap: float | None) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"`label_smoothing` is {label_smoothing!r}; it must be between 0 and 1.")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"`softcap` is {softcap!r}; it must be more than 0, or None.")
+
+
+class _CrossEntropy(nn.Module):
+    def __init__(
+        self,
+        class_weights: torch.Tensor | None,
+        ignore_index: int,
+        lse_square_scale: float,
+        label_smoothing: float,
+        reduction: str,
+        softcap: float | None,
+        return_z_loss: bool,
+        return_token_accuracy: bool,
+        return_predicted_tokens: bool,
+    ) -> None:
+        super().__init__()
+        _check_loss(label_smoothing, reduction, softcap)
+        self._class_weights = class_weights
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def _loss(
+        self, function: Callable[..., Any], tensors: tuple[Any, ...], target: torch.Tensor, token_scaling: bool = False
+    ) -> torch.Tensor | CrossEntropyOutput:
+        per_token_accuracy = self.return_token_accuracy and self.reduction == "none"
+        asked = {
+            "z_loss": self.return_z_loss,
+            "token_accuracy": self.return_token_accuracy and not per_token_accuracy,
+            "predicted_tokens": self.return_predicted_tokens or per_token_accuracy,
+            "token_nll": token_scaling,
+        }
+        outputs = tuple(name for name, wanted in asked.items() if wanted)
+        weights = self._class_weights
+        result = function(
+            *tensors,
+            ignore_index=self.ignore_index,
+            reduction="none" if token_scaling else self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.lse_square_scale,
+            softcap=self.softcap,
+            class_weights=None if weights is None else weights.to(target.device),
+            outputs=outputs,
+        )
+        if not outputs:
+            return result
+        loss, z_loss, accuracy = result.loss, result.z_loss, result.token_accuracy
+        if token_scaling:
+            probability = result.token_nll.neg().exp()
+            loss = self._reduce(loss * probability, target)
+            z_loss = None if z_loss is None else self._reduce(z_loss * probability, target)
+        if per_token_accuracy:
+            accuracy = (result.predicted_tokens == target).to(torch.float32)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        predicted = result.predicted_tokens if self.return_predicted_tokens else None
+        return CrossEntropyOutput(loss, z_loss=z_loss, token_accuracy=accuracy, predicted_tokens=predicted)
+
+    def _reduce(self, losses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.reduction == "none":
+            return losses
+        total = losses.sum()
+        if self.reduction == "sum":
+            return total
+        valid = target != self.ignore_index
+        counted = valid.to(losses.dtype)
+        if self._class_weights is not None:
+            counted = counted * self._class_weights.to(losses)[target.where(valid, 0)]
+        divisor = counted.sum()
+        return total / torch.where(divisor > 0, divisor, 1)
+
+
+class LigerCrossEntropyLoss(_CrossEntropy):
+    """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
+
+    Args:
+        weight: Class weights, (vocab,).
+        ignore_index: Target that does not count.
+        lse_square_scale: Factor of the z-loss, the squared log-sum-exp.
+        label_smoothing: Between 0 and 1.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        return_z_loss: Return the z-loss too.
+        return_token_accuracy: Return the share of valid tokens whose largest logit is the target; with reduction
+            ``"none"``, 1 or 0 for every token.
+        return_predicted_tokens: Return the index of every token's largest logit.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+        self.weight = weight
+
+    def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
+        """The loss of `_input`, (tokens, vocab), against `target`, (tokens,).
+
+        Returns:
+            The loss, or a `CrossEntropyOutput` if any `return_*` is set.
+        """
+        return self._loss(cross_entropy, (_input, target), target)
+
+
+class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
+    """Cross entropy of ``_input @ lin_weight.T + bias`` without the logits in memory.
+
+    See [`liger_trainer.functional.linear_cross_entropy`].
+
+    Args:
+        ce_weight: Class weights, (vocab,).
+        ignore_index: Target that does not count.
+        lse_square_scale: Factor of the z-loss, the squared log-sum-exp.
+        label_smoothing: Between 0 and 1.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        return_z_loss: Return the z-loss too.
+        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
+        use_token_scaling: Weight every token's loss with its predicted probability (detached), as in Liger.
+        return_token_accuracy: Return the share of valid tokens whose largest logit is the target; with reduction
+            ``"none"``, 1 or 0 for every token.
+        return_predicted_tokens: Return the index of every token's largest logit.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__(
+            ce_weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+        self.ce_weight = ce_weight
+        self.use_token_scaling = use_token_scaling
+
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | CrossEntropyOutput:
+        """The loss of `_input`, (tokens, hidden), under the head `lin_weight`, (vocab, hidden), and `bias`, (vocab,).
+
+        Returns:
+            The loss against `target`, (tokens,), or a `CrossEntropyOutput` if any `return_*` is set.
+        """
+        tensors = (_input, lin_weight, target, bias)
+        return self._loss(linear_cross_entropy, tensors, target, token_scaling=self.use_token_scaling)

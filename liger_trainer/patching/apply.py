@@ -1,0 +1,159 @@
+"""Putting the kernels into a model, and taking them out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
+from liger_trainer.head import patch_head
+from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
+from liger_trainer.patching.experts import find_experts
+from liger_trainer.patching.finding import Finding, rows
+from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.norms import find_norm
+from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.report import KernelReport, KernelReportRow
+from liger_trainer.patching.rope import find_rope
+
+_META_REMARK = (
+    "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
+    "loaded (from_pretrained, or model.to_empty and a state dict)."
+)
+
+
+def apply_liger_kernel(
+    model: nn.Module, config: KernelConfig | Mapping[str, Any] | str | None = None, strict: bool = False
+) -> KernelReport:
+    """Puts the kernels into `model`, in place, wherever they are proved equal to what the model computes.
+
+    Candidates are found by structure, so any model may be given: a plain one, a multimodal one, one wrapped by PEFT or
+    built by TRL, on any device or on the meta device. Each candidate's forward and ours run on small stand-ins (never
+    on the model's weights); what agrees in values and gradients is bound to the instance, the rest is left alone.
+    Classes, torch functions and child modules stay as they are. Applying again replaces what was applied before.
+
+    Args:
+        model: The model.
+        config: Which kernels: a [`KernelConfig`], a mapping such as ``{"rope": False}``, the same as a JSON string,
+            or None for all of them.
+        strict: Raise if something asked for cannot be applied: every key that `config` explicitly sets to true, and,
+            of the others, every component that the model has (experts excepted, which have no kernel yet).
+
+    Returns:
+        The report: a row for every kind of candidate, with its probe error or why it was left alone.
+
+    Raises:
+        TypeError: if `model` is not an `nn.Module`.
+        ValueError: for an unknown key or a wrong value in `config`; for `nn.DataParallel`; and with `strict` if
+            something asked for cannot be applied. The model is then left without kernels.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` is a {type(model).__name__}; apply_liger_kernel needs a torch.nn.Module.")
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ValueError(
+            "`model` is wrapped in nn.DataParallel, whose replicas would share the forwards of one device. Give the "
+            "model itself, and train on several devices with DistributedDataParallel (`accelerate launch`, `torchrun`)."
+        )
+    explicit = _explicit_keys(config)
+    parsed = KernelConfig.parse(config)
+    revert_liger_kernel(model)
+
+    probe = Probe(_probe_device(model))
+    with probe.isolated():
+        findings = list(_find_all(model, parsed, probe))
+    report_rows = rows(findings)
+    for finding in findings:
+        if finding.forward is not None:
+            bind_forward(finding.module, finding.forward)
+    try:
+        if parsed.linear_cross_entropy or parsed.cross_entropy:
+            assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
+            head = patch_head(model, fused=parsed.linear_cross_entropy, logits_memory=parsed.logits_memory)
+            report_rows.append(head)
+        if strict:
+            _check_strict(report_rows, explicit)
+    except BaseException:
+        revert_liger_kernel(model)
+        raise
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    return KernelReport(_model_name(model), tuple(report_rows), (_META_REMARK,) if meta else ())
+
+
+def revert_liger_kernel(model: nn.Module) -> int:
+    """Takes the kernels out of `model`: every instance that carries a forward of ours gets its class's back.
+
+    Returns:
+        How many instances were reverted.
+    """
+    return sum(unbind_forward(module) for module in list(bound_modules(model)))
+
+
+def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
+    def enabled(component: str) -> bool:
+        return getattr(config, component)
+
+    for module in model.modules():
+        finding = (
+            find_norm(module, enabled, probe) or find_gated_mlp(module, enabled, probe) or find_experts(module, enabled)
+        )
+        if finding is not None:
+            yield finding
+        else:
+            yield from find_rope(module, enabled, probe)
+
+
+def _probe_device(model: nn.Module) -> torch.device:
+    """The accelerator the model is on, or the CPU: also for the meta device and for weights that are elsewhere."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    for parameter in model.parameters():
+        if accelerator is not None and parameter.device.type == accelerator.type:
+            return parameter.device
+    return torch.device("cpu")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, or `model` itself."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return model.get_base_model()  # type: ignore[operator]
+    return model
+
+
+def _model_name(model: nn.Module) -> str:
+    base = unwrapped(model)
+    return type(base).__name__ if base is model else f"{type(base).__name__} in {type(model).__name__}"
+
+
+def _explicit_keys(config: KernelConfig | Mapping[str, Any] | str | None) -> set[str]:
+    """The keys that the user wrote down as true."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except json.JSONDecodeError:
+            return set()  # KernelConfig.parse says what is wrong with it
+    if not isinstance(config, Mapping):
+        return set()
+    aliases = {"fused_linear_cross_entropy": "linear_cross_entropy"}
+    return {aliases.get(key, key) for key, value in config.items() if value is True} & set(KERNEL_KEYS)
+
+
+def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> None:
+    applied = {row.component for row in report_rows if row.applied}
+    if "linear_cross_entropy" in applied:
+        applied.add("cross_entropy")  # it is part of the fused head
+    problems = [
+        f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
+        for row in report_rows
+        if not row.applied and row.count and not row.reason.startswith("switched off")
+        if row.component in explicit or row.component != "experts"
+    ]
+    named = {problem.split(":")[0] for problem in problems}
+    problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
+    if problems:
+        raise ValueError(
+            "`strict` is set, but these kernels cannot be applied (switch them, or strict, off):\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )

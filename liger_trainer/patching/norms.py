@@ -1,0 +1,197 @@
+"""Normalisations: RMSNorm in the variants models write, and `nn.LayerNorm`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from liger_trainer.kernels.layer_norm import layer_norm
+from liger_trainer.kernels.rms_norm import rms_norm
+from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.probe import Agreement, Probe, identity, only_argument, stand_in
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch built without distributed
+
+    class DTensor:  # type: ignore[no-redef]
+        """Stands in for the class, so that nothing is an instance of it."""
+
+
+# (casting, offset). In float32 most of these are the same function; the bfloat16 distance tells them apart, and of
+# formulas that agree equally well the first is taken.
+RMS_NORM_FORMULAS = (("llama", 0.0), ("olmo2", 0.0), ("gemma", 1.0), ("none", 0.0))
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_NOT_ROW_NORMS = (_NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+_ROWS = (2, 5)
+
+
+def find_norm(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it looks like a normalisation over its last dimension, else None."""
+    if type(module).forward is nn.LayerNorm.forward:
+        return _find(module, "layer_norm", enabled, probe, _probe_layer_norm)
+    if not module._modules and eps_name(module) is not None and not isinstance(module, _NOT_ROW_NORMS):
+        return _find(module, "rms_norm", enabled, probe, _probe_rms_norm)
+    return None
+
+
+def eps_name(module: nn.Module) -> str | None:
+    """The name under which `module` keeps a float epsilon."""
+    return next((name for name in _EPS_NAMES if isinstance(module.__dict__.get(name), float)), None)
+
+
+def _find(module: nn.Module, component: str, enabled: Callable[[str], bool], probe: Probe, prove: Callable) -> Finding:
+    target = type(module).__name__
+    if not enabled(component):
+        return Finding(component, target, module, reason="switched off in liger_kernel_config")
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        return Finding(component, target, module, reason=f"its forward is already overridden by {foreign}")
+    key = identity(module)
+    if key not in probe.cache:
+        probe.cache[key] = prove(module, probe)
+    kernel, forward, agreement = probe.cache[key]
+    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
+
+
+def _refused(reason: str) -> tuple[None, None, Agreement]:
+    return None, None, Agreement(float("inf"), reason=reason)
+
+
+def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
+    present = {name: p for name, p in module._parameters.items() if p is not None}
+    argument = only_argument(module)
+    if argument is None:
+        return _refused("its forward takes more than the hidden states")
+    others = sorted({*present, *(name for name, b in module._buffers.items() if b is not None)} - {"weight"})
+    if others:
+        return _refused(f"it has {', '.join(others)} besides an RMSNorm's weight")
+    weighted = "weight" in present
+    if weighted and present["weight"].dim() != 1:
+        return _refused(f"its weight has {present['weight'].dim()} dimensions; an RMSNorm's has one")
+    original = type(module).forward
+    size = present["weight"].shape[0] if weighted else _normalized_size(module)
+    tensors = [probe.randn(*_ROWS, size), *([probe.randn(size)] if weighted else [])]
+    name = eps_name(module)
+    assert name is not None
+
+    best: tuple[str, Callable, Agreement] | None = None
+    failures: list[Agreement] = []
+    formulas = RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]
+    for casting, offset in formulas:
+        options = (original, argument, name, offset, casting, weighted)
+        direct = rms_norm_forward(*options, mixed=True, autocast=True)
+        agreement = probe.compare(_on(module, original), _on(module, direct), tensors)
+        if not agreement.equal:
+            failures.append(agreement)
+        elif best is None or agreement.distance < best[2].distance:
+            mixed, autocast = _dtype_cases(probe, _on(module, original), _on(module, direct), tensors)
+            kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
+            best = kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement
+    if best is not None:
+        return best
+    nearest = min(failures, key=lambda agreement: (agreement.error, agreement.distance))
+    return None, None, nearest.explained("none of the RMSNorm formulas")
+
+
+def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
+    if len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+        return _refused(f"it normalises over {len(module.normalized_shape)} dimensions; the kernel's is the last one")  # type: ignore[arg-type]
+    (size,) = module.normalized_shape  # type: ignore[misc]
+    present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
+    tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
+    original = nn.LayerNorm.forward
+    direct = layer_norm_forward(mixed=True, autocast=True)
+    agreement = probe.compare(_on(module, original, present), _on(module, direct, present), tensors)
+    if not agreement.equal:
+        return None, None, agreement
+    mixed, autocast = _dtype_cases(probe, _on(module, original, present), _on(module, direct, present), tensors)
+    return "layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement
+
+
+def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
+    """`forward` as a function of the input and the parameters, on a stand-in of `module`."""
+
+    def computation(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names if names is not None else ["weight"], parameters))
+        return forward(stand_in(module, {**dict.fromkeys(module._parameters), **given}, {}), x)
+
+    return computation
+
+
+def _dtype_cases(probe: Probe, original: Callable, ours: Callable, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
+    """Whether ours also equals the original with input and weight of two dtypes, and under autocast."""
+    half = [tensor.to(torch.bfloat16) for tensor in tensors]
+    mixed = all(
+        probe.same(original, ours, [half[0], *tensors[1:]], autocast)
+        and probe.same(original, ours, [tensors[0], *half[1:]], autocast)
+        for autocast in (False, True)
+    )
+    autocast = probe.same(original, ours, half, True) and probe.same(original, ours, tensors, True)
+    return mixed, autocast
+
+
+def _normalized_size(module: nn.Module) -> int:
+    shape = getattr(module, "normalized_shape", None)  # torch.nn.RMSNorm's, which its forward checks
+    return shape[0] if isinstance(shape, tuple) and len(shape) == 1 else 64
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, autocast: bool) -> bool:
+    """Whether the kernel is proved equal for tensors such as these; shards go through the original's own operators."""
+    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+        return False
+    if not mixed and weight is not None and weight.dtype != x.dtype:
+        return False
+    return autocast or not torch.is_autocast_enabled(x.device.type)
+
+
+@functools.cache
+def rms_norm_forward(
+    original: Callable,
+    argument: str,
+    eps: str,
+    offset: float,
+    casting: str,
+    weighted: bool,
+    *,
+    mixed: bool,
+    autocast: bool,
+) -> Callable:
+    """A forward for one kind of RMSNorm; the same function for equal arguments.
+
+    Args:
+        original: The class's forward, for what the kernel is not proved equal on.
+        argument: Name of the forward's argument.
+        eps: Name of the attribute that holds epsilon.
+        offset: Added to the weight.
+        casting: Where the result is rounded, as [`liger_trainer.functional.rms_norm`] takes it.
+        weighted: Whether the module has a weight.
+        mixed: Whether input and weight may differ in dtype.
+        autocast: Whether autocast may be on.
+    """
+
+    def forward(self, hidden_states):
+        weight = self.weight if weighted else None
+        if not _plain(hidden_states, weight, mixed, autocast):
+            return original(self, hidden_states)
+        return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting)
+
+    return call_like(forward, argument)
+
+
+@functools.cache
+def layer_norm_forward(*, mixed: bool, autocast: bool) -> Callable:
+    """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
+
+    def forward(self, input):
+        if not _plain(input, self.weight, mixed, autocast):
+            return nn.LayerNorm.forward(self, input)
+        return layer_norm(input, self.weight, self.bias, self.eps)
+
+    return forward

@@ -1,0 +1,246 @@
+"""The numerical proof behind every patch: the original forward and ours run side by side on stand-ins.
+
+The model's own parameters are never read: a stand-in has the module's class and plain attributes, and small random
+tensors in the place of its parameters and projections. So a module on the meta device, sharded, quantised or wrapped
+by an adapter is probed like any other, and neither its weights nor the global random state change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+FP32_TOLERANCE = 1e-5
+"""Largest relative difference in float32, values and gradients, at which two forwards count as equal."""
+
+# In bfloat16 the formulas may round at other places. Ours must then be as near to the float32 result as the original
+# is, up to a quarter (the noise of a few hundred samples), or as near as one rounding of the result allows.
+_BF16_SLACK = 1.25
+_BF16_FLOOR = 2.0**-9
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+Computation = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How two computations compare.
+
+    Args:
+        error: Largest relative float32 difference over outputs and gradients (infinite where one has no counterpart).
+        distance: Largest relative bfloat16 difference between the two, which tells formulas apart that only round
+            differently.
+        reason: Why they do not agree; empty when they do.
+    """
+
+    error: float
+    distance: float = 0.0
+    reason: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether ours may replace the original."""
+        return not self.reason
+
+    def explained(self, what: str) -> Agreement:
+        """The same with `what` the original is not as the reason, where the two ran and their values differ."""
+        if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE:
+            return self
+        return dataclasses.replace(self, reason=f"it computes {what} (relative difference {self.error:.1e})")
+
+
+class Probe:
+    """Random tensors of its own generator, and the comparison of two computations on them.
+
+    To be used inside its [`isolated`] context.
+
+    Args:
+        device: Where the probe runs: the model's accelerator, so that the real kernels are what is proved, or the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self.cache: dict[Any, Any] = {}
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """A float32 tensor whose values bfloat16 holds exactly, so that both precisions see the same input."""
+        values = torch.randn(shape, generator=self._generator, device="cpu", dtype=torch.float32)
+        return values.to(torch.bfloat16).to(self.device, torch.float32)
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe, and warnings in."""
+        kinds = {"cpu", self.device.type}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.device)
+            yield
+
+    def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
+        """Compares the two on `tensors` in float32 and in bfloat16, outputs and gradients of every tensor."""
+        try:
+            truth = _run(original, tensors)
+            rounded = _run(original, [tensor.to(torch.bfloat16) for tensor in tensors])
+        except Exception as error:
+            return Agreement(float("inf"), reason=f"the probe could not run its forward: {_first_line(error)}")
+        try:
+            exact = _run(ours, tensors)
+            nearby = _run(ours, [tensor.to(torch.bfloat16) for tensor in tensors])
+        except Exception as error:
+            return Agreement(float("inf"), reason=f"the kernel did not run: {_first_line(error)}")
+        return _judge(truth, rounded, exact, nearby)
+
+    def same(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor], autocast: bool) -> bool:
+        """Whether the two give the same dtypes, and values within bfloat16 rounding, on `tensors` as they are."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            try:
+                expected, got = _run(original, tensors), _run(ours, tensors)
+            except Exception:
+                return False
+            return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
+
+
+def _run(computation: Computation, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    result = computation(*leaves)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    upstream = []
+    for output in outputs:
+        # A fixed wave, so that no output's gradient is a constant that a wrong formula could cancel.
+        wave = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul(0.7).cos()
+        upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
+    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
+
+
+def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> str:
+    if len(expected) != len(got):
+        return f"it returns {len(expected)} tensors where the kernel returns {len(got)}"
+    for one, other in zip(expected, got):
+        if (one is None) != (other is None):
+            return "an input has a gradient in one of the two only"
+        if one is not None and other is not None and (one.shape != other.shape or one.dtype != other.dtype):
+            return f"it gives {tuple(one.shape)} {one.dtype} where the kernel gives {tuple(other.shape)} {other.dtype}"
+    return ""
+
+
+def _judge(
+    truth: list[torch.Tensor | None],
+    rounded: list[torch.Tensor | None],
+    exact: list[torch.Tensor | None],
+    nearby: list[torch.Tensor | None],
+) -> Agreement:
+    mismatch = _mismatch(truth, exact) or _mismatch(rounded, nearby)
+    if mismatch:
+        return Agreement(float("inf"), reason=mismatch)
+    error = max(_largest(one, other) for one, other in zip(truth, exact))
+    if not error <= FP32_TOLERANCE:
+        return Agreement(error, reason=f"it computes another formula (relative difference {error:.1e})")
+    distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
+    for true, theirs, own in zip(truth, rounded, nearby):
+        allowed = max(_BF16_SLACK * _rms(true, theirs), _BF16_FLOOR)
+        if not _rms(true, own) <= allowed:
+            return Agreement(error, distance, f"in bfloat16 it rounds differently (relative difference {distance:.1e})")
+    return Agreement(error, distance)
+
+
+def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or not one.numel():
+        return 0.0
+    scale = one.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((one.double() - other.double()).abs().max() / scale)
+
+
+def _rms(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or not one.numel():
+        return 0.0
+    scale = one.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((one.double() - other.double()).norm() / scale)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
+
+
+def stand_in(module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module]) -> nn.Module:
+    """A module of the same class and plain attributes, in training mode, without hooks, with what is given inside."""
+    # Not through the class's constructor: that would allocate its real size and draw from the global generator.
+    twin: nn.Module = object.__new__(type(module))
+    attributes = {**module.__dict__, **{name: type(module.__dict__[name])() for name in _HOOKS}}
+    attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=True)
+    attributes.pop("forward", None)
+    twin.__dict__.update(attributes)
+    return twin
+
+
+class _Projection(nn.Linear):
+    """A linear layer without a matrix product, so that TF32 and reduced-precision settings stay out of the probe."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (input.unsqueeze(-2) * self.weight).sum(-1)
+
+
+def projection(weight: torch.Tensor) -> nn.Module:
+    """Stands in for a linear layer of any kind; `weight` is ``(out_features, in_features)``."""
+    layer: nn.Module = object.__new__(_Projection)
+    nn.Module.__init__(layer)  # not Linear's own, which allocates and draws from the global generator
+    layer.__dict__.update(in_features=weight.shape[1], out_features=weight.shape[0])
+    layer._parameters.update({"weight": weight, "bias": None})  # type: ignore[dict-item]
+    return layer
+
+
+def identity(module: nn.Module) -> tuple[Any, ...]:
+    """What tells modules of one class apart for the probe: plain attributes, parameter shapes, stateless children."""
+    plain = (bool, int, float, str, type(None))
+    attributes = tuple(
+        (name, value if isinstance(value, plain) else id(value))
+        for name, value in sorted(module.__dict__.items())
+        if not name.startswith("_") and name not in ("training", "forward")
+    )
+    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    stateless = tuple(
+        (name, identity(child) if is_stateless(child) else None)
+        for name, child in module._modules.items()
+        if child is not None
+    )
+    return (type(module), attributes, shapes, stateless)
+
+
+def is_stateless(module: nn.Module) -> bool:
+    """Whether `module` holds neither parameters nor buffers, such as an activation."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+
+
+def only_argument(module: nn.Module) -> str | None:
+    """The name of the one argument of the class's forward besides `self`; None if it takes more, or fewer."""
+    try:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return None
+    if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    return parameters[0].name

@@ -1,0 +1,188 @@
+"""Every family: what is patched, that loss and gradients stay the model's, and that everything can be undone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching.binding import bound_modules
+from tests.tiny_models import TINY_MODELS, tiny_batch
+
+LAYERS = {"linear_cross_entropy": False, "cross_entropy": False}  # the head has tests of its own
+
+LLAMA, OLMO2, GEMMA = "rms_norm (casting=llama)", "rms_norm (casting=olmo2)", "rms_norm (casting=gemma, 1 + weight)"
+SWIGLU, FUSED, GEGLU = "swiglu", "swiglu on fused gate_up", "geglu (tanh)"
+ROPE = {"rope": {"rope"}}
+TEXT = {**ROPE, "rms_norm": {LLAMA}, "swiglu": {SWIGLU}}
+GEMMAS = {**ROPE, "rms_norm": {GEMMA}, "geglu": {GEGLU}}
+
+# Family -> component -> the kernels in the report; None is a row that is left alone.
+EXPECTED = {
+    "llama": TEXT,
+    "qwen2": TEXT,
+    "qwen3": TEXT,
+    "qwen3_moe": {**ROPE, "rms_norm": {LLAMA}, "experts": {None}},
+    "gemma": GEMMAS,
+    "gemma2": GEMMAS,
+    "gemma3_text": GEMMAS,
+    "gemma3": {**GEMMAS, "layer_norm": {"layer_norm"}},
+    "mistral": TEXT,
+    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "experts": {None}},
+    "phi3": {**TEXT, "swiglu": {FUSED}},
+    "granite": TEXT,
+    "olmo2": {**TEXT, "rms_norm": {OLMO2}},
+    "glm4": {"rope": {None}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
+    "cohere": {"rope": {None}, "rms_norm": {None}, "swiglu": {SWIGLU}},
+    "gpt_oss": {"rope": {None}, "rms_norm": {OLMO2}, "experts": {None}},
+    "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}},
+    "mllama": {**TEXT, "layer_norm": {"layer_norm"}},
+}
+
+families = pytest.mark.parametrize("family", TINY_MODELS)
+
+
+def kernels(report) -> dict[str, set[str | None]]:
+    found: dict[str, set[str | None]] = {}
+    for row in report:
+        found.setdefault(row.component, set()).add(row.kernel)
+    return found
+
+
+def loss_and_gradients(model, batch) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    scale = one.double().norm().clamp_min(1e-30)
+    return float((one.double() - other.double()).norm() / scale)
+
+
+def total_error(truth: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
+    """Over all gradients together, as single tensors of a tiny model are few samples of the rounding noise.
+
+    Gradients that are nothing but noise are left out: a key's bias, which a softmax does not see.
+    """
+    largest = max(float(value.norm()) for value in truth.values())
+    return sum(relative(v, got[name]) ** 2 for name, v in truth.items() if float(v.norm()) > 1e-5 * largest) ** 0.5
+
+
+@families
+def test_report(family):
+    report = apply_liger_kernel(TINY_MODELS[family](), LAYERS)
+    assert kernels(report) == EXPECTED[family]
+    for row in report:
+        if row.applied:
+            assert not row.reason
+            assert row.probe_error <= 1e-5
+        else:
+            assert row.reason
+    assert all(row.component in str(report) for row in report)
+
+
+def test_every_norm_and_mlp_is_counted():
+    rows = {row.component: row.count for row in apply_liger_kernel(TINY_MODELS["gemma3_text"](), LAYERS)}
+    assert rows == {"rope": 2, "rms_norm": 2 * 6 + 1, "geglu": 2}
+
+
+@families
+def test_fp32_loss_and_gradients_equal(family):
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LAYERS)
+    got = loss_and_gradients(model, batch)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(value, got[name]) <= 1e-5, name
+
+
+@families
+def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
+    model = TINY_MODELS[family]().to(torch.bfloat16)
+    batch = tiny_batch(family, model)
+    truth = loss_and_gradients(copy.deepcopy(model).float(), batch)
+    theirs = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LAYERS)
+    ours = loss_and_gradients(model, batch)
+    assert ours.keys() == theirs.keys()
+    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
+    assert {name: value.dtype for name, value in ours.items()} == {name: v.dtype for name, v in theirs.items()}
+
+
+@families
+def test_autocast_as_the_trainer_does(family):
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    truth = loss_and_gradients(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = loss_and_gradients(model, batch)
+        apply_liger_kernel(model, LAYERS)
+        ours = loss_and_gradients(model, batch)
+    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
+
+
+@families
+def test_revert_restores_exactly(family):
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    before = loss_and_gradients(model, batch)
+    overridden = {name for name, module in model.named_modules() if "forward" in module.__dict__}
+    report = apply_liger_kernel(model, LAYERS)
+    assert revert_liger_kernel(model) == sum(row.count for row in report.applied)
+    assert {name for name, module in model.named_modules() if "forward" in module.__dict__} == overridden
+    after = loss_and_gradients(model, batch)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert revert_liger_kernel(model) == 0
+
+
+@families
+def test_applying_twice_is_applying_once(family):
+    model = TINY_MODELS[family]()
+    first = apply_liger_kernel(model, LAYERS)
+    forwards = {id(module): module.forward.__func__ for module in bound_modules(model)}
+    second = apply_liger_kernel(model, LAYERS)
+    assert first == second
+    assert {id(module): module.forward.__func__ for module in bound_modules(model)} == forwards
+
+
+@families
+def test_generate_equal(family):
+    model = TINY_MODELS[family]().eval()
+    prompt = tiny_batch(family, model)["input_ids"][:1, :6]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **options)
+    apply_liger_kernel(model, LAYERS)
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_vision_inputs(family):
+    model = TINY_MODELS[family]()
+    generator = torch.Generator().manual_seed(0)
+    if family == "gemma3":
+        ids = torch.tensor([[5, 120, 122, 122, 122, 122, 121, 7, 8]])
+        batch = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator), "token_type_ids": (ids == 122).long()}
+    else:
+        ids = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
+        batch = {
+            "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": (ids == 120).int(),
+        }
+    batch |= {"input_ids": ids, "labels": ids.masked_fill(ids >= 120, -100), "attention_mask": torch.ones_like(ids)}
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LAYERS)
+    got = loss_and_gradients(model, batch)
+    vision = [name for name in got if "vis" in name]
+    assert vision
+    for name in expected:
+        # Biases of keys have no gradient but rounding noise, as a softmax does not see them.
+        floor = 1e-6 * max(float(value.norm()) for value in expected.values())
+        assert float((expected[name] - got[name]).norm()) <= 1e-5 * float(expected[name].norm()) + floor, name

@@ -1,0 +1,327 @@
+"""The rotary function: found by name, proved, and called from a copy of the forward that nobody else sees."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching import rope as rope_patch
+from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.rope import forward_calling
+from tests.patching.test_families import LAYERS
+from tests.tiny_models import TINY_MODELS, tiny_batch
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def apply_rotary_seq_first(q, k, cos, sin, position_ids=None, unsqueeze_dim=2):
+    return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def apply_rotary_in_float(q, k, cos, sin):
+    rotated = apply_rotary_pos_emb(q.float(), k.float(), cos.float(), sin.float(), -2)
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
+
+
+def apply_rotary_interleaved(q, k, cos, sin):
+    def pairs(x):
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+    return q * cos + pairs(q) * sin, k * cos + pairs(k) * sin
+
+
+def apply_rotary_other_way_round(q, k, cos, sin, unsqueeze_dim=1):
+    return apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
+
+
+def apply_rotary_sections(q, k, cos, sin, sections):
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def apply_rotary_one(x, cos, sin):
+    return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, q, k, cos, sin, **kwargs):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, **kwargs)
+        return q * self.scale, k
+
+
+class SeqFirst(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_seq_first(q, k, cos, sin)
+
+
+class InFloat(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_in_float(q, k, cos, sin)
+
+
+class Interleaved(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_interleaved(q, k, cos, sin)
+
+
+class OtherWayRound(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_other_way_round(q, k, cos, sin)
+
+
+class Sections(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_sections(q, k, cos, sin, [1])
+
+
+class OneByOne(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_one(q, cos, sin), apply_rotary_one(k, cos, sin)
+
+
+def tensors(batch=2, length=5, width=8, seq_first=False, dtype=torch.float32, tables=None, shared=False):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(batch, heads, length, 8, generator=generator).to(dtype) for heads in (4, 2))
+    if seq_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    cos, sin = (torch.randn(1 if shared else batch, length, width, generator=generator) for _ in range(2))
+    return q, k, cos.to(tables or dtype), sin.to(tables or dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often our kernel ran outside of the probe."""
+    seen = []
+    original = rope_patch.rope
+
+    def counted(*args, **kwargs):
+        seen.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(rope_patch, "rope", counted)
+    return seen
+
+
+def patched(module, calls):
+    (row,) = apply_liger_kernel(module, LAYERS)
+    assert row.kernel == "rope"
+    calls.clear()
+    return module
+
+
+@pytest.mark.parametrize(("module", "seq_first"), [(Attention(), False), (SeqFirst(), True), (InFloat(), True)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_layouts(module, seq_first, shared, calls):
+    arguments = tensors(seq_first=seq_first, shared=shared)
+    expected = module(*arguments)
+    got = patched(module, calls)(*arguments)
+    assert len(calls) == 1
+    for one, other in zip(expected, got):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_unsqueeze_dim_of_the_call(calls):
+    module = Attention()
+    arguments = tensors(seq_first=True)
+    expected = module(*arguments, unsqueeze_dim=2)
+    got = patched(module, calls)(*arguments, unsqueeze_dim=2)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, expected)
+
+
+def test_packed_tokens_without_a_batch(calls):
+    q, k, cos, sin = tensors(batch=1, seq_first=True)
+    arguments = (q[0], k[0], cos[0], sin[0])
+    module = InFloat()
+    expected = module(*arguments)
+    got = patched(module, calls)(*arguments)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, expected)
+
+
+def test_what_was_not_proved_runs_as_it_did(calls):
+    module = patched(Attention(), calls)
+    q, k, cos, sin = tensors()
+    tables_of_four_dimensions = (q, k, cos.unsqueeze(1), sin.unsqueeze(1))
+    keys_of_another_dtype = (q, k.double(), cos, sin)
+    for arguments in (tables_of_four_dimensions, keys_of_another_dtype):
+        torch.testing.assert_close(module(*arguments), apply_rotary_pos_emb(*arguments))
+    assert not calls
+
+
+@pytest.mark.parametrize("module", [Attention(), InFloat()])
+def test_tables_of_another_dtype(module, calls):
+    arguments = tensors(dtype=torch.bfloat16, tables=torch.float32, seq_first=isinstance(module, InFloat))
+    expected = module(*arguments)
+    got = patched(module, calls)(*arguments)
+    assert len(calls) == 1
+    for one, other in zip(expected, got):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Interleaved(), "another rotation"),
+        (OtherWayRound(), "another rotation"),
+        (Sections(), "it also takes sections"),
+        (OneByOne(), "it takes (x, cos, sin), not (q, k, cos, sin)"),
+    ],
+)
+def test_left_alone(module, reason):
+    (row,) = apply_liger_kernel(module, LAYERS)
+    assert not row.applied
+    assert reason in row.reason
+    assert "forward" not in module.__dict__
+
+
+def test_nothing_outside_of_the_instance_changes():
+    from transformers.models.llama import modeling_llama
+
+    function, forward = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
+    model, other = TINY_MODELS["llama"](), TINY_MODELS["llama"]()
+    apply_liger_kernel(model, LAYERS)
+    attention = model.model.layers[0].self_attn
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert modeling_llama.LlamaAttention.forward is forward
+    assert forward.__globals__["apply_rotary_pos_emb"] is function
+    assert "forward" not in other.model.layers[0].self_attn.__dict__
+    assert attention.forward.__func__.__globals__["apply_rotary_pos_emb"] is not function
+    assert inspect.signature(attention.forward) == inspect.signature(other.model.layers[0].self_attn.forward)
+    assert attention.forward.__func__ is model.model.layers[1].self_attn.forward.__func__
+
+
+def decorated(note):
+    def decorate(forward):
+        @functools.wraps(forward)
+        def wrapper(self, *args, **kwargs):
+            self.notes.append(note)
+            return forward(self, *args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+class Decorated(Attention):
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    @decorated("outer")
+    @decorated("inner")
+    @torch.no_grad()
+    def forward(self, q, k, cos, sin, *, unsqueeze_dim=1):
+        assert __class__ is Decorated  # a closure of its own
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+class HidingDecorator:
+    def __init__(self, forward):
+        functools.update_wrapper(self, forward)
+
+    def __get__(self, instance, owner=None):
+        return functools.partial(self.__wrapped__, instance)
+
+
+def test_decorated_forward_is_rebuilt(calls):
+    module = Decorated()
+    arguments = tensors()
+    expected = module(*arguments)
+    module.notes.clear()
+    got = patched(module, calls)(*arguments, unsqueeze_dim=1)
+    assert len(calls) == 1
+    assert module.notes == ["outer", "inner"]
+    assert not got[0].requires_grad
+    torch.testing.assert_close(got, expected)
+    assert inspect.signature(type(module).forward) == inspect.signature(module.forward.__func__)
+    revert_liger_kernel(module)
+    module(*arguments)
+    assert len(calls) == 1
+
+
+def test_decorator_that_hides_the_call():
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args):
+        return wrapper.__wrapped__(self, *args)  # through an attribute, not through a closure over it
+
+    assert forward_calling(wrapper, "apply_rotary_pos_emb", lambda *args: args) is None
+    module_class = type("Hidden", (nn.Module,), {"forward": wrapper})
+    (row,) = apply_liger_kernel(module_class(), LAYERS)
+    assert "decorated in a way that hides the call" in row.reason
+
+
+def test_halves_of_the_tables_may_differ():
+    """The probe does not assume what a particular rotary embedding happens to make equal."""
+    with Probe(torch.device("cpu")).isolated():
+        q, k, cos, sin = rope_patch._tensors((4, 1, True, True), Probe(torch.device("cpu")))
+    half = cos.shape[-1] // 2
+    assert not torch.equal(cos[..., :half], cos[..., half:])
+    assert not torch.equal(sin[..., :half], sin[..., half:])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text", "qwen2_vl"])
+def test_packed_rows_equal_separate_ones(family):
+    """Positions that restart inside a row, with flash-attention's metadata among the keyword arguments."""
+    model = TINY_MODELS[family]().eval()
+    first, second = (tiny_batch(family, model)["input_ids"][0, a:b] for a, b in ((0, 5), (5, 12)))
+    packed = torch.cat((first, second))[None]
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    # Without flash attention on this machine the blocks are kept apart by a mask; the metadata only passes through.
+    mask = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).tril().bool()
+    mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+    mask = {"full_attention": mask, "sliding_attention": mask} if family == "gemma3_text" else mask
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+    metadata = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 7, "max_length_k": 7}
+    options = {"position_ids": positions, "attention_mask": mask, "use_cache": False, **metadata}
+    plain = model(packed, **options).logits
+    apply_liger_kernel(model, LAYERS)
+    seen = []
+    model.get_decoder().layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    ours = model(packed, **options).logits
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    assert all(seen[0][name] is value for name, value in metadata.items())
+    separate = torch.cat([model(row[None], use_cache=False).logits for row in (first, second)], dim=1)
+    torch.testing.assert_close(ours, separate, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_compiled_equals_and_holds_our_operators(family, calls):
+    torch._dynamo.reset()
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    batch.pop("labels")
+    expected = model(**batch, use_cache=False).logits
+    expected.sum().backward()
+    gradient = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    apply_liger_kernel(model, LAYERS)
+    calls.clear()
+    compiled = torch.compile(model, backend="aot_eager")
+    got = compiled(**batch, use_cache=False).logits
+    got.sum().backward()
+    assert calls  # what was traced is ours
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, gradient, rtol=1e-3, atol=1e-3)

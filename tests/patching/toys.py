@@ -1,0 +1,78 @@
+"""Small modules of families nobody has seen, right and subtly different ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Norm(nn.Module):
+    def __init__(self, size=8, eps=1e-2):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.eps = eps
+
+    def forward(self, states):
+        x = states.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(states.dtype)
+
+
+class EpsOutsideTheRoot(Norm):
+    def forward(self, states):
+        return self.weight * states / (states.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class DetachedScale(Norm):
+    """The same values, other gradients."""
+
+    def forward(self, states):
+        x = states.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps).detach()).to(states.dtype)
+
+
+class OptionalGate(Norm):
+    def forward(self, states, gate=None):
+        normed = super().forward(states)
+        return normed if gate is None else normed * gate
+
+
+class Raises(Norm):
+    def forward(self, states):
+        raise RuntimeError("only on a Tuesday")
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden=8, intermediate=12, act=F.silu):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.act_fn = act
+
+    def forward(self, states):
+        return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+
+
+class ActOnUp(MLP):
+    def forward(self, states):
+        return self.down_proj(self.gate_proj(states) * self.act_fn(self.up_proj(states)))
+
+
+class ClampedGate(MLP):
+    """Equal where nothing is clamped."""
+
+    def forward(self, states):
+        return self.down_proj(self.act_fn(self.gate_proj(states).clamp(max=0.7)) * self.up_proj(states))
+
+
+class Toy(nn.Module):
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x):
+        for child in self.children():
+            x = x + child(x)
+        return x

@@ -1,0 +1,57 @@
+"""The layout of the repository that Hugging Face's own `kernels` package asks for."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDERS = ("kernels", "callbacks", "configs", "recipes")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_init_in_top_level_folders(folder):
+    # As a regular package it would shadow, in the working directory, Hugging Face's `kernels` or anybody's `configs`.
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_nothing_imports_the_folders_by_their_bare_names():
+    # `import kernels.x` would load a second copy of the module beside `liger_trainer.kernels.x`.
+    for folder in ("liger_trainer", *FOLDERS, "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                words = line.split()
+                if len(words) > 1 and words[0] in ("import", "from"):
+                    assert words[1].split(".")[0] not in FOLDERS, f"{path.relative_to(ROOT)}: {line}"
+
+
+def test_subpackages_come_from_the_source_tree():
+    from liger_trainer.kernels import runtime
+
+    assert pathlib.Path(runtime.__file__).resolve() == ROOT / "kernels" / "runtime.py"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_models_import_in_the_working_directory(tmp_path, installed):
+    """With the folder `kernels/` on the path, and with a distribution called `kernels` or without one."""
+    path = [str(ROOT)]
+    if installed:
+        package, metadata = tmp_path / "kernels", tmp_path / "kernels-0.1.0.dist-info"
+        package.mkdir()
+        metadata.mkdir()
+        (package / "__init__.py").write_text("__version__ = '0.1.0'\n")
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.1.0\n")
+        path.append(str(tmp_path))
+    code = (
+        f"import sys; sys.path[:0] = {path!r}\n"
+        "import transformers.models.llama.modeling_llama, liger_trainer.kernels.runtime\n"
+        "import kernels\n"
+        "print(getattr(kernels, '__version__', 'namespace'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    # A regular package, wherever on the path, wins over a folder without __init__.py.
+    assert run.stdout.split()[-1] == ("0.1.0" if installed else "namespace")
