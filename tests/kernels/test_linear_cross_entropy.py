@@ -147,15 +147,15 @@ def test_retained_graph_gives_the_right_gradient_for_every_upstream_gradient() -
 
 def test_accumulate_grad_takes_the_saved_gradients_over() -> None:
     *leaves, target = _case()
-    pointers, scale = [], rescale.rescale_
+    saved = []
 
-    def spy(tensor: torch.Tensor, *scalars: torch.Tensor) -> None:
-        pointers.append(tensor.data_ptr())
-        scale(tensor, *scalars)
+    def spy(gradients: list[Any], *scalars: torch.Tensor) -> list[Any]:
+        saved.extend(gradient.data_ptr() for gradient in gradients)
+        return rescale.rescaled_gradients(gradients, *scalars)
 
-    with mock.patch.object(rescale, "rescale_", spy):
+    with mock.patch.object(operator, "rescaled_gradients", spy):
         (_loss(*leaves, target) * 2.0).backward()
-    assert [leaf.grad.data_ptr() for leaf in leaves] == pointers
+    assert [leaf.grad.data_ptr() for leaf in leaves] == saved  # scaled where they were, and never copied
     torch.testing.assert_close(
         [leaf.grad for leaf in leaves], list(torch.autograd.grad(_eager(*leaves, target) * 2.0, leaves))
     )
