@@ -24,7 +24,7 @@ TOKENS, HIDDEN, VOCAB = 13, 6, 20
 FIVE_TOKENS = 5 * 64 * 4  # bytes of logits_memory: chunks of 5 fp32 rows, each padded to 64 columns
 
 
-def _case(dtype: torch.dtype = torch.float32, tokens: int = TOKENS, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def _case(dtype: torch.dtype = torch.float32, tokens: int = TOKENS, seed: int = 0) -> Any:
     """Hidden states, head, bias and target; the first and every fourth token ignored."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((tokens, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
@@ -34,11 +34,13 @@ def _case(dtype: torch.dtype = torch.float32, tokens: int = TOKENS, seed: int = 
     return (*tensors, target)
 
 
-def _loss(hidden: Any, weight: Any, bias: Any, target: Any, **options: Any) -> Any:
+def _loss(*inputs: Any, **options: Any) -> Any:
+    hidden, weight, bias, target = inputs
     return linear_cross_entropy(hidden, weight, target, bias, logits_memory=FIVE_TOKENS, **options)
 
 
-def _eager(hidden: Any, weight: Any, bias: Any, target: Any, **options: Any) -> torch.Tensor:
+def _eager(*inputs: Any, **options: Any) -> torch.Tensor:
+    hidden, weight, bias, target = inputs
     return F.cross_entropy(F.linear(hidden, weight, bias), target, **options)
 
 
@@ -99,14 +101,9 @@ def test_only_the_gradients_that_are_needed_are_computed(trained: tuple[int, ...
     *leaves, target = _case()
     for index, leaf in enumerate(leaves):
         leaf.requires_grad_(index in trained)
-    matmuls = []
-
-    def count(original: Any) -> Any:
-        return lambda *args, **kwargs: (matmuls.append(1), original(*args, **kwargs))[1]
-
     with (
-        mock.patch.object(chunks.torch, "mm", count(torch.mm)),
-        mock.patch.object(chunks.torch, "addmm", count(torch.addmm)),
+        mock.patch.object(chunks.torch, "mm", side_effect=torch.mm) as mm,
+        mock.patch.object(chunks.torch, "addmm", side_effect=torch.addmm) as addmm,
     ):
         loss = _loss(*leaves, target, reduction=reduction).sum()
         loss.backward()
@@ -116,7 +113,7 @@ def test_only_the_gradients_that_are_needed_are_computed(trained: tuple[int, ...
         torch.testing.assert_close(leaf.grad, gradient)
     assert all(leaf.grad is None for index, leaf in enumerate(leaves) if index not in trained)
     passes = 1 + (reduction == "none") + (0 in trained) + (1 in trained)
-    assert len(matmuls) == 3 * passes  # three chunks of five tokens
+    assert mm.call_count + addmm.call_count == 3 * passes  # three chunks of five tokens
 
 
 def test_no_grad_runs_one_matmul_a_chunk_and_leaves_the_inputs_alone() -> None:
@@ -150,15 +147,15 @@ def test_retained_graph_gives_the_right_gradient_for_every_upstream_gradient() -
 
 def test_accumulate_grad_takes_the_saved_gradients_over() -> None:
     *leaves, target = _case()
-    pointers, scale = [], rescale.rescale_
+    saved = []
 
-    def spy(tensor: torch.Tensor, *scalars: torch.Tensor) -> None:
-        pointers.append(tensor.data_ptr())
-        scale(tensor, *scalars)
+    def spy(gradients: list[Any], *scalars: torch.Tensor) -> list[Any]:
+        saved.extend(gradient.data_ptr() for gradient in gradients)
+        return rescale.rescaled_gradients(gradients, *scalars)
 
-    with mock.patch.object(rescale, "rescale_", spy):
+    with mock.patch.object(operator, "rescaled_gradients", spy):
         (_loss(*leaves, target) * 2.0).backward()
-    assert [leaf.grad.data_ptr() for leaf in leaves] == pointers
+    assert [leaf.grad.data_ptr() for leaf in leaves] == saved  # scaled where they were, and never copied
     torch.testing.assert_close(
         [leaf.grad for leaf in leaves], list(torch.autograd.grad(_eager(*leaves, target) * 2.0, leaves))
     )
@@ -364,7 +361,7 @@ def _weight_gradient_errors(count: int, tokens: int = 1024, size: int = 64, voca
     (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
     with mock.patch.object(chunks, "_chunk_rows", return_value=tokens // count):
         (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
-    return tuple(float((gradient.double() - exact).norm() / exact.norm()) for gradient in (eager, ours))
+    return float((eager.double() - exact).norm() / exact.norm()), float((ours.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("count", [1, 9, 32])

@@ -1,0 +1,159 @@
+"""Chooses the row kernel's launch and the rule of dW's accumulation; run on one GPU, about a minute.
+
+    python benchmarks/sweeps/cross_entropy_sweep.py
+
+1. Every configuration of the row kernel is checked against float64, then timed: both passes in place (the fused head's
+   step), statistics alone and gradient alone (`cross_entropy`'s forward and backward). GB/s count 3, 1 and 2 passes.
+2. The error of dW against float64 by the number of chunks, summed in bf16 and in fp32, beside eager bf16's own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from liger_trainer.kernels import cross_entropy_rows, linear_cross_entropy_chunks
+from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+
+CONFIGURATIONS = [
+    (4096, 8, 1),
+    (4096, 16, 1),
+    (8192, 8, 1),
+    (8192, 16, 1),
+    (8192, 16, 2),
+    (8192, 16, 3),
+    (8192, 32, 1),
+    (16384, 16, 1),
+    (16384, 32, 1),
+    (16384, 32, 2),
+    (16384, 32, 3),
+    (32768, 32, 1),
+]
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of `work` by CUDA events, each run after a flush of L2."""
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+    work()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
+    print(f"\nrows {tokens} x {vocab} bf16, softcap {softcap}")
+    source = 2 * torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+    options = RowOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0)
+    one = torch.ones((), device="cuda")
+    stats = RowStats.allocate(source, tokens, False, False)
+    few = slice(0, 64)
+    double = source[few].double().requires_grad_()
+    z = double if softcap is None else softcap * torch.tanh(double / softcap)
+    exact_rows = F.cross_entropy(z, target[few], reduction="none")
+    (exact,) = torch.autograd.grad(exact_rows.sum(), double)
+    buffer, out = source.clone(), torch.empty_like(source)
+    size = tokens * vocab * 2 / 1e6
+    for configuration in CONFIGURATIONS:
+        with mock.patch.object(cross_entropy_rows, "_row_config", return_value=configuration):
+            try:
+                buffer.copy_(source)
+                row_statistics_(buffer, target, stats, options, coefficient=one)
+                loss_error = float((stats.loss[few].double() - exact_rows).abs().max())
+                errors = [relative_error(buffer[few], exact)]
+                row_gradient_(source, target, stats, options, one, out=out)
+                errors.append(relative_error(out[few], exact))
+                if loss_error > 1e-4 or max(errors) > 3e-3:
+                    print(f"{configuration!s:>16}  WRONG: loss {loss_error:.1e}, gradients {errors}")
+                    continue
+                both = milliseconds(lambda: row_statistics_(buffer, target, stats, options, coefficient=one))
+                first = milliseconds(lambda: row_statistics_(source, target, stats, options))
+                second = milliseconds(lambda: row_gradient_(source, target, stats, options, one, out=out))
+            except Exception as error:  # a configuration the device cannot run must not end the sweep
+                print(f"{configuration!s:>16}  {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+                continue
+        print(
+            f"{configuration!s:>16}  both {both:.3f} ms {3 * size / both:6.0f} GB/s   statistics {first:.3f} ms "
+            f"{size / first:6.0f}   gradient {second:.3f} ms {2 * size / second:6.0f}   error {max(errors):.1e}"
+        )
+
+
+def sweep_accumulation(tokens: int = 8192, hidden_size: int = 2048, vocab: int = 32768) -> None:
+    for scale in (1.0, 3.0):
+        hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(vocab, hidden_size, device="cuda", dtype=torch.bfloat16) * (scale / hidden_size**0.5)
+        weight.requires_grad_()
+        target = torch.randint(0, vocab, (tokens,), device="cuda")
+        exact = torch.zeros(vocab, hidden_size, device="cuda", dtype=torch.float64)
+        double = weight.detach().double()
+        for part, labels in zip(hidden.split(1024), target.split(1024)):
+            gradient = torch.softmax(part.double() @ double.t(), -1)
+            gradient[torch.arange(len(labels), device="cuda"), labels] -= 1.0
+            exact += gradient.t() @ part.double() / tokens
+        (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
+        base = relative_error(eager, exact)
+        print(f"\ndW of {tokens} x {hidden_size} x {vocab}, logits of deviation {scale}: eager bf16 error {base:.2e}")
+        for count in (1, 2, 4, 8, 16, 32):
+            cells = []
+            for dtype in (torch.bfloat16, torch.float32):
+                with (
+                    mock.patch.object(linear_cross_entropy_chunks, "_chunk_rows", return_value=tokens // count),
+                    mock.patch.object(linear_cross_entropy_chunks, "_accumulation_dtype", return_value=dtype),
+                ):
+                    (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
+                error = relative_error(ours, exact)
+                cells.append(f"{str(dtype)[6:]} {error:.2e} = {error / base:.3f} x eager")
+            print(f"{count:3} chunks: " + "   ".join(cells))
+
+
+def time_cross_entropy(tokens: int = 8192, vocab: int = 128256) -> None:
+    logits = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+    given = milliseconds(lambda: torch.autograd.grad(cross_entropy(logits, target), logits))
+    print(f"\ncross_entropy {tokens} x {vocab}, forward and backward: {given:.3f} ms")
+
+
+def time_linear_cross_entropy(tokens: int = 8192, vocab: int = 128256) -> None:
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+    hidden = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocab, 4096, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
+    for memory in (512, 1024, 2048):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        time = milliseconds(
+            lambda memory=memory: torch.autograd.grad(  # type: ignore[misc]
+                linear_cross_entropy(hidden, weight, target, logits_memory=memory * 2**20), (hidden, weight)
+            ),
+            repeats=5,
+        )
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30 - 0.25  # less the flush buffer
+        print(f"linear_cross_entropy {tokens} x 4096 x {vocab}, {memory} MiB: {time:.2f} ms, {peak:.2f} GiB")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for tokens in (2048, 4096):
+        for vocab, softcap in ((128256, None), (262208, None), (262208, 30.0)):
+            if not (tokens == 4096 and softcap):
+                sweep_rows(tokens, vocab, softcap)
+    sweep_accumulation()
+    time_cross_entropy()
+    time_linear_cross_entropy()
