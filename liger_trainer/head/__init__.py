@@ -1,0 +1,9 @@
+"""The language-model head in training: logits that are never built."""
+
+from liger_trainer.head import recorded_ops as _recorded_ops  # noqa: F401  (registers what stays deferred)
+from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.lm_head import find_lm_heads
+from liger_trainer.head.patch import patch_head
+
+__all__ = ["DeferredLogits", "expected_loss_gradient", "find_lm_heads", "patch_head"]

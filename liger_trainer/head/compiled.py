@@ -1,0 +1,97 @@
+"""The head under `torch.compile`: the causal-LM's own few lines run eagerly, the backbone they call stays compiled.
+
+A `DeferredLogits` cannot be built while tracing, and the loss it defers to is one operator anyway. So a compiled
+training forward breaks its graph where the causal-LM's own forward begins. What is inside calls the backbone, whose
+frame is compiled; then the head, after which this thread's compiler is paused until the forward ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+try:
+    from torch._C._dynamo.eval_frame import set_eval_frame, skip_code
+except ImportError:  # a torch that names them otherwise: compiled models then build their logits
+    set_eval_frame = skip_code = None
+
+CAN_DEFER_COMPILED = set_eval_frame is not None
+"""Whether compiled models can defer their logits with this torch."""
+
+
+def never_a_frame(function: types.FunctionType) -> None:
+    """Keeps the compiler from compiling `function` by itself, while a trace that reaches it still goes through it."""
+    if skip_code is not None:
+        skip_code(function.__code__)
+
+
+def _copy(function: types.FunctionType, replaced: dict[int, Callable]) -> types.FunctionType:
+    """`function` with code of its own (what the compiler remembers about it concerns this copy alone)."""
+    cells = function.__closure__
+    if cells is not None:
+        swapped = (replaced.get(id(cell.cell_contents)) if _filled(cell) else None for cell in cells)
+        cells = tuple(cell if new is None else types.CellType(new) for cell, new in zip(cells, swapped))
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_uncompiled")
+    copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__.update({key: value for key, value in function.__dict__.items() if key != "__wrapped__"})
+    return copied
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
+def uncompiled(function: Callable) -> Callable:
+    """`function` and the decorators around it, run eagerly under `torch.compile`; what they call is still compiled."""
+    chain = [function]
+    while isinstance(getattr(chain[-1], "__wrapped__", None), types.FunctionType):
+        chain.append(chain[-1].__wrapped__)
+    replaced: dict[int, Callable] = {}
+    for layer in reversed(chain):
+        if not isinstance(layer, types.FunctionType):
+            return torch.compiler.disable(function, recursive=False)
+        replaced[id(layer)] = torch.compiler.disable(_copy(layer, replaced), recursive=False)
+    return replaced[id(function)]
+
+
+@torch.compiler.assume_constant_result
+def whole_graph_wanted() -> bool:
+    """Whether the trace going on may not break its graph (`fullgraph=True`, export); asked while tracing."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        translator: Any = InstructionTranslator.current_tx()
+        return bool(translator.one_graph or translator.error_on_graph_break)
+    except (ImportError, AttributeError):
+        return True
+
+
+def pause_compiler() -> None:
+    """Stops compiling in this thread, until `compiler_restored` around it ends."""
+    if set_eval_frame is not None:
+        set_eval_frame(None)
+
+
+@contextlib.contextmanager
+def compiler_restored() -> Iterator[None]:
+    """Undoes a `pause_compiler` inside."""
+    if set_eval_frame is None:
+        yield
+        return
+    callback = set_eval_frame(None)
+    set_eval_frame(callback)
+    try:
+        yield
+    finally:
+        set_eval_frame(callback)

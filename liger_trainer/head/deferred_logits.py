@@ -1,0 +1,289 @@
+"""Logits that are not built until something needs them.
+
+A `DeferredLogits` has the shape `(..., V)`, dtype and device of the logits, but no storage: it holds the hidden states
+and the head, and records what the model does to its logits. `F.cross_entropy` of it runs as one linear cross entropy.
+Every function it does not know gets the real logits, built once, with the same values and gradients.
+
+Gradients have three ways, each exact. The fused loss and the built logits are functions of the hidden states and of the
+head's parameters. Code that takes the tensor past ``__torch_function__`` (an ``autograd.Function``, a C++ extension)
+meets the autograd node of the wrapper itself, whose backward recomputes the logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from liger_trainer.head.lm_head import HeadCall, gathered, linear
+from liger_trainer.head.recorded_chain import RecordedChain
+
+logger = logging.getLogger(__name__)
+
+unwrapped = torch._C.DisableTorchFunctionSubclass
+"""Inside, functions see the wrapper's own metadata instead of our ``__torch_function__``."""
+
+RECORDERS: dict[Callable, Callable] = {}
+"""Functions that leave the logits deferred; a recorder returns NotImplemented where they have to be built after all."""
+
+METADATA: dict[Callable, Callable] = {}
+"""Functions of the metadata alone, right also when the logits are built."""
+
+_announced: set[str] = set()
+
+
+class Recorded:
+    """What a `DeferredLogits` stands for: ``chain(hidden @ weight.T + bias)``. In-place operations replace the chain."""
+
+    __slots__ = ("call", "chain", "hidden")
+
+    def __init__(self, call: HeadCall, hidden: torch.Tensor, chain: RecordedChain) -> None:
+        self.call, self.hidden, self.chain = call, hidden, chain
+
+
+class _LogitsNode(torch.autograd.Function):
+    """The wrapper's own place in the autograd graph, for code that does not go through ``__torch_function__``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        recorded: Recorded,
+        meta: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        # Not save_for_backward: offloading hooks would copy what the fused loss never reads.
+        ctx.tensors, ctx.recorded = (hidden, weight, bias), recorded
+        return _wrapper(recorded, meta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        needed = ctx.needs_input_grad[:3]
+        leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, needed)]
+        with torch.enable_grad():
+            logits = ctx.recorded.chain.replay(linear(*leaves, dtype=ctx.recorded.call.dtype))
+        wanted = [leaf for leaf, need in zip(leaves, needed) if need]
+        found = iter(torch.autograd.grad(logits, wanted, build(grad)))
+        return (*(next(found) if need else None for need in needed), None, None)
+
+
+class _BuiltFromNode(torch.autograd.Function):
+    """The built logits of a wrapper whose graph is not ours (another Function returned it): gradients go to that graph."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return deferred.values_without_grad().clone()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad
+
+
+def _wrapper(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
+    deferred = torch.Tensor._make_wrapper_subclass(
+        DeferredLogits, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=recorded.hidden.device
+    )
+    deferred.recorded, deferred.meta, deferred.tracked = recorded, meta, False
+    deferred.value = deferred.value_no_grad = deferred.parent = deferred.replay_view = None
+    deferred.views = []
+    return deferred
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits `(..., V)` that are recorded, not built; see the module's docstring.
+
+    Attributes:
+        recorded: Hidden states, head and chain.
+        meta: The logits on the meta device: shape, strides and dtype as the native operations give them.
+        tracked: Whether gradients flow to the hidden states and the head through `recorded`.
+        value: The built logits; from then on every function runs on them.
+        value_no_grad: The logits as built for a reader under `torch.no_grad`.
+        parent: The logits this is a view of; the two share memory once built.
+        replay_view: The view, as a function of the parent's built logits.
+    """
+
+    recorded: Recorded
+    meta: torch.Tensor
+    tracked: bool
+    value: torch.Tensor | None
+    value_no_grad: torch.Tensor | None
+    parent: DeferredLogits | None
+    replay_view: Callable[[torch.Tensor], torch.Tensor] | None
+    views: list[weakref.ref[DeferredLogits]]
+
+    @staticmethod
+    def create(
+        call: HeadCall, hidden: torch.Tensor, chain: RecordedChain, meta: torch.Tensor, detached: bool = False
+    ) -> DeferredLogits:
+        """Deferred logits ``chain(hidden @ weight.T + bias)``.
+
+        Args:
+            call: The call of the head.
+            hidden: `(..., H)`.
+            chain: What was done to the logits since.
+            meta: `(..., V)` on the meta device.
+            detached: Whether no gradient flows back.
+        """
+        recorded = Recorded(call, hidden.detach() if detached else hidden, chain)
+        if detached or not torch.is_grad_enabled():
+            return _wrapper(recorded, meta)
+        deferred = _LogitsNode.apply(hidden, call.weight, call.bias, recorded, meta)
+        deferred.tracked = deferred.has_graph
+        return deferred
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Only reached from C++; autograd has been recorded above this level, against the wrapper's node.
+        mutates = func._schema.is_mutable
+        unwrap = lambda x: x.values_without_grad(mutates) if isinstance(x, cls) else x  # noqa: E731
+        return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        built = "" if self.value is None else ", built"
+        return f"DeferredLogits(shape={tuple(self.meta.shape)}, dtype={self.meta.dtype}{built})"
+
+    @property
+    def has_graph(self) -> bool:
+        """`requires_grad` of the wrapper itself."""
+        with unwrapped():
+            return self.requires_grad
+
+    @property
+    def recordable(self) -> bool:
+        """Whether operations on it can be recorded: not built yet, and its graph is the one recorded."""
+        return self.value is None and (self.tracked or not self.has_graph)
+
+    def build(self, for_write: bool = False) -> torch.Tensor:
+        """The real logits, the same tensor at every call; their graph is that of the native logits.
+
+        Args:
+            for_write: Whether they will be changed in place, which later readers then have to see.
+        """
+        if self.value is None:
+            if not torch.is_grad_enabled() and self.has_graph and not for_write:
+                return self.values_without_grad()
+            with torch.set_grad_enabled(self.has_graph):
+                if self.has_graph and not self.tracked:
+                    self.value = _BuiltFromNode.apply(self)
+                elif for_write:
+                    self._build_family()
+                elif self._shares_build:
+                    self.value = self.replay_view(self.parent.build())  # type: ignore[misc, union-attr]
+                else:
+                    self.value = self._compute()
+        elif for_write:
+            self._build_family()
+        assert self.value is not None
+        return self.value
+
+    def values_without_grad(self, for_write: bool = False) -> torch.Tensor:
+        """The logits' values alone; kept apart, so that reading a metric does not hold a graph."""
+        if for_write and self.value is None:
+            with torch.set_grad_enabled(self.tracked):
+                self.build(for_write=True)
+        if self.value is not None:
+            return self.value.detach()
+        if self.value_no_grad is None:
+            with torch.no_grad():
+                known = None if self.parent is None else self.parent.value_no_grad
+                self.value_no_grad = self._compute() if known is None else self.replay_view(known)  # type: ignore[misc]
+        return self.value_no_grad
+
+    def _compute(self) -> torch.Tensor:
+        recorded = self.recorded
+        with gathered(recorded.call.head) as (weight, bias):
+            return recorded.chain.replay(linear(recorded.hidden, weight, bias, recorded.call.dtype))
+
+    @property
+    def _shares_build(self) -> bool:
+        """Whether to build the parent and view it; a small slice of unbuilt logits is computed alone."""
+        parent = self.parent
+        if parent is None or parent.value is not None:
+            return parent is not None
+        return parent.meta.numel() == self.meta.numel() and parent.has_graph == self.has_graph
+
+    def _build_family(self) -> None:
+        """Builds everything that shares memory with this, so that a change in place is seen by all."""
+        root = self
+        while root.parent is not None:
+            root = root.parent
+        fresh = root.value is None
+        if root.value is None:
+            root.value = root._compute()
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            for child in filter(None, (reference() for reference in node.views)):
+                if child.value is None or fresh:
+                    child.value = child.replay_view(node.value)  # type: ignore[misc]
+                pending.append(child)
+
+    def add_view(self, child: DeferredLogits, replay_view: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
+        """Notes that `child` is the view ``replay_view(self)``."""
+        child.parent, child.replay_view = self, replay_view
+        self.views = [reference for reference in self.views if reference() is not None] + [weakref.ref(child)]
+        return child
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether another tensor would see a change in place."""
+        return self.parent is not None or any(reference() is not None for reference in self.views)
+
+
+def build(value: Any, for_write: bool = False) -> Any:
+    """`value`, or the real logits if it is a `DeferredLogits`."""
+    return value.build(for_write) if isinstance(value, DeferredLogits) else value
+
+
+def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``func(*args, **kwargs)``: recorded if it can be, else on the built logits."""
+    if func in METADATA:
+        with unwrapped():
+            return METADATA[func](func, args, kwargs)
+    recorder = RECORDERS.get(func)
+    if recorder is not None and isinstance(args[0] if args else None, DeferredLogits) and args[0].recordable:
+        result = recorder(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    writes = "out" in kwargs or name == "__set__" or _is_in_place(name)
+    deferred = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
+    for logits in deferred:
+        _announce(name, logits)
+    return func(*tree_map(lambda x: build(x, writes), args), **tree_map(lambda x: build(x, writes), kwargs))
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+        )
+    return name.endswith("_")
+
+
+def _announce(name: str, logits: DeferredLogits) -> None:
+    """Says once for each function, in training, that it made the head build the logits."""
+    if logits.value is not None or not logits.has_graph or not torch.is_grad_enabled() or name in _announced:
+        return
+    if not logits.recorded.call.head.training:
+        return
+    _announced.add(name)
+    logger.warning(
+        f"`{name}` needs the logits, so all {tuple(logits.meta.shape)} of them were built and the fused cross entropy "
+        "is not used for them. The result is right; it takes the memory of unfused training. (Said once.)"
+    )

@@ -1,0 +1,83 @@
+"""`F.cross_entropy` of deferred logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from liger_trainer.head.context import expected_gradient
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.lm_head import gathered, linear
+from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+def deferred_cross_entropy(
+    input: DeferredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy(input, target, ...)`` without the logits.
+
+    Args:
+        input: `(N, V)`, deferred.
+        target: `(N,)` class ids.
+        weight: `(V,)` class weights.
+        size_average: Deprecated in torch; not taken here.
+        ignore_index: As in torch.
+        reduce: Deprecated in torch; not taken here.
+        reduction: As in torch. With "mean" and no valid token the loss is 0 where torch's is NaN.
+        label_smoothing: As in torch.
+
+    Returns:
+        The loss, in the dtype torch's would have; NotImplemented where this is not the cross entropy of the last
+        dimension with class ids, or where what was recorded is no soft-cap and scale.
+    """
+    form = input.recorded.chain.fused_form()
+    is_ours = (
+        form is not None
+        and input.meta.dim() == 2
+        and isinstance(target, torch.Tensor)
+        and target.dim() == 1
+        and target.dtype in (torch.int64, torch.int32)
+        and size_average is None
+        and reduce is None
+        and reduction in ("mean", "sum", "none")
+        and (weight is None or not weight.requires_grad)
+        and 0.0 <= label_smoothing <= 1.0
+    )
+    if not is_ours:
+        return NotImplemented
+    call, hidden = input.recorded.call, input.recorded.hidden
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "softcap": form.softcap,  # type: ignore[union-attr]
+        "logit_scale": form.logit_scale,  # type: ignore[union-attr]
+        "class_weights": weight,
+    }
+    target = target.to(hidden.device)
+    device = hidden.device.type
+    # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
+    dtype = torch.float32 if torch.is_autocast_enabled(device) else input.meta.dtype
+    with gathered(call.head) as (matrix, bias):
+        if not input.has_graph:
+            hidden, matrix, bias = (None if x is None else x.detach() for x in (hidden, matrix, bias))
+        if call.fused:
+            cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
+            options["logits_memory"] = call.logits_memory
+            options["expected_grad"] = expected_gradient(reduction)
+            with torch.autocast(device, enabled=False):
+                loss = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
+        else:
+            logits = linear(hidden, matrix, bias, call.dtype)
+            with torch.autocast(device, enabled=False):
+                loss = cross_entropy(logits, target, **options)
+    return loss.to(dtype)

@@ -1,0 +1,147 @@
+"""The language-model head: which module it is, and its weight at the moment of use.
+
+Nothing is cached: adapters are switched, parameters sharded and gathered between two forwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """One call of the head whose logits are deferred.
+
+    Args:
+        head: The module; its weight is read from it again at the time of use.
+        weight: The weight during the call, `(V, H)`; only the autograd edge of the deferred logits uses it.
+        bias: Likewise, `(V,)` or None.
+        dtype: What the product is computed in: autocast's dtype where it was on, else that of the weight.
+        fused: Whether cross entropy runs fused with the head, or on logits that are built for it.
+        logits_memory: Bytes the fused operator may spend on a chunk of logits.
+    """
+
+    head: nn.Linear
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    fused: bool
+    logits_memory: int
+
+
+def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``nn.Linear``'s product in `dtype`, whatever autocast says now."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def call_dtype(hidden: torch.Tensor, head: nn.Linear) -> torch.dtype | None:
+    """The dtype `head` computes in if its logits can be deferred; None where its own forward has to run."""
+    weight, bias = head.weight, head.bias
+    # A weight that is a DTensor here was not gathered for this forward: tensor parallelism, not ours to undo.
+    for tensor in (hidden, weight, bias):
+        if tensor is not None and (type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta):
+            return None
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
+        return None
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        mixed = (hidden.dtype, weight.dtype)
+    else:
+        mixed = (hidden.dtype,)
+        if hidden.dtype != dtype or (bias is not None and bias.dtype != dtype):
+            return None
+    return dtype if dtype in RECORDABLE_DTYPES and all(each in RECORDABLE_DTYPES for each in mixed) else None
+
+
+def is_sharded(head: nn.Linear) -> bool:
+    """Whether FSDP or ZeRO-3 owns the weight, which is then whole only inside the model's forward and backward."""
+    return bool(getattr(head, "_is_fsdp_managed_module", False)) or hasattr(head.weight, "ds_id")
+
+
+@contextlib.contextmanager
+def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The whole weight `(V, H)` and bias `(V,)` of `head` now, connected to its parameters' gradients.
+
+    Raises:
+        RuntimeError: where the weight is sharded in a way that only its owner can undo (FSDP1 outside its forward).
+    """
+    parameters = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            # Copies: the partitioned parameter is emptied when the context ends, and backward may still want the weight.
+            weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
+    else:
+        weight, bias = _whole(head.weight), None if head.bias is None else _whole(head.bias)
+    if weight.dim() != 2:
+        raise RuntimeError(
+            f"The logits are needed outside the model's forward, where the head's weight is a shard of shape "
+            f"{tuple(weight.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
+            "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
+        )
+    yield weight, bias
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    if type(parameter) in (torch.Tensor, nn.Parameter):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # FSDP2 keeps a head in a unit of its own as shards outside that unit's forward. Every rank's gradient is the whole
+    # weight's for its own batch, so the shards get their mean: as it comes, `full_tensor` would drop the other ranks'.
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+
+def find_lm_heads(model: nn.Module) -> tuple[list[nn.Linear], str]:
+    """The ``nn.Linear`` modules that compute `model`'s logits, found through adapters' wrappers.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+
+    Returns:
+        The modules to patch (several where PEFT keeps copies of the head) and an empty string, or an empty list and why
+        the head is left to the model: its own forward then builds the logits, and trains right.
+    """
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = get_output_embeddings() if callable(get_output_embeddings) else None
+    if head is None:
+        return [], "the model has no output embedding"
+    candidates: list[Any] = [head]
+    if "peft" in sys.modules:
+        from peft.utils.other import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            candidates = [head.original_module, *head.modules_to_save.values()]
+    for candidate in candidates:
+        reason = _why_not(candidate)
+        if reason:
+            return [], reason
+    return candidates, ""
+
+
+def _why_not(head: nn.Module) -> str:
+    name = type(head).__name__
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        adapter = type(head).__module__.startswith("peft.")
+        what = f"an adapter ({name}) computes the logits" if adapter else f"{name} is not a plain nn.Linear"
+        return f"{what}; it runs as it is, with full logits"
+    weight = head.weight
+    plain = type(weight) is nn.Parameter or type(weight).__name__ == "DTensor"
+    if not plain or weight.dtype not in RECORDABLE_DTYPES:
+        return f"the head's weight is a {type(weight).__name__} of {weight.dtype}; it needs fp16, bf16 or fp32"
+    return ""

@@ -1,0 +1,204 @@
+"""Binds the deferring head to a model, after proving it equal.
+
+Two instances get a forward of ours: the head, and the model whose forward computes the loss. The model's only tells the
+head about the call; it runs the class's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.compiled import (
+    CAN_DEFER_COMPILED,
+    compiler_restored,
+    never_a_frame,
+    pause_compiler,
+    uncompiled,
+    whole_graph_wanted,
+)
+from liger_trainer.head.context import ForwardContext, current_forward, forward_context
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded
+from liger_trainer.head.probe import TOLERANCE, probe_head
+from liger_trainer.head.recorded_chain import RecordedChain
+from liger_trainer.patching.binding import bind_forward, is_bound_by_us, overriding_forward, unbind_forward
+from liger_trainer.patching.report import KernelReportRow
+
+_model_forwards: set[Callable] = set()
+
+
+@functools.cache
+def make_head_forward(fused: bool, logits_memory: int) -> Callable:
+    """A head's forward that defers the logits where the model's forward allows it.
+
+    It is a function of `self` alone, so that copies of a patched model are patched models.
+
+    Args:
+        fused: Whether cross entropy runs fused with the head, or on logits built for it.
+        logits_memory: Bytes the fused operator may spend on a chunk of logits.
+    """
+
+    def defer(self: nn.Linear, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        call = HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
+        meta = torch.empty(*hidden.shape[:-1], self.weight.shape[0], dtype=dtype, device="meta")
+        return DeferredLogits.create(call, hidden, RecordedChain(), meta)
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.Linear.forward(self, input)
+        context = current_forward()
+        if context is None or (is_sharded(self) and not context.has_labels):
+            return nn.Linear.forward(self, input)
+        pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
+        dtype = call_dtype(input, self)
+        return nn.Linear.forward(self, input) if dtype is None else defer(self, input, dtype)
+
+    never_a_frame(forward)  # compiled as a frame of its own it would never defer
+    return forward
+
+
+@functools.cache
+def make_model_forward(native: Callable) -> Callable:
+    """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
+
+    The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does for
+    evaluation without metrics). Everything else (generation, metrics, inference) runs as ever.
+
+    Args:
+        native: The forward of the model's class.
+    """
+    names = tuple(inspect.signature(native).parameters)[1:]
+
+    def passed(name: str, args: tuple, kwargs: dict) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        return args[names.index(name)] if name in names[: len(args)] else None
+
+    def defers(self: nn.Module, has_labels: bool, skip_logits: bool) -> bool:
+        if not self.training:
+            return has_labels and skip_logits
+        return has_labels or torch.is_grad_enabled()
+
+    def run(self: nn.Module, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
+        context = ForwardContext(has_labels, num_items)
+        if type(self.get_output_embeddings()).__name__ == "FullyShardedDataParallel":
+            context = None  # FSDP1 with the head in a unit of its own: its weight is gone once the head has run
+        with compiler_restored(), forward_context(context):
+            return native(self, *args, **kwargs)
+
+    run_uncompiled = torch.compiler.disable(run, recursive=False)
+
+    @functools.wraps(native)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        skip_logits = bool(kwargs.pop("skip_logits", False))
+        has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
+        num_items = kwargs.get("num_items_in_batch")
+        if not defers(self, has_labels, skip_logits):
+            return _plain(self, native, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return run(self, native, has_labels, num_items, args, kwargs)
+        if not CAN_DEFER_COMPILED or whole_graph_wanted():
+            return native(self, *args, **kwargs)
+        return run_uncompiled(self, uncompiled(native), has_labels, num_items, args, kwargs)
+
+    _model_forwards.add(forward)
+    return forward
+
+
+def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:
+    if torch.compiler.is_compiling() or current_forward() is None:
+        return native(self, *args, **kwargs)
+    with forward_context(None):
+        return native(self, *args, **kwargs)
+
+
+def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelReportRow:
+    """Makes `model` train without building its logits, or with a faster cross entropy on them.
+
+    Args:
+        model: The causal LM (or any model whose forward takes `labels` and calls its output embedding), or a PEFT model
+            around one. Patching it again changes `fused` and `logits_memory`.
+        fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits for the
+            loss alone and runs the `cross_entropy` kernel on them.
+        logits_memory: Bytes the fused operator may spend on a chunk of logits.
+
+    Returns:
+        A row for the report: what was bound and the probe's error, or why the head was left alone.
+    """
+    component = "linear_cross_entropy" if fused else "cross_entropy"
+    model = _without_peft(model)
+    heads, reason = find_lm_heads(model)
+    target = type(heads[0]).__name__ if heads else type(model).__name__
+
+    def left_alone(why: str, error: float | None = None) -> KernelReportRow:
+        return KernelReportRow(component, target, len(heads), None, error, why)
+
+    if not heads:
+        return left_alone(reason)
+    ours = any(layer in _model_forwards for layer in _layers(model))
+    foreign = None if ours else _foreign_forward(model)
+    for head in heads:
+        foreign = foreign or overriding_forward(head)
+    if foreign is not None:
+        return left_alone(foreign)
+    native = type(model).forward
+    if "labels" not in inspect.signature(native).parameters:
+        return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
+
+    forward = make_head_forward(fused, int(logits_memory))
+    device = heads[0].weight.device
+    try:
+        error = probe_head(forward, heads[0].bias is not None, device if device.type != "meta" else torch.device("cpu"))
+    except Exception as failure:  # whatever a device or a compiler raises: the model then trains as it did
+        return left_alone(f"the probe failed: {type(failure).__name__}: {failure}")
+    if not error <= TOLERANCE:
+        return left_alone("the probe's loss or gradients differ", error)
+    for head in heads:
+        unbind_forward(head)
+        bind_forward(head, forward)
+    if not ours:
+        bind_forward(model, make_model_forward(native))
+    kernel = f"linear_cross_entropy (logits_memory={int(logits_memory) / 2**20:g} MiB)" if fused else "cross_entropy"
+    return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)
+
+
+def _without_peft(model: nn.Module) -> nn.Module:
+    """The model whose own forward computes the loss."""
+    if "peft" in sys.modules:
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            return model.get_base_model()
+    return model
+
+
+def _layers(model: nn.Module) -> Iterator[Callable]:
+    """The functions of the instance's own forward, outermost first: accelerate wraps ours for mixed precision."""
+    function: Any = model.__dict__.get("forward")
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        yield function
+        function = getattr(function, "__wrapped__", None) or getattr(function, "model_forward", None)
+
+
+def _foreign_forward(model: nn.Module) -> str | None:
+    """Why the model's forward is not ours to take, or None."""
+    if "forward" not in model.__dict__ or is_bound_by_us(model):
+        return None
+    for function in _layers(model):
+        # Not `__module__`: functools.wraps copies that of the class's forward.
+        where = getattr(function, "__globals__", {}).get("__name__", "?")
+        if where == "trl.trainer.utils":
+            return "TRL's fused head is already in place"
+        return f"the instance's forward is already overridden by {where}.{getattr(function, '__name__', '?')}"
+    return None
