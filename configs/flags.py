@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig
 
@@ -38,6 +38,10 @@ class KernelFlags:
         kernel_report (`bool`, *optional*, defaults to `True`):
             Whether the main process prints what was patched and what was left alone. The report is also kept as
             `trainer.kernel_report`.
+        non_finite (`str`, *optional*, defaults to `"stop"`):
+            What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
+            checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
+            `"off"` does not look. See [`NonFiniteGuardCallback`].
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a switch that is no boolean, a
@@ -65,9 +69,15 @@ class KernelFlags:
     kernel_report: bool = field(
         default=True, metadata={"help": "Whether to print what was patched and what was left alone."}
     )
+    non_finite: Literal["stop", "skip", "off"] = field(
+        default="stop",
+        metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
+    )
 
     def __post_init__(self) -> None:
         self.kernel_config()  # errors belong here, where the user wrote the value
+        if self.non_finite not in ("stop", "skip", "off"):
+            raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
         parent: Any = super()
@@ -81,7 +91,8 @@ class KernelFlags:
 
 def kernel_config_of(args: Any) -> KernelConfig:
     """The [`KernelConfig`] of any training arguments, Hugging Face's own included."""
-    config = KernelConfig.parse(getattr(args, "liger_kernel_config", None))
-    if config.logits_memory != KernelConfig().logits_memory:
+    value = getattr(args, "liger_kernel_config", None)
+    config = KernelConfig.parse(value)
+    if "logits_memory" in (json.loads(value) if isinstance(value, str) else value or {}):
         return config
     return KernelConfig.parse(config, logits_memory=getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from transformers import HfArgumentParser, TrainingArguments
-from trl import SFTConfig, TrlParser
-
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig]
 
@@ -55,6 +54,7 @@ def test_unknown_key_names_the_nearest(cls, tmp_path):
         ({"liger_kernel_config": {"rope": "yes"}}, "must be true or false"),
         ({"logits_memory": "lots"}, "logits_memory"),
         ({"logits_memory": "0"}, "more than 0"),
+        ({"non_finite": "maybe"}, "'stop', 'skip' or 'off'"),
     ],
 )
 def test_bad_values(kwargs, message, tmp_path):
@@ -67,12 +67,13 @@ def test_command_line(cls, tmp_path):
     (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--report_to", "none", "--use_cpu", "--bf16", "false"]
         + ["--liger_kernel_config", '{"rms_norm": false}', "--logits_memory", "1GiB", "--strict_kernels"]
-        + ["--kernel_report", "false"]
+        + ["--kernel_report", "false", "--non_finite", "skip"]
     )
     assert args.kernel_config().rms_norm is False
     assert args.kernel_config().logits_memory == 2**30
     assert args.strict_kernels is True
     assert args.kernel_report is False
+    assert args.non_finite == "skip"
     (off,) = HfArgumentParser(cls).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--use_liger_kernel", "false"]
     )
