@@ -9,3 +9,8 @@ from liger_trainer._version import __version__ as __version__
 _root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
 if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
+
+from liger_trainer.integration import install as _install
+from liger_trainer.integration import set_stock_trainer_kernels as set_stock_trainer_kernels
+
+_install()
