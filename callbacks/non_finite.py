@@ -37,9 +37,10 @@ class NonFiniteGuardCallback(TrainerCallback):
     causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss).
 
     Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
-    on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has long
-    arrived: no step waits. Otherwise one flag is read per update. Gradients under fp16 loss scaling belong to the scaler; only the
-    loss is looked at. Under DeepSpeed, which keeps its gradients to itself, likewise, and its update is not left out.
+    on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has
+    long arrived: no step waits. Otherwise one flag is read per update. Gradients under fp16 loss scaling belong to the
+    scaler; only the loss is looked at. Under DeepSpeed, which keeps its gradients to itself, likewise, and its update
+    is not left out.
 
     The Liger trainers call [`observe_loss`] and [`observe_gradients`] (before clipping, which spreads a NaN over all
     gradients). With a stock `Trainer` the callback looks at the gradients after clipping, and not at the loss.

@@ -91,8 +91,13 @@ class KernelFlags:
 
 def kernel_config_of(args: Any) -> KernelConfig:
     """The [`KernelConfig`] of any training arguments, Hugging Face's own included."""
+    return KernelConfig.parse(kernel_mapping_of(args))
+
+
+def kernel_mapping_of(args: Any) -> dict[str, Any]:
+    """As [`kernel_config_of`], but only what was written down, so that `strict` can tell it from the defaults."""
     value = getattr(args, "liger_kernel_config", None)
-    config = KernelConfig.parse(value)
-    if "logits_memory" in (json.loads(value) if isinstance(value, str) else value or {}):
-        return config
-    return KernelConfig.parse(config, logits_memory=getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
+    KernelConfig.parse(value)  # errors with our words
+    mapping = dict(json.loads(value) if isinstance(value, str) else value or {})
+    mapping.setdefault("logits_memory", getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
+    return mapping

@@ -9,6 +9,7 @@ Where the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`]
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
@@ -16,7 +17,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,9 +89,26 @@ def installed() -> bool:
     return hooked and any(isinstance(finder, _LateHook) for finder in sys.meta_path)
 
 
+@contextlib.contextmanager
+def ensure_installed() -> Iterator[None]:
+    """Keeps the hook in place for a while, also where the user has taken it out."""
+    was_installed = installed()
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
 def mark_managed(model: nn.Module) -> None:
     """Says that a Liger trainer has patched `model` itself, so that `train()` does not do it again."""
     _managed.add(model)
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether a Liger trainer has patched `model`, or what it wraps."""
+    return any(module in _managed for module in model.modules())
 
 
 def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = None) -> KernelReport | None:
@@ -106,7 +124,7 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
     Raises:
         ValueError: for an unknown key, or where `nn.DataParallel` is about to wrap the model.
     """
-    if model in _managed:
+    if is_managed(model):
         return None
     if _choice == "liger_kernel" and liger_kernel_installed():
         logger.warning("use_liger_kernel: the kernels of the liger-kernel package run, as set.")

@@ -42,7 +42,7 @@ def test_mapping_and_json_and_liger_names(cls, tmp_path):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_unknown_key_names_the_nearest(cls, tmp_path):
-    with pytest.raises(ValueError, match="rms_nrom.*did you mean 'rms_norm'"):
+    with pytest.raises(ValueError, match=r"rms_nrom.*did you mean 'rms_norm'"):
         make(cls, tmp_path, liger_kernel_config={"rms_nrom": False})
 
 
@@ -65,9 +65,8 @@ def test_bad_values(kwargs, message, tmp_path):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_command_line(cls, tmp_path):
     (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--report_to", "none", "--use_cpu", "--bf16", "false"]
-        + ["--liger_kernel_config", '{"rms_norm": false}', "--logits_memory", "1GiB", "--strict_kernels"]
-        + ["--kernel_report", "false", "--non_finite", "skip"]
+        f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --logits_memory 1GiB --strict_kernels "
+        "--kernel_report false --non_finite skip --liger_kernel_config".split() + ['{"rms_norm": false}']
     )
     assert args.kernel_config().rms_norm is False
     assert args.kernel_config().logits_memory == 2**30
