@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -72,7 +74,7 @@ def flops_per_token(model: nn.Module) -> float:
 
 def _expert_share(model: nn.Module) -> float:
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     return chosen / experts if experts and chosen else 1.0

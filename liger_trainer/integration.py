@@ -132,7 +132,7 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
     if _data_parallel_is_next(model):
         raise ValueError(data_parallel_message("Trainer"))
 
-    from liger_trainer.patching import apply_liger_kernel
+    from liger_trainer.patching.apply import apply_liger_kernel
 
     report = apply_liger_kernel(model, kernel_config)
     if liger_kernel_installed():
@@ -196,7 +196,7 @@ class _LateHook(importlib.abc.MetaPathFinder):
             if spec is None:
                 continue
             if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                spec.loader.exec_module = _then_replace(spec.loader.exec_module)  # type: ignore[method-assign]
+                spec.loader.exec_module = _then_replace(spec.loader.exec_module)  # type: ignore
             return spec
         return None
 

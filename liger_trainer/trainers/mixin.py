@@ -16,12 +16,15 @@ from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head import expected_loss_gradient
 from liger_trainer.integration import data_parallel_message, ensure_installed, is_managed, mark_managed
-from liger_trainer.patching import apply_liger_kernel
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 
-_Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
 
 
 def wants_kernels(args: TrainingArguments) -> bool:

@@ -45,6 +45,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
 
     def _add_fused_lm_head(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Called by TRL's `__init__` when `self.model` is complete, adapters included."""
+        assert isinstance(self.model, nn.Module)
+        assert isinstance(self.args, SFTConfig)
         self._apply_kernels(self.model)
         install_fused_forward(model, uniform_gradient=self.args.loss_type != "dft")
 

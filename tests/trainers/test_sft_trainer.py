@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 import trl.trainer.sft_trainer as trl_sft_trainer
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.head import DeferredLogits
 from liger_trainer.trainers import fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
@@ -33,7 +33,7 @@ CASES = {
     "dft": {"loss_type": "dft"},
     "packing": {"packing": True, "packing_strategy": "bfd"},
     "wrapped": {"packing": True, "packing_strategy": "wrapped"},
-    "padding_free": {"padding_free": True},
+    "padding_free": {"padding_free": True, "max_length": None},
     "completion_only": {"data": completion_dataset},
     "completion_only_dft": {"data": completion_dataset, "loss_type": "dft"},
     "assistant_only": {"data": chat_dataset, "assistant_only_loss": True},
@@ -102,7 +102,9 @@ def test_no_logits_are_built(loss_type, tmp_path, monkeypatch):
 def test_adapter_on_the_head_is_trained(tmp_path):
     with pytest.raises(ValueError, match="lm_head"):
         build(SFTTrainer, SFTConfig, tmp_path, peft=["q_proj", "lm_head"])
-    trainer = build(LigerSFTTrainer, LigerSFTConfig, tmp_path, peft=["q_proj", "lm_head"], max_grad_norm=0.0, max_steps=1)
+    trainer = build(
+        LigerSFTTrainer, LigerSFTConfig, tmp_path, peft=["q_proj", "lm_head"], max_grad_norm=0.0, max_steps=1
+    )
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, dict(batch))
@@ -117,7 +119,9 @@ def test_adapter_on_the_head_is_trained(tmp_path):
         if parameter.requires_grad:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
     trainer.train()
-    changed = [name for name, p in trainer.model.named_parameters() if name in before and not torch.equal(p, before[name])]
+    changed = [
+        name for name, p in trainer.model.named_parameters() if name in before and not torch.equal(p, before[name])
+    ]
     assert any("lm_head.lora_B" in name for name in changed)
 
 
