@@ -57,6 +57,7 @@ class LigerTrainerMixin(_Base):
         self._show_report = self._own_callback(KernelReportCallback)
         self._throughput.measure(self.model)
         self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        assert isinstance(self.model, nn.Module)
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
             if self.label_smoother is not None:
@@ -122,6 +123,7 @@ class LigerTrainerMixin(_Base):
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
         """Tells the fused loss the gradient it is going to get, so that its backward has nothing left to rescale."""
+        assert isinstance(self.model, nn.Module)
         if not self.model.training or not self.args.use_liger_kernel:
             return contextlib.nullcontext()
         if num_items is None:

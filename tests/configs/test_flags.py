@@ -65,9 +65,11 @@ def test_bad_values(kwargs, message, tmp_path):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_command_line(cls, tmp_path):
     (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(
-        f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --logits_memory 1GiB --strict_kernels "
-        "--kernel_report false --non_finite skip --liger_kernel_config".split()
-        + ['{"rms_norm": false}']
+        [
+            *f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --logits_memory 1GiB".split(),
+            *["--strict_kernels", "--kernel_report", "false", "--non_finite", "skip", "--liger_kernel_config"],
+            '{"rms_norm": false}',
+        ]
     )
     assert args.kernel_config().rms_norm is False
     assert args.kernel_config().logits_memory == 2**30
