@@ -1,4 +1,4 @@
-"""The trainers on an accelerator: parity with stock, no host syncs of ours, the guard's update that is left out there."""
+"""The trainers on an accelerator: parity with stock, no host syncs of ours, updates left out on the device."""
 
 import contextlib
 
