@@ -59,7 +59,9 @@ class KernelConfig:
     def __post_init__(self) -> None:
         for name in KERNEL_KEYS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false.")
+                raise ValueError(
+                    f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false."
+                )
         object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
 
     @classmethod

@@ -23,8 +23,13 @@ _EXPORTS = {
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
+    "LigerSFTConfig": "liger_trainer.configs.sft_config",
+    "LigerSFTTrainer": "liger_trainer.trainers.sft_trainer",
+    "LigerTrainer": "liger_trainer.trainers.trainer",
+    "LigerTrainingArguments": "liger_trainer.configs.training_arguments",
     "apply_liger_kernel": "liger_trainer.patching.apply",
     "revert_liger_kernel": "liger_trainer.patching.apply",
+    "set_stock_trainer_kernels": "liger_trainer.integration",
     "undo_liger_kernel": "liger_trainer.liger_api",
     **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger_api" for _name in _MODELS},
 }
@@ -33,11 +38,16 @@ _SUBMODULES = ("functional", "nn")
 if TYPE_CHECKING:
     from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.configs.kernel_config import KernelConfig as KernelConfig
+    from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
+    from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
+    from liger_trainer.integration import set_stock_trainer_kernels as set_stock_trainer_kernels
     from liger_trainer.liger_api import undo_liger_kernel as undo_liger_kernel
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+    from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
+    from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer
 
 __all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 
@@ -55,3 +65,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+from liger_trainer.integration import install as _install  # noqa: E402
+
+_install()

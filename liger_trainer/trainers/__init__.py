@@ -1,0 +1,1 @@
+"""The trainers of transformers and TRL with the kernels."""

@@ -1,0 +1,194 @@
+"""Notices a loss or a gradient that is not finite before it reaches the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger("liger_trainer")
+
+
+@dataclasses.dataclass
+class _Observation:
+    """What one optimizer step has shown, still on the device."""
+
+    step: int
+    flag: torch.Tensor
+    losses: torch.Tensor | None
+    names: list[str]
+    norms: torch.Tensor | None
+    host_flag: torch.Tensor | None = None
+    ready: Any = None
+
+
+class NonFiniteGuardCallback(TrainerCallback):
+    """Leaves out every update whose loss or gradients are not finite, and says which quantity was first.
+
+    The weights and the optimizer's state therefore always stay those of the last good step. With `action="stop"` a
+    checkpoint of them is saved and training ends; with `"skip"` it goes on with the next batch. The learning rate
+    schedule advances in both cases. The message names the step and the first bad quantity in the order in which one
+    causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss).
+
+    Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
+    on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has
+    long arrived: no step waits. Otherwise one flag is read per update. Gradients under fp16 loss scaling belong to the
+    scaler; only the loss is looked at. Under DeepSpeed, which keeps its gradients to itself, likewise, and its update
+    is not left out.
+
+    The Liger trainers call [`observe_loss`] and [`observe_gradients`] (before clipping, which spreads a NaN over all
+    gradients). With a stock `Trainer` the callback looks at the gradients after clipping, and not at the loss.
+
+    Args:
+        action: `"stop"` or `"skip"`.
+
+    Attributes:
+        findings: One line for each update that was left out.
+    """
+
+    def __init__(self, action: Literal["stop", "skip"] = "stop") -> None:
+        if action not in ("stop", "skip"):
+            raise ValueError(f"`action` is {action!r}; it must be 'stop' or 'skip'.")
+        self.action = action
+        self.findings: list[str] = []
+        self._losses: list[torch.Tensor] = []
+        self._gradients: tuple[list[str], torch.Tensor] | None = None
+        self._pending: list[_Observation] = []
+        self._device_skip: Any = None
+        self._stop = False
+
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        """Takes the loss of one micro-batch."""
+        self._losses.append(loss.detach().reshape(()))
+
+    def observe_gradients(self, model: nn.Module) -> None:
+        """Takes the gradients as they are now; a norm each, which is not finite if any element is not."""
+        named = [(name, _local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+        named = [(name, grad) for name, grad in named if grad.numel() and not grad.is_sparse]
+        if named:
+            norms = torch._foreach_norm([grad for _, grad in named], 2.0, dtype=torch.float32)
+            self._gradients = [name for name, _ in named], torch.stack([norm.to(norms[0].device) for norm in norms])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts afresh."""
+        self._losses, self._gradients, self._pending, self._stop = [], None, [], False
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the update out if what was observed since the last one is not finite."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        scaled = getattr(optimizer, "scaler", None) is not None
+        if self._gradients is None and not scaled:
+            self.observe_gradients(model)
+        observed = self._observe(state.global_step + 1, None if scaled else self._gradients)
+        self._losses, self._gradients = [], None
+        if observed is None:
+            return
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not scaled and _skips_on_device(inner) and observed.flag.device.type != "cpu":
+            inner.grad_scale, inner.found_inf = None, observed.flag.float()
+            self._device_skip = inner
+            observed.host_flag = torch.empty((), dtype=torch.bool, pin_memory=observed.flag.device.type == "cuda")
+            observed.host_flag.copy_(observed.flag, non_blocking=True)
+            observed.ready = torch.get_device_module(observed.flag.device).Event()
+            observed.ready.record()
+            self._pending.append(observed)
+        elif bool(observed.flag):
+            if not scaled:
+                for group in inner.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            self._report(observed, model)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the flag off the optimizer again."""
+        if self._device_skip is not None:
+            del self._device_skip.grad_scale, self._device_skip.found_inf
+            self._device_skip = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops with a checkpoint if that is the action."""
+        # The flag of the step before: its copy has long arrived while this step's kernels are still queued, and every
+        # process reads it at the same step.
+        self._collect(kwargs["model"], keep=1)
+        if self._stop:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Reads what is left."""
+        self._collect(kwargs["model"], keep=0)
+
+    def _observe(self, step: int, gradients: tuple[list[str], torch.Tensor] | None) -> _Observation | None:
+        names, norms = gradients if gradients is not None else ([], None)
+        losses = torch.stack(self._losses) if self._losses else None
+        parts = [part for part in (losses, norms) if part is not None]
+        if not parts:
+            return None
+        device = parts[-1].device
+        bad = [torch.isfinite(part).all().logical_not().to(device) for part in parts]
+        flag = torch.stack(bad).any()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only.
+            count = flag.to(torch.int32)
+            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+            flag = count.bool()
+        return _Observation(step, flag, losses, names, norms)
+
+    def _collect(self, model: nn.Module, keep: int) -> None:
+        while len(self._pending) > keep:
+            observed = self._pending.pop(0)
+            observed.ready.synchronize()
+            if bool(observed.host_flag):
+                self._report(observed, model)
+
+    def _report(self, observed: _Observation, model: nn.Module) -> None:
+        what = next(_bad_quantities(observed, model), "a loss or gradient of another process")
+        end = {"stop": "the training stops with a checkpoint of the state before it", "skip": "the training goes on"}
+        finding = f"Step {observed.step}: {what} is not finite. The update was left out and {end[self.action]}."
+        self.findings.append(finding)
+        logger.error(finding)
+        self._stop = self.action == "stop"
+
+
+def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[str]:
+    """The bad quantities, causes first; the slow path, where the device is waited for."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(_local(parameter.detach())).all():
+            yield f"parameter {name!r}"
+    if observed.losses is not None:
+        for micro_batch, loss in enumerate(observed.losses.tolist()):
+            if loss != loss or loss in (float("inf"), float("-inf")):
+                of = f" of micro-batch {micro_batch + 1} of {len(observed.losses)}" if len(observed.losses) > 1 else ""
+                yield f"the loss{of} ({loss})"
+    if observed.norms is not None:
+        finite = torch.isfinite(observed.norms).tolist()
+        for name, good in reversed(list(zip(observed.names, finite, strict=True))):
+            if not good:
+                yield f"the gradient of {name!r}, and with it grad_norm,"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _skips_on_device(optimizer: Any) -> bool:
+    """Whether the optimizer itself leaves an update out by the tensor `found_inf`, state and step count included."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(group.get("fused") for group in groups) and not any(isinstance(p, DTensor) for p in parameters)

@@ -1,0 +1,103 @@
+"""The kernel flags that every `Liger*` configuration shares.
+
+The mixin comes before a Hugging Face argument class in the bases, so its fields and defaults win::
+
+    @dataclass
+    class LigerTrainingArguments(KernelFlags, TrainingArguments): ...
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig
+
+
+def with_dict_fields(base: type) -> list[str]:
+    """`base`'s list of fields that take a JSON object on the command line, with ours added."""
+    return [*base._VALID_DICT_FIELDS, "liger_kernel_config"]  # type: ignore[attr-defined]
+
+
+@dataclass
+class KernelFlags:
+    """Which kernels run, and what happens where one cannot.
+
+    Args:
+        use_liger_kernel (`bool`, *optional*, defaults to `True`):
+            Whether to use the kernels of liger_trainer.
+        liger_kernel_config (`dict` or `str`, *optional*):
+            Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
+            `experts`, `cross_entropy`, `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy`
+            is read as `linear_cross_entropy`.
+        logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
+            Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
+        strict_kernels (`bool`, *optional*, defaults to `False`):
+            Whether a kernel that is asked for and cannot be applied is an error instead of a line in the report.
+        kernel_report (`bool`, *optional*, defaults to `True`):
+            Whether the main process prints what was patched and what was left alone. The report is also kept as
+            `trainer.kernel_report`.
+        non_finite (`str`, *optional*, defaults to `"stop"`):
+            What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
+            checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
+            `"off"` does not look. See [`NonFiniteGuardCallback`].
+
+    Raises:
+        ValueError: for an unknown component (the nearest valid one is named), a switch that is no boolean, a
+            configuration that is not a JSON object, or a `logits_memory` that is no size.
+    """
+
+    use_liger_kernel: bool = field(
+        default=True, metadata={"help": "Whether to use the kernels of liger_trainer (RMSNorm, RoPE, fused LM head …)."}
+    )
+    liger_kernel_config: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
+            "layer_norm, swiglu, geglu, experts, cross_entropy, linear_cross_entropy. All are on by default."
+        },
+    )
+    logits_memory: str = field(
+        default=DEFAULT_LOGITS_MEMORY,
+        metadata={"help": "Memory the fused LM head may spend on one chunk of logits: bytes, or such as '512MiB'."},
+    )
+    strict_kernels: bool = field(
+        default=False,
+        metadata={"help": "Whether a kernel that is asked for and cannot be applied is an error."},
+    )
+    kernel_report: bool = field(
+        default=True, metadata={"help": "Whether to print what was patched and what was left alone."}
+    )
+    non_finite: Literal["stop", "skip", "off"] = field(
+        default="stop",
+        metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
+    )
+
+    def __post_init__(self) -> None:
+        self.kernel_config()  # errors belong here, where the user wrote the value
+        if self.non_finite not in ("stop", "skip", "off"):
+            raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
+        if isinstance(self.liger_kernel_config, str):
+            self.liger_kernel_config = json.loads(self.liger_kernel_config)
+        parent: Any = super()
+        if hasattr(parent, "__post_init__"):
+            parent.__post_init__()
+
+    def kernel_config(self) -> KernelConfig:
+        """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
+        return kernel_config_of(self)
+
+
+def kernel_config_of(args: Any) -> KernelConfig:
+    """The [`KernelConfig`] of any training arguments, Hugging Face's own included."""
+    return KernelConfig.parse(kernel_mapping_of(args))
+
+
+def kernel_mapping_of(args: Any) -> dict[str, Any]:
+    """As [`kernel_config_of`], but only what was written down, so that `strict` can tell it from the defaults."""
+    value = getattr(args, "liger_kernel_config", None)
+    KernelConfig.parse(value)  # errors with our words
+    mapping = dict(json.loads(value) if isinstance(value, str) else value or {})
+    mapping.setdefault("logits_memory", getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
+    return mapping

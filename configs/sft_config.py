@@ -1,0 +1,15 @@
+"""TRL's `SFTConfig` with the kernel flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liger_trainer.configs.flags import KernelFlags, with_dict_fields
+from trl import SFTConfig
+
+
+@dataclass
+class LigerSFTConfig(KernelFlags, SFTConfig):
+    """[`~trl.SFTConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+
+    _VALID_DICT_FIELDS = with_dict_fields(SFTConfig)

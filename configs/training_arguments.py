@@ -1,0 +1,15 @@
+"""`TrainingArguments` with the kernel flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liger_trainer.configs.flags import KernelFlags, with_dict_fields
+from transformers import TrainingArguments
+
+
+@dataclass
+class LigerTrainingArguments(KernelFlags, TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+
+    _VALID_DICT_FIELDS = with_dict_fields(TrainingArguments)

@@ -1,0 +1,212 @@
+"""Stock `Trainer(args=TrainingArguments(use_liger_kernel=True))` runs these kernels.
+
+`Trainer.train()` hands the model to `transformers.integrations.liger.apply_liger_kernel`, a name that
+`transformers.trainer` binds when it is imported. [`install`] puts [`apply_for_trainer`] in both places, without
+importing either: a module that is not there yet is patched as it is imported. [`uninstall`] puts everything back.
+
+Where the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`] says whose kernels run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from liger_trainer.patching.report import KernelReport
+
+logger = logging.getLogger("liger_trainer")
+
+_LIGER_MODULE = "transformers.integrations.liger"
+_HOOKED_MODULES = (_LIGER_MODULE, "transformers.trainer")
+_NAME = "apply_liger_kernel"
+
+_originals: dict[str, Callable] = {}
+_lock = threading.RLock()
+_choice: Literal["liger_trainer", "liger_kernel"] = "liger_trainer"
+_managed: weakref.WeakSet = weakref.WeakSet()
+
+
+def set_stock_trainer_kernels(which: Literal["liger_trainer", "liger_kernel"]) -> None:
+    """Whose kernels the stock `Trainer` uses for `use_liger_kernel=True`, from the next `train()` on.
+
+    Args:
+        which: `"liger_trainer"` (the default) or `"liger_kernel"`, the `liger-kernel` package.
+
+    Raises:
+        ValueError: for anything else.
+        ImportError: for `"liger_kernel"` where that package is not installed.
+    """
+    global _choice
+    if which not in ("liger_trainer", "liger_kernel"):
+        raise ValueError(f"`which` is {which!r}; it must be 'liger_trainer' or 'liger_kernel'.")
+    if which == "liger_kernel" and not liger_kernel_installed():
+        raise ImportError("`which` is 'liger_kernel', and that package is not installed: `pip install liger-kernel`.")
+    _choice = which
+
+
+def liger_kernel_installed() -> bool:
+    """Whether the `liger-kernel` package is importable."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def install() -> None:
+    """Makes the stock `Trainer` use these kernels; called on `import liger_trainer`, and harmless when repeated."""
+    with _lock:
+        for name in _HOOKED_MODULES:
+            if name in sys.modules:
+                _replace(sys.modules[name])
+        if not any(isinstance(finder, _LateHook) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _LateHook())
+
+
+def uninstall() -> None:
+    """Gives the stock `Trainer` its own `apply_liger_kernel` back."""
+    with _lock:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateHook)]
+        original = _originals.get(_LIGER_MODULE)
+        for name in _HOOKED_MODULES:
+            module = sys.modules.get(name)
+            if original is not None and getattr(module, _NAME, None) is apply_for_trainer:
+                setattr(module, _NAME, original)
+
+
+def installed() -> bool:
+    """Whether the stock `Trainer` uses these kernels, or will once it is imported."""
+    modules = [sys.modules[name] for name in _HOOKED_MODULES if name in sys.modules]
+    hooked = all(getattr(module, _NAME, None) is apply_for_trainer for module in modules)
+    return hooked and any(isinstance(finder, _LateHook) for finder in sys.meta_path)
+
+
+@contextlib.contextmanager
+def ensure_installed() -> Iterator[None]:
+    """Keeps the hook in place for a while, also where the user has taken it out."""
+    was_installed = installed()
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
+def mark_managed(model: nn.Module) -> None:
+    """Says that a Liger trainer has patched `model` itself, so that `train()` does not do it again."""
+    _managed.add(model)
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether a Liger trainer has patched `model`, or what it wraps."""
+    return any(module in _managed for module in model.modules())
+
+
+def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = None) -> KernelReport | None:
+    """What the stock `Trainer` calls in place of `transformers.integrations.liger.apply_liger_kernel`.
+
+    Args:
+        model: The model that is about to be trained, possibly in a PEFT wrapper.
+        kernel_config: `TrainingArguments.liger_kernel_config`, with our keys or Liger's.
+
+    Returns:
+        The report of what was patched; None where something else than this function is in charge of the model.
+
+    Raises:
+        ValueError: for an unknown key, or where `nn.DataParallel` is about to wrap the model.
+    """
+    if is_managed(model):
+        return None
+    if _choice == "liger_kernel" and liger_kernel_installed():
+        logger.warning("use_liger_kernel: the kernels of the liger-kernel package run, as set.")
+        return _original()(model, kernel_config)
+    if _data_parallel_is_next(model):
+        raise ValueError(data_parallel_message("Trainer"))
+
+    from liger_trainer.patching.apply import apply_liger_kernel
+
+    report = apply_liger_kernel(model, kernel_config)
+    if liger_kernel_installed():
+        logger.warning(
+            "use_liger_kernel: the kernels of liger_trainer run, not those of the liger-kernel package, which is "
+            "installed too; `liger_trainer.set_stock_trainer_kernels('liger_kernel')` changes that."
+        )
+    if not report.applied:
+        reasons = "; ".join(f"{row.target}: {row.reason}" for row in report.left_alone) or "nothing was recognised"
+        logger.warning("use_liger_kernel: no kernel of liger_trainer fits this model (%s).", reasons)
+    else:
+        kernels = ", ".join(f"{row.count}x {row.kernel}" for row in report.applied)
+        logger.info("use_liger_kernel: the kernels of liger_trainer run: %s.", kernels)
+    return report
+
+
+def data_parallel_message(trainer: str) -> str:
+    """Why `nn.DataParallel` is refused, and what to do."""
+    return (
+        f"{trainer} sees several GPUs in one process and would wrap the model in `nn.DataParallel`, whose replicas do "
+        "not run the kernels that are bound to this model. Start the script with `accelerate launch` (or `torchrun`), "
+        "or show it one GPU with `CUDA_VISIBLE_DEVICES=0`."
+    )
+
+
+def _data_parallel_is_next(model: nn.Module) -> bool:
+    """Whether the stock `Trainer` is about to use `nn.DataParallel`, by the rule of `TrainingArguments.n_gpu`."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    if torch.cuda.device_count() < 2 or getattr(model, "hf_device_map", None) is not None:
+        return False
+    return all(parameter.device.type == "cuda" for parameter in model.parameters())
+
+
+def _original() -> Callable:
+    if _LIGER_MODULE not in _originals:
+        importlib.import_module(_LIGER_MODULE)
+    return _originals[_LIGER_MODULE]
+
+
+def _replace(module: ModuleType) -> None:
+    current = getattr(module, _NAME, None)
+    if current is None or current is apply_for_trainer:
+        return
+    _originals.setdefault(_LIGER_MODULE, current)
+    setattr(module, _NAME, apply_for_trainer)
+
+
+class _LateHook(importlib.abc.MetaPathFinder):
+    """Replaces the name in a module of `_HOOKED_MODULES` right after its import; finds nothing itself."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in _HOOKED_MODULES:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is None:
+                continue
+            if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                spec.loader.exec_module = _then_replace(spec.loader.exec_module)  # type: ignore
+            return spec
+        return None
+
+
+def _then_replace(exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    @functools.wraps(exec_module)
+    def run(module: ModuleType) -> None:
+        exec_module(module)
+        with _lock:
+            if any(isinstance(finder, _LateHook) for finder in sys.meta_path):
+                _replace(module)
+
+    return run

@@ -1,0 +1,70 @@
+"""Labels and token ids checked while the batch is still on the CPU, where looking costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_IGNORE_INDEX = -100
+
+
+class CheckedCollator:
+    """Runs a collator and checks its batch: an id out of range would end in a device-side assert later on.
+
+    Args:
+        collator: The collator.
+        num_labels: Size of the vocabulary that labels index, or None to leave labels unchecked.
+        num_tokens: Size of the embedding that `input_ids` index, or None to leave them unchecked.
+    """
+
+    def __init__(self, collator: Callable, num_labels: int | None, num_tokens: int | None) -> None:
+        self.collator = collator
+        self.num_labels = num_labels
+        self.num_tokens = num_tokens
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Collates `features`.
+
+        Raises:
+            ValueError: for a label or token id out of range.
+        """
+        batch = self.collator(features)
+        if isinstance(batch, Mapping):
+            _check(batch, "labels", self.num_labels, "the model's vocabulary", _IGNORE_INDEX)
+            _check(batch, "input_ids", self.num_tokens, "the model's embedding", None)
+        return batch
+
+
+def checked_collator(collator: Callable, model: nn.Module) -> Callable:
+    """`collator` with the checks that fit `model`: a language model's labels, a text model's token ids."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return collator
+    text = config.get_text_config()
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return collator
+    num_labels = getattr(text, "vocab_size", None) if head is not None else None
+    # In multimodal models an id beyond the text embedding can stand for an image.
+    num_tokens = getattr(embedding, "num_embeddings", None) if text is config else None
+    return CheckedCollator(collator, num_labels, num_tokens)
+
+
+def _check(batch: Mapping[str, Any], name: str, size: int | None, what: str, ignored: int | None) -> None:
+    ids = batch.get(name)
+    if size is None or not isinstance(ids, torch.Tensor) or ids.device.type != "cpu":
+        return
+    if ids.dim() < 2 or ids.is_floating_point() or ids.numel() == 0:
+        return
+    low = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+    for bad in (int(ids.max()), int(low.min())):
+        if not 0 <= bad < size and bad != ignored:
+            also = f", or {ignored} for a position without a label" if ignored is not None else ""
+            raise ValueError(
+                f"`{name}` holds {bad}, and {what} has {size} entries: ids must be 0 to {size - 1}{also}. Use the "
+                "tokenizer that belongs to the model, or call `model.resize_token_embeddings(len(tokenizer))`."
+            )

@@ -1,0 +1,138 @@
+"""TRL's fused-head contract on top of our head, for every TRL trainer that installs one.
+
+TRL's trainers call ``model(**inputs, labels=labels, fused_lm_head=True)`` and take per-token statistics instead of
+logits; all of their loss code builds on those. [`own_fused_head`] puts our implementation where a trainer's `__init__`
+installs TRL's. Ours runs the model's own forward without labels and takes the statistics from the logits it returns,
+which the patched head defers: soft-cap, scale, adapters and shards are those of the forward, not a list of names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import nn
+from torch.nn import functional as F
+
+from liger_trainer.trainers.token_statistics import token_statistics
+
+_IGNORE_INDEX = -100
+_swapping = threading.RLock()
+
+if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedCausalLMOutput"):
+    raise ImportError(
+        "The installed trl has no `trl.trainer.utils.add_fused_lm_head`, on which the Liger trainers build. "
+        "Supported is trl>=1.15,<2: `pip install 'trl>=1.15,<2'`."
+    )
+
+
+class _NoAdapter:
+    """Stands for the class of adapter layers where TRL refuses one on the head; ours trains it."""
+
+
+@contextlib.contextmanager
+def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -> Iterator[None]:
+    """While a trainer of TRL's `module` is being built by this thread, it installs our head instead of TRL's.
+
+    Args:
+        module: Such as `trl.trainer.sft_trainer`.
+        add_fused_lm_head: Called as TRL's function of that name. Trainers built by other threads get TRL's.
+    """
+    owner = threading.get_ident()
+    names: dict[str, Any] = vars(module)
+    with _swapping:
+        theirs = names["add_fused_lm_head"]
+
+        def dispatch(*args: Any, **kwargs: Any) -> None:
+            (add_fused_lm_head if threading.get_ident() == owner else theirs)(*args, **kwargs)
+
+        replaced = {"add_fused_lm_head": theirs, "BaseTunerLayer": names.get("BaseTunerLayer", _NoAdapter)}
+        names.update(add_fused_lm_head=dispatch, BaseTunerLayer=_NoAdapter)
+        try:
+            yield
+        finally:
+            names.update(replaced)
+
+
+def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
+    """Gives `model` a forward that understands `fused_lm_head=True`; any other call is the forward it had.
+
+    Args:
+        model: A causal language model (not its PEFT wrapper), with the kernels applied.
+        uniform_gradient: Whether the loss weighs all labels alike, see [`token_statistics`].
+    """
+    inner = getattr(model.forward, "__func__", None)
+    if inner is None:
+        raise ValueError(
+            f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
+            "fused head cannot wrap it. Give the trainer the model as it was loaded."
+        )
+
+    @functools.wraps(type(model).forward)  # `generate` and the Trainer look at the signature
+    def forward(
+        self: nn.Module,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if fused_lm_head:
+            return _fused_output(self, inner, args, kwargs, labels, shift_labels, num_items_in_batch, uniform_gradient)
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _fused_output(
+    model: nn.Module,
+    inner: Callable,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    num_items_in_batch: torch.Tensor | int | None,
+    uniform_gradient: bool,
+) -> Any:
+    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    kwargs["use_cache"] = False
+    if getattr(text_config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    outputs = inner(model, *args, skip_logits=True, **kwargs)
+    logits = outputs.logits
+
+    if shift_labels is not None:
+        target = shift_labels.to(logits.device)
+    elif labels is not None:
+        # Shifting the labels leaves the hidden states as they lie; the last position has none.
+        target = F.pad(labels.to(logits.device), (0, 1), value=_IGNORE_INDEX)[:, 1:]
+    else:
+        raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`; neither was given.")
+    statistics = token_statistics(logits, target, uniform_gradient, _IGNORE_INDEX)
+    mask = target != _IGNORE_INDEX
+    if shift_labels is None:
+        statistics = type(statistics)(*(field[:, :-1] for field in statistics))
+        mask = mask[:, :-1]
+
+    count = mask.sum() if num_items_in_batch is None else num_items_in_batch
+    loss = -statistics.log_probs.sum() / torch.as_tensor(count, device=mask.device).clamp(min=1)
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if aux_loss is not None:
+        loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
+    return trl_utils.FusedCausalLMOutput(
+        loss=loss,
+        log_probs=statistics.log_probs,
+        entropy=statistics.entropy,
+        is_top1=statistics.is_top1,
+        label_mask=mask,
+        aux_loss=aux_loss,
+    )

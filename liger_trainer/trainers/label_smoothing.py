@@ -1,0 +1,54 @@
+"""Label smoothing through the fused head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.trainer_pt_utils import LabelSmoother
+
+
+@dataclass
+class FusedLabelSmoother(LabelSmoother):
+    """`LabelSmoother` by one `cross_entropy`, which the fused head computes without building the logits.
+
+    Both are, with e the smoothing, V classes and n the number of items,
+    ``((1 - e) * sum_i nll_i + e / V * sum_i sum_v -logp_iv) / n`` over the labels that are not ignored. A batch without
+    labels gives a zero that backpropagates.
+    """
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """The smoothed loss.
+
+        Args:
+            model_output: A model's output with `logits` of shape `(..., V)`.
+            labels: Class ids of shape `(...)`, `ignore_index` where there is none.
+            shift_labels: Whether position i predicts label i + 1.
+            num_items_in_batch: The normaliser; the number of labels that are not ignored by default.
+
+        Returns:
+            The loss, 0-d.
+        """
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if shift_labels:
+            # The labels are shifted instead of the logits, whose slice would be a copy.
+            labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
+        labels = labels.reshape(-1).to(logits.device)
+        loss = F.cross_entropy(
+            logits.float().view(-1, logits.size(-1)),
+            labels,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.epsilon,
+        )
+        if num_items_in_batch is None:
+            num_items_in_batch = labels.ne(self.ignore_index).sum()
+        return loss / torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)

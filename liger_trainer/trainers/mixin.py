@@ -1,0 +1,160 @@
+"""What every Liger trainer adds to the Hugging Face trainer below it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from liger_trainer.callbacks.kernel_report import KernelReportCallback
+from liger_trainer.callbacks.memory import MemoryCallback
+from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
+from liger_trainer.head import expected_loss_gradient
+from liger_trainer.integration import data_parallel_message, ensure_installed, is_managed, mark_managed
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.report import KernelReport
+from liger_trainer.trainers.batch_check import checked_collator
+from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+def wants_kernels(args: TrainingArguments) -> bool:
+    """Whether a Liger trainer with these arguments uses the kernels.
+
+    Our own arguments say so by `use_liger_kernel`. With Hugging Face's own, whose flag is off unless it is set, taking
+    a Liger trainer is the wish.
+    """
+    return args.use_liger_kernel if isinstance(args, KernelFlags) else True
+
+
+class LigerTrainerMixin(_Base):
+    """Kernels in the model from construction on, the callbacks, and checks of what goes in.
+
+    Attributes:
+        kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
+    """
+
+    kernel_report: KernelReport | None = None
+
+    def _finish_init(self) -> None:
+        """To be called at the end of `__init__`."""
+        if self.args.n_gpu > 1:
+            raise ValueError(data_parallel_message(type(self).__name__))
+        self.args.use_liger_kernel = wants_kernels(self.args)
+        self._throughput = self._own_callback(ThroughputCallback)
+        self._own_callback(MemoryCallback)
+        guard = getattr(self.args, "non_finite", "stop")
+        self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
+        self._show_report = self._own_callback(KernelReportCallback)
+        self._throughput.measure(self.model)
+        self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        assert isinstance(self.model, nn.Module)
+        if self.args.use_liger_kernel:
+            self._apply_kernels(self.model)
+            if self.label_smoother is not None:
+                self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
+        self._announce_kernels()
+
+    def _own_callback(self, cls: type, *args: Any) -> Any:
+        """The user's callback of this class or a new one, put first: what it adds to a log reaches all reporters."""
+        callbacks: list[TrainerCallback] = self.callback_handler.callbacks
+        own = next((callback for callback in callbacks if isinstance(callback, cls)), None)
+        if own is not None:
+            callbacks.remove(own)
+        else:
+            own = cls(*args)
+        callbacks.insert(0, own)
+        return own
+
+    def _apply_kernels(self, model: nn.Module) -> None:
+        if is_managed(model):
+            return
+        strict = getattr(self.args, "strict_kernels", False)
+        self.kernel_report = apply_liger_kernel(model, kernel_mapping_of(self.args), strict=strict)
+        mark_managed(model)
+
+    def _announce_kernels(self) -> None:
+        self._show_report.report = self.kernel_report
+        if getattr(self.args, "kernel_report", True):
+            self._show_report.show(self.is_world_process_zero())
+        else:
+            self.callback_handler.callbacks.remove(self._show_report)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Builds the model and puts the kernels into it, at construction and before each trial."""
+        model = super().call_model_init(trial)
+        if wants_kernels(self.args):
+            self._apply_kernels(model)
+        return model
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]."""
+        with ensure_installed():  # the Trainer would otherwise apply the liger-kernel package, or miss it
+            return super().train(*args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's own loss; a step whose labels are all ignored gives a zero that backpropagates."""
+        if num_items_in_batch is not None:
+            # In the stock Trainer such a step is 0 / 0.
+            num_items_in_batch = (
+                num_items_in_batch.clamp(min=1)
+                if isinstance(num_items_in_batch, torch.Tensor)
+                else max(num_items_in_batch, 1)
+            )
+        with self._expected_gradient(num_items_in_batch):
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+
+    def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
+        """Tells the fused loss the gradient it is going to get, so that its backward has nothing left to rescale."""
+        assert isinstance(self.model, nn.Module)
+        if not self.model.training or not self.args.use_liger_kernel:
+            return contextlib.nullcontext()
+        if num_items is None:
+            return expected_loss_gradient(1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
+        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
+        return expected_loss_gradient(scale / num_items)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; the guard is shown its loss."""
+        loss = super().training_step(*args, **kwargs)
+        if self._guard is not None:
+            self._guard.observe_loss(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Clipping by a norm that is NaN makes every gradient NaN: the guard looks before it.
+        if self._guard is not None and getattr(self.optimizer, "scaler", None) is None:
+            self._guard.observe_gradients(model)
+        return super()._clip_grad_norm(model)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one step; their tokens are counted."""
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        self._throughput.count(batches)
+        return batches, num_items_in_batch
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        # The data loader moves its batches to the device: the collator is the last place where ids are on the CPU.
+        collator = self.data_collator
+        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model))
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator

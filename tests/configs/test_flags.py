@@ -1,0 +1,117 @@
+"""The kernel flags through Python, the command line, YAML, and the saved arguments."""
+
+import json
+
+import pytest
+import torch
+from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
+
+CLASSES = [LigerTrainingArguments, LigerSFTConfig]
+
+
+def make(cls, tmp_path, **kwargs):
+    extra = {"bf16": False} if issubclass(cls, SFTConfig) else {}
+    return cls(output_dir=str(tmp_path), report_to="none", use_cpu=True, **extra, **kwargs)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
+    args = make(cls, tmp_path)
+    assert args.use_liger_kernel is True
+    assert args.strict_kernels is False
+    assert args.kernel_report is True
+    assert args.kernel_config().logits_memory == 512 * 2**20
+    assert args.logging_steps == (10 if cls is LigerSFTConfig else 500)
+    assert args.learning_rate == (2e-5 if cls is LigerSFTConfig else 5e-5)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_mapping_and_json_and_liger_names(cls, tmp_path):
+    for value in ({"rms_norm": False}, '{"rms_norm": false}'):
+        args = make(cls, tmp_path, liger_kernel_config=value)
+        assert args.liger_kernel_config == {"rms_norm": False}
+        assert args.kernel_config().rms_norm is False
+        assert args.kernel_config().rope is True
+    args = make(cls, tmp_path, liger_kernel_config={"fused_linear_cross_entropy": False})
+    assert args.kernel_config().linear_cross_entropy is False
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_unknown_key_names_the_nearest(cls, tmp_path):
+    with pytest.raises(ValueError, match=r"rms_nrom.*did you mean 'rms_norm'"):
+        make(cls, tmp_path, liger_kernel_config={"rms_nrom": False})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"liger_kernel_config": "{not json"}, "not JSON"),
+        ({"liger_kernel_config": "[1]"}, "give a mapping"),
+        ({"liger_kernel_config": {"rope": "yes"}}, "must be true or false"),
+        ({"logits_memory": "lots"}, "logits_memory"),
+        ({"logits_memory": "0"}, "more than 0"),
+        ({"non_finite": "maybe"}, "'stop', 'skip' or 'off'"),
+    ],
+)
+def test_bad_values(kwargs, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make(LigerTrainingArguments, tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_command_line(cls, tmp_path):
+    (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(
+        [
+            *f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --logits_memory 1GiB".split(),
+            *["--strict_kernels", "--kernel_report", "false", "--non_finite", "skip", "--liger_kernel_config"],
+            '{"rms_norm": false}',
+        ]
+    )
+    assert args.kernel_config().rms_norm is False
+    assert args.kernel_config().logits_memory == 2**30
+    assert args.strict_kernels is True
+    assert args.kernel_report is False
+    assert args.non_finite == "skip"
+    (off,) = HfArgumentParser(cls).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--use_liger_kernel", "false"]
+    )
+    assert off.use_liger_kernel is False
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_yaml(cls, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nlogits_memory: 1048576\n"
+        "liger_kernel_config:\n  rope: false\n  linear_cross_entropy: true\n"
+    )
+    (args,) = TrlParser(cls).parse_args_and_config(["--config", str(path)])
+    assert args.kernel_config().rope is False
+    assert args.kernel_config().logits_memory == 2**20
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_help_renders_and_arguments_survive_saving(cls, tmp_path):
+    assert "strict_kernels" in HfArgumentParser(cls).format_help()
+    args = make(cls, tmp_path, liger_kernel_config={"rope": False}, logits_memory="1GiB")
+    assert json.loads(args.to_json_string())["liger_kernel_config"] == {"rope": False}
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.kernel_config() == args.kernel_config()
+    rebuilt = {key: value for key, value in args.to_dict().items() if not key.endswith("_token")}
+    assert cls(**rebuilt).kernel_config() == args.kernel_config()
+
+
+def test_config_of_stock_arguments(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, liger_kernel_config={"rope": False})
+    assert kernel_config_of(args).rope is False
+    assert kernel_config_of(args).logits_memory == 512 * 2**20
+
+
+def test_size_inside_the_mapping_wins(tmp_path):
+    args = make(LigerTrainingArguments, tmp_path, liger_kernel_config={"logits_memory": "1MiB"}, logits_memory="2MiB")
+    assert args.kernel_config().logits_memory == 2**20

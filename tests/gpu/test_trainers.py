@@ -1,0 +1,109 @@
+"""The trainers on an accelerator: parity with stock, no host syncs of ours, updates left out on the device."""
+
+import contextlib
+
+import pytest
+import torch
+from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
+
+pytestmark = pytest.mark.gpu
+
+ON_DEVICE = {**COMMON, "use_cpu": False}
+
+
+class Poison(LigerTrainer):
+    def _clip_grad_norm(self, model):
+        if self.state.global_step == 2:
+            model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("nan")
+        return super()._clip_grad_norm(model)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_the_update_is_left_out(optim, tmp_path):
+    snapshots = []
+
+    class Snapshot(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+            moments = [v.clone() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+            snapshots.append([p.detach().clone() for p in model.parameters()] + moments)
+
+    args = LigerTrainingArguments(
+        output_dir=str(tmp_path), **{**ON_DEVICE, "max_steps": 5}, optim=optim, non_finite="skip"
+    )
+    trainer = Poison(llama(), args, train_dataset=token_rows(), callbacks=[Snapshot()])
+    trainer.train()
+    (guard,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, NonFiniteGuardCallback)]
+    assert len(guard.findings) == 1
+    assert "Step 3: the gradient of 'model.layers.0.mlp.up_proj.weight'" in guard.findings[0]
+    assert all(torch.equal(a, b) for a, b in zip(snapshots[1], snapshots[2]))
+    assert not all(torch.equal(a, b) for a, b in zip(snapshots[2], snapshots[3]))
+    assert all(torch.isfinite(tensor).all() for tensor in snapshots[-1])
+
+
+def test_it_stops_with_a_checkpoint(tmp_path):
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **{**ON_DEVICE, "max_steps": 6})
+    trainer = Poison(llama(), args, train_dataset=token_rows())
+    trainer.train()
+    assert trainer.state.global_step == 4  # the finding is read one step later
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_losses_are_those_of_stock(bf16, tmp_path):
+    pairs = [
+        (Trainer, TrainingArguments, LigerTrainer, LigerTrainingArguments, {"train_dataset": token_rows()}),
+        (
+            SFTTrainer, SFTConfig, LigerSFTTrainer, LigerSFTConfig,
+            {"train_dataset": text_dataset(), "processing_class": tokenizer()},
+        ),
+    ]  # fmt: skip
+    tolerance = 3e-2 if bf16 else 1e-3
+    for stock_class, stock_args, our_class, our_args, data in pairs:
+        stock = stock_class(llama(), stock_args(output_dir=str(tmp_path), bf16=bf16, **ON_DEVICE), **data)
+        stock.train()
+        ours = our_class(llama(), our_args(output_dir=str(tmp_path), bf16=bf16, **ON_DEVICE), **data)
+        ours.train()
+        for left, right in zip(logged(stock), logged(ours), strict=True):
+            for key in left:
+                assert right[key] == pytest.approx(left[key], abs=tolerance, rel=tolerance), key
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_step_does_not_wait_for_the_device(tmp_path):
+    args = LigerTrainingArguments(
+        output_dir=str(tmp_path), **{**ON_DEVICE, "logging_steps": 100}, logging_nan_inf_filter=False, max_grad_norm=1.0
+    )
+    trainer = LigerTrainer(llama(), args, train_dataset=token_rows())
+    batch = {key: value.to(args.device) for key, value in next(iter(trainer.get_train_dataloader())).items()}
+    trainer.create_optimizer_and_scheduler(10)
+    trainer.current_gradient_accumulation_steps = 1
+    num_items = trainer._get_num_items_in_batch([batch], args.device)
+    trainer.training_step(trainer.model, dict(batch), num_items)  # kernels are compiled here
+
+    @contextlib.contextmanager
+    def no_sync():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with no_sync():
+        trainer._throughput.count([batch])
+        trainer.training_step(trainer.model, dict(batch), num_items)
+        trainer._clip_grad_norm(trainer.model)
+        kwargs = {"model": trainer.model, "optimizer": trainer.optimizer}
+        trainer._guard.on_pre_optimizer_step(args, trainer.state, trainer.control, **kwargs)
+        trainer.optimizer.step()
+        trainer._guard.on_optimizer_step(args, trainer.state, trainer.control, **kwargs)

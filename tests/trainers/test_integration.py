@@ -1,0 +1,139 @@
+"""The stock Trainer with `use_liger_kernel=True`."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+import transformers.integrations.liger
+import transformers.trainer
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import integration
+from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _hook():
+    integration.install()
+    yield
+    integration.set_stock_trainer_kernels("liger_trainer")
+    integration.install()
+
+
+def build(tmp_path, **kwargs):
+    args = TrainingArguments(output_dir=str(tmp_path), **{**COMMON, **kwargs})
+    return Trainer(llama(), args, train_dataset=token_rows())
+
+
+def test_stock_trainer_trains_with_our_kernels(tmp_path, caplog):
+    stock = build(tmp_path)
+    stock.train()
+    trainer = build(tmp_path, use_liger_kernel=True)
+    with caplog.at_level(logging.INFO, logger="liger_trainer"):
+        trainer.train()
+    assert "the kernels of liger_trainer run" in caplog.text
+    assert "forward" in trainer.model.model.norm.__dict__
+    for left, right in zip(logged(stock), logged(trainer), strict=True):
+        for key in left:
+            assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+
+
+def test_ligers_keys_are_understood(tmp_path):
+    config = {"rms_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}
+    trainer = build(tmp_path, use_liger_kernel=True, liger_kernel_config=config)
+    trainer.train()
+    assert "forward" not in trainer.model.model.norm.__dict__
+    assert "forward" not in trainer.model.lm_head.__dict__
+    assert "forward" in trainer.model.model.layers[0].mlp.__dict__
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_sft_trainer_gets_the_layer_kernels(tmp_path):
+    args = SFTConfig(
+        output_dir=str(tmp_path), bf16=False, gradient_checkpointing=False, use_liger_kernel=True, **COMMON
+    )
+    trainer = SFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
+    trainer.train()
+    assert "forward" in trainer.model.model.norm.__dict__
+    assert "trl" in trainer.model.forward.__func__.__code__.co_filename
+
+
+def test_uninstall_gives_the_trainer_its_own_back(tmp_path):
+    original = integration._original()
+    assert transformers.trainer.apply_liger_kernel is integration.apply_for_trainer
+    integration.uninstall()
+    assert not integration.installed()
+    assert transformers.trainer.apply_liger_kernel is original
+    assert transformers.integrations.liger.apply_liger_kernel is original
+    with pytest.raises(ImportError, match="liger-kernel"):
+        build(tmp_path, use_liger_kernel=True).train()
+    integration.install()
+    assert integration.installed()
+    build(tmp_path, use_liger_kernel=True, max_steps=1).train()
+
+
+def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, caplog):
+    calls = []
+    fake, submodule = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    submodule._apply_liger_kernel_to_instance = lambda model, **kwargs: calls.append(kwargs)
+    fake.transformers = submodule
+    monkeypatch.setitem(sys.modules, "liger_kernel", fake)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", submodule)
+    monkeypatch.setattr(integration, "liger_kernel_installed", lambda: True)
+    monkeypatch.setattr(transformers.integrations.liger, "is_liger_kernel_available", lambda: True)
+
+    trainer = build(tmp_path, use_liger_kernel=True, max_steps=1)
+    trainer.train()
+    assert calls == []
+    assert "not those of the liger-kernel package" in caplog.text
+
+    integration.set_stock_trainer_kernels("liger_kernel")
+    caplog.clear()
+    trainer = build(tmp_path, use_liger_kernel=True, max_steps=1, liger_kernel_config={"rope": False})
+    trainer.train()
+    assert calls == [{"rope": False}]
+    assert "kernels of the liger-kernel package run" in caplog.text
+    assert "forward" not in trainer.model.model.norm.__dict__
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="'liger_trainer' or 'liger_kernel'"):
+        integration.set_stock_trainer_kernels("something")
+    with pytest.raises(ImportError, match="pip install liger-kernel"):
+        integration.set_stock_trainer_kernels("liger_kernel")
+
+
+def test_data_parallel_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with torch.device("meta"):
+        model = torch.nn.Linear(1, 1)
+    assert not integration._data_parallel_is_next(model)
+    monkeypatch.setattr(
+        torch.nn.Linear, "parameters", lambda self: [types.SimpleNamespace(device=torch.device("cuda"))]
+    )
+    with pytest.raises(ValueError, match="accelerate launch"):
+        integration.apply_for_trainer(model)
+
+
+@pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
+def test_import_is_light_and_the_order_does_not_matter(first):
+    code = f"""
+        import sys
+        {first}
+        import liger_trainer
+        from liger_trainer import integration
+        if {first!r} == "import liger_trainer":
+            assert not {{"torch", "transformers", "trl", "triton"}} & set(sys.modules), "the import is not light"
+        from transformers import Trainer
+        import transformers.trainer
+        assert transformers.trainer.apply_liger_kernel is integration.apply_for_trainer
+        assert integration._original().__module__ == "transformers.integrations.liger"
+        integration.uninstall()
+        assert transformers.trainer.apply_liger_kernel is integration._original()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

@@ -1,0 +1,80 @@
+"""A run that is killed goes on from its last checkpoint to the same losses."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, llama, token_rows
+
+ARGUMENTS = {
+    **COMMON, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
+}  # fmt: skip
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(output_dir, kill_at=None, resume=None):
+    args = LigerTrainingArguments(output_dir=str(output_dir), **ARGUMENTS)
+    callbacks = [] if kill_at is None else [KillAt(kill_at)]
+    trainer = LigerTrainer(llama(attention_dropout=0.1), args, train_dataset=token_rows(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer):
+    return {log["step"]: (log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("kill_at", [3, 4, 5])
+def test_resumes_to_the_same_losses_and_weights(kill_at, whole, tmp_path):
+    if kill_at == 3:  # the real thing, once
+        command = [sys.executable, "-m", "tests.trainers.test_resume", str(tmp_path), str(kill_at)]
+        root = Path(__file__).parents[2]
+        killed = subprocess.run(command, check=False, timeout=120, cwd=root)
+        assert killed.returncode == -signal.SIGKILL
+    else:
+
+        class StopAt(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == kill_at:
+                    raise KeyboardInterrupt
+
+        args = LigerTrainingArguments(output_dir=str(tmp_path), **ARGUMENTS)
+        trainer = LigerTrainer(llama(attention_dropout=0.1), args, train_dataset=token_rows(), callbacks=[StopAt()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert get_last_checkpoint(str(tmp_path)).endswith(f"checkpoint-{kill_at // 2 * 2}")
+    resumed = run(tmp_path, resume=True)
+    expected, got = losses(whole), losses(resumed)
+    assert set(got) == set(expected)
+    for step in expected:
+        assert got[step] == pytest.approx(expected[step], abs=1e-6)
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters()):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6, msg=name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(sys.argv[1], kill_at=int(sys.argv[2]))

@@ -1,0 +1,188 @@
+"""LigerTrainer against the stock Trainer: the same losses, weights, evaluation and metrics."""
+
+import pytest
+import torch
+from liger_trainer.callbacks.memory import MemoryCallback
+from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from liger_trainer.trainers import mixin
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, gemma2, llama, logged, mixtral, token_rows
+
+CASES = {
+    "plain": {},
+    "softcap": {"model": gemma2},
+    "moe": {"model": mixtral},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "label_smoothing_accumulation": {
+        "label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+    },
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+    "evaluation_smoothed": {"eval_strategy": "steps", "eval_steps": 1, "label_smoothing_factor": 0.1},
+    "no_clipping": {"max_grad_norm": 0.0},
+}  # fmt: skip
+
+
+def build(trainer_class, args_class, tmp_path, model=llama, rows=None, **case):
+    kwargs = {name: case.pop(name) for name in ("compute_metrics", "callbacks", "model_init") if name in case}
+    args = args_class(output_dir=str(tmp_path), **{**COMMON, **case})
+    rows = token_rows() if rows is None else rows
+    model = None if "model_init" in kwargs else model()
+    return trainer_class(model, args, train_dataset=rows, eval_dataset=rows[:4], **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_logs_and_weights_are_those_of_the_stock_trainer(name, tmp_path):
+    case = dict(CASES[name])
+    stock = build(Trainer, TrainingArguments, tmp_path / "stock", **case)
+    stock.train()
+    ours = build(LigerTrainer, LigerTrainingArguments, tmp_path / "ours", **case)
+    ours.train()
+    assert ours.kernel_report.applied
+    tolerance = 2e-2 if case.get("bf16") else 1e-5
+    for left, right in zip(logged(stock), logged(ours), strict=True):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert right[key] == pytest.approx(left[key], abs=tolerance, rel=tolerance), key
+    if not case.get("bf16"):
+        for (parameter, a), b in zip(stock.model.named_parameters(), ours.model.parameters()):
+            torch.testing.assert_close(b, a, rtol=0, atol=2e-3, msg=parameter)
+
+
+def test_accumulation_is_one_big_batch(tmp_path):
+    big = build(LigerTrainer, LigerTrainingArguments, tmp_path, optim="sgd", per_device_train_batch_size=4)
+    big.train()
+    small = build(
+        LigerTrainer, LigerTrainingArguments, tmp_path, optim="sgd",
+        per_device_train_batch_size=1, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    small.train()
+    for left, right in zip(logged(big), logged(small)):
+        if "loss" in left:
+            assert right["loss"] == pytest.approx(left["loss"], abs=1e-5)
+            assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=1e-4)
+    for (name, a), b in zip(big.model.named_parameters(), small.model.parameters()):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_evaluation_before_training_uses_the_kernels_once(tmp_path, monkeypatch, capsys):
+    applied = []
+    original = mixin.apply_liger_kernel
+    monkeypatch.setattr(
+        mixin, "apply_liger_kernel", lambda *args, **kwargs: applied.append(1) or original(*args, **kwargs)
+    )
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path)
+    assert applied == [1]
+    stock = build(Trainer, TrainingArguments, tmp_path)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], abs=1e-5)
+    trainer.train()
+    trainer.evaluate()
+    assert applied == [1]
+    assert capsys.readouterr().out.count(str(trainer.kernel_report)) == 1
+
+
+def test_report_can_be_silenced_and_kernels_switched_off(tmp_path, capsys):
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, kernel_report=False)
+    trainer.train()
+    assert trainer.kernel_report.applied
+    assert "liger_trainer kernels" not in capsys.readouterr().out
+    off = build(LigerTrainer, LigerTrainingArguments, tmp_path, use_liger_kernel=False)
+    off.train()
+    assert off.kernel_report is None
+    assert "forward" not in off.model.model.norm.__dict__
+
+
+def test_stock_arguments_switch_the_kernels_on(tmp_path):
+    trainer = build(LigerTrainer, TrainingArguments, tmp_path)
+    assert trainer.kernel_report.applied
+    assert trainer.args.use_liger_kernel is True  # evaluation then leaves the logits out
+
+
+def test_model_init_is_patched_each_time(tmp_path):
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, model_init=lambda: llama())
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert "forward" in trainer.model.model.norm.__dict__
+
+
+def test_metrics_get_the_same_logits(tmp_path):
+    seen = []
+
+    def compute_metrics(prediction):
+        seen.append(prediction)
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    stock = build(Trainer, TrainingArguments, tmp_path, compute_metrics=compute_metrics).evaluate()
+    ours = build(LigerTrainer, LigerTrainingArguments, tmp_path, compute_metrics=compute_metrics).evaluate()
+    torch.testing.assert_close(
+        torch.tensor(seen[1].predictions), torch.tensor(seen[0].predictions), rtol=1e-5, atol=1e-5
+    )
+    assert ours["eval_accuracy"] == stock["eval_accuracy"]
+    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-5)
+
+
+def test_strict_reaches_the_patching(tmp_path):
+    with pytest.raises(ValueError, match="strict"):
+        build(LigerTrainer, LigerTrainingArguments, tmp_path, strict_kernels=True, liger_kernel_config={"geglu": True})
+
+
+class Reporter(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def test_callbacks_are_there_by_default_and_reach_every_reporter(tmp_path):
+    reporter = Reporter()
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, callbacks=[reporter], gradient_accumulation_steps=2)
+    result = trainer.train()
+    steps = [log for log in reporter.logs if "loss" in log]
+    assert len(steps) == 3
+    assert all({"tokens_per_second", "peak_memory_gib"} <= log.keys() for log in steps)
+    assert {"train_tokens_per_second", "train_peak_memory_gib"} <= reporter.logs[-1].keys()
+    assert result.metrics["train_tokens_per_second"] > 0
+    throughput = next(c for c in trainer.callback_handler.callbacks if isinstance(c, ThroughputCallback))
+    rows = token_rows()
+    # 3 steps of 8 rows over 16 rows: an epoch and a half, in whatever order
+    per_epoch = sum(int(row["attention_mask"].sum()) for row in rows)
+    assert 1.2 * per_epoch < throughput._run_tokens < 1.8 * per_epoch
+
+
+def test_users_callbacks_replace_ours(tmp_path):
+    memory = MemoryCallback()
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, callbacks=[memory])
+    mine = [c for c in trainer.callback_handler.callbacks if isinstance(c, MemoryCallback)]
+    assert mine == [memory]
+
+
+@pytest.mark.parametrize("action", ["stop", "skip", "off"])
+def test_guard_in_the_trainer_names_the_nan_before_clipping_spreads_it(action, tmp_path):
+    class Poison(LigerTrainer):
+        def _clip_grad_norm(self, model):
+            if self.state.global_step == 1:
+                model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("nan")
+            return super()._clip_grad_norm(model)
+
+    trainer = build(Poison, LigerTrainingArguments, tmp_path, non_finite=action)
+    trainer.train()
+    guards = [c for c in trainer.callback_handler.callbacks if isinstance(c, NonFiniteGuardCallback)]
+    finite = all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    if action == "off":
+        assert guards == []
+        assert not finite
+        return
+    assert finite
+    assert len(guards[0].findings) == 1
+    assert "Step 2: the gradient of 'model.layers.0.mlp.up_proj.weight'" in guards[0].findings[0]
+    assert trainer.state.global_step == (2 if action == "stop" else 3)
+    assert (tmp_path / "checkpoint-2").is_dir() == (action == "stop")
