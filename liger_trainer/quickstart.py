@@ -30,8 +30,9 @@ def pydoc_topics() -> Dataset:
     Returns:
         A dataset with the columns ``topic`` and ``text``, in the order of the topics' names.
     """
-    from datasets import Dataset
     from pydoc_data.topics import topics
+
+    from datasets import Dataset
 
     return Dataset.from_list([{"topic": name, "text": topics[name].strip()} for name in sorted(topics)])
 

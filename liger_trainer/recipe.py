@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import io
 import logging
 import types
@@ -71,10 +72,13 @@ class Recipe:
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with the package: name to file."""
-    import liger_trainer.recipes as folder
+    return packaged_files("liger_trainer.recipes", "*.yaml")
 
-    found = (file for place in folder.__path__ for file in Path(place).glob("*.yaml"))
-    return {file.stem: file for file in sorted(found)}
+
+def packaged_files(package: str, pattern: str) -> dict[str, Path]:
+    """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
+    places = importlib.import_module(package).__path__
+    return {file.stem: file for file in sorted(file for place in places for file in Path(place).glob(pattern))}
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -127,14 +131,14 @@ def argument_classes(trainer: str) -> tuple[type, ...]:
     return (*common, LigerTrainingArguments, CausalLMArguments)
 
 
-def _parser(classes: Sequence[type]) -> ArgumentParser:
+def _parser(classes: Sequence[Any]) -> ArgumentParser:
     from trl.scripts._hf_argparser import HfArgumentParser
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> typing.NoReturn:
             raise RecipeError(f"On the command line: {message}.")
 
-    return Parser(list(classes), allow_abbrev=False, add_help=False)
+    return Parser(tuple(classes), allow_abbrev=False, add_help=False)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -176,7 +180,7 @@ def _name(hint: Any) -> str:
 
 
 def _convert(value: Any, hint: Any, action: Action) -> Any:
-    """`value` as the field wants it; text is read the way the command line reads it. ValueError where it does not fit."""
+    """`value` as the field wants it, text read as the command line reads it; ValueError where it does not fit."""
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
     if action.choices is not None and value is not None and value not in action.choices:

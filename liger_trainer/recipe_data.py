@@ -22,6 +22,7 @@ BUILT_IN: dict[str, Callable[[], Any]] = {
     "smoke_completion": lambda: smoke.smoke_data("completion"),
     "smoke_text": lambda: smoke.smoke_data("text"),
 }
+_SAVED = ("dataset_dict.json", "dataset_info.json")  # what `Dataset.save_to_disk` leaves
 _BUILDERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -65,9 +66,7 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
         loaded = _load_files(ours.data_files, "data_files")
     elif data.dataset_name in BUILT_IN:
         loaded = BUILT_IN[data.dataset_name]()
-    elif data.dataset_name and (Path(data.dataset_name) / "dataset_dict.json").is_file():
-        loaded = load_from_disk(data.dataset_name)
-    elif data.dataset_name and (Path(data.dataset_name) / "dataset_info.json").is_file():
+    elif data.dataset_name and any((Path(data.dataset_name) / file).is_file() for file in _SAVED):
         loaded = load_from_disk(data.dataset_name)
     else:
         name = data.dataset_name or recipe.mixture.datasets[0].path
@@ -110,8 +109,8 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
     if evaluated and evaluation is None:
         if not size or not hasattr(train, "train_test_split"):
             raise RecipeError(
-                f"`eval_strategy` is {str(recipe.training.eval_strategy.value)!r}, but there is no data to evaluate on; "
-                "set `dataset_test_split`, `eval_data_files` or `test_split_size` (such as 0.05), or "
+                f"{recipe.source}: `eval_strategy` asks for evaluation, but there is no data for it; set "
+                "`dataset_test_split`, `eval_data_files` or `test_split_size` (such as 0.05), or "
                 '`eval_strategy: "no"`.'
             )
         parts = train.train_test_split(test_size=size, seed=recipe.training.data_seed or recipe.training.seed)
@@ -184,7 +183,7 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
 
 
 def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Dataset:
-    """Documents joined with the end-of-sequence token and cut into blocks of ``max_length`` tokens; the rest is dropped.
+    """Documents joined with the end-of-sequence token and cut into blocks of ``max_length`` tokens; a rest is dropped.
 
     Returns:
         A dataset with the columns ``input_ids`` and ``labels``, which are the same: every token is a target.

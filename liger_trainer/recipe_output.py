@@ -46,7 +46,7 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
     from accelerate import PartialState
 
     state = PartialState()
-    folder = Path(recipe.training.output_dir)
+    folder = Path(str(recipe.training.output_dir))
     resume = _resume(recipe, folder)
     wanted = recipe.training.resume_from_checkpoint not in (None, False, "false", "False", "")
     if not wanted and folder.exists() and any(folder.iterdir()):
@@ -78,7 +78,7 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
         return str(found[-1])
     if not (Path(asked) / "trainer_state.json").is_file():
         raise RecipeError(
-            f"`resume_from_checkpoint` is {asked!r}, which is not a checkpoint folder (it holds no trainer_state.json). "
+            f"`resume_from_checkpoint` is {asked!r}, which is no checkpoint (it holds no trainer_state.json). "
             "Give one, or true for the last one in `output_dir`."
         )
     return asked

@@ -34,7 +34,8 @@ def run_recipe(recipe: Recipe) -> Trainer:
     if args.n_gpu > 1:
         raise RecipeError(
             f"One process sees {args.n_gpu} GPUs, which would run `nn.DataParallel`; start one process a GPU with "
-            "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set CUDA_VISIBLE_DEVICES=0."
+            "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
+            "CUDA_VISIBLE_DEVICES=0."
         )
     check_model(recipe)
     checkpoint = prepare_output_dir(recipe)
@@ -99,7 +100,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def attention(recipe: Recipe) -> str | None:
-    """``attn_implementation``, with ``"auto"`` resolved: flash attention where its package, a GPU and half precision are."""
+    """``attn_implementation``; ``"auto"`` is flash attention where its package and a GPU are there, else SDPA."""
     import torch
 
     asked = recipe.model.attn_implementation
@@ -144,9 +145,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         owner.bos_token_id = tokenizer.bos_token_id
         owner.eos_token_id = tokenizer.eos_token_id
     dtype = recipe.model.dtype if recipe.model.dtype not in (None, "auto") else "float32"
-    return AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe)
-    )
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
 
 
 def build_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any) -> Trainer:
@@ -162,7 +161,7 @@ def build_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, ev
     else:
         args.model_init_kwargs = {**model_kwargs(recipe), **(args.model_init_kwargs or {})}
     args.chat_template_path = chat_template(args.chat_template_path)
-    # Where the model comes with its own processor (a multimodal one), TRL loads that; the tokenizer alone would hide it.
+    # Without a tokenizer of the recipe's own, TRL loads the model's processor, which may be more than a tokenizer.
     ours = recipe.recipe.tokenizer_name_or_path or recipe.recipe.tokenizer_vocab_size
     return LigerSFTTrainer(
         model=model,
@@ -199,11 +198,12 @@ def build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: A
 
     from liger_trainer.trainers import LigerTrainer
 
+    model: Any
     if recipe.recipe.model_config is not None:
         model = new_model(recipe, tokenizer)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            recipe.model.model_name_or_path,
+            str(recipe.model.model_name_or_path),
             trust_remote_code=recipe.text_arguments.trust_remote_code,
             **model_kwargs(recipe),
         )
@@ -228,9 +228,10 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
     Raises:
         RecipeError: if there are more tokens than rows.
     """
-    rows = trainer.model.get_input_embeddings().num_embeddings
+    model: Any = trainer.model
+    rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise RecipeError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's own "
-            "tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
+            f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's "
+            "own tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
         )

@@ -19,7 +19,7 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
     from rich.console import Console
     from rich.markup import escape
 
-    folder = Path(recipe.training.output_dir)
+    folder = Path(str(recipe.training.output_dir))
     history = trainer.state.log_history
     console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
     report = getattr(trainer, "kernel_report", None)
@@ -37,9 +37,7 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
         console.print(f"\n[bold]{escape(prompt)}[/bold]{escape(text)}")
 
 
-def summary_lines(
-    history: list[dict[str, Any]], metrics: Mapping[str, float], device: str
-) -> list[tuple[str, str]]:
+def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], device: str) -> list[tuple[str, str]]:
     """Name and value of each line of the summary, from the Trainer's log and final metrics."""
     losses = [entry["loss"] for entry in history if "loss" in entry]
     lines = [("steps", str(history[-1]["step"] if history else 0))]
@@ -99,7 +97,8 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
 
     set_seed(recipe.training.seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).to(recipe.training.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(recipe.training.device).eval()
     texts = []
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
@@ -113,5 +112,5 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             )
         new = output[0, inputs["input_ids"].shape[1] :]
-        texts.append((prompt, tokenizer.decode(new, skip_special_tokens=True)))
+        texts.append((prompt, str(tokenizer.decode(new, skip_special_tokens=True))))
     return texts

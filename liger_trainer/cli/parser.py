@@ -61,7 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Builds a model without its weights and shows which kernels it would get. Nothing is trained.",
     )
     inspect.add_argument("model", metavar="MODEL", help="a Hub id, a model folder, a config.json, or a recipe")
-    inspect.add_argument("--liger_kernel_config", metavar="JSON", help="switches by component, such as '{\"rope\": false}'")
+    inspect.add_argument(
+        "--liger_kernel_config", metavar="JSON", help="switches by component, such as '{\"rope\": false}'"
+    )
     inspect.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     inspect.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 

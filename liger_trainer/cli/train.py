@@ -38,7 +38,7 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
         return run_recipe_file(str(path), [*options, *flags])
     print("liger-trainer:", " ".join(command[1:]), file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    return os.execv(command[0], command)  # does not come back
 
 
 def launch_command(
@@ -79,10 +79,9 @@ def accelerate_config(name: str) -> Path:
 
 def shipped_configs() -> dict[str, Path]:
     """The accelerate configurations that come with the package: name to file."""
-    import liger_trainer.configs as folder
+    from liger_trainer.recipe import packaged_files
 
-    found = (file for place in folder.__path__ for file in (Path(place) / "accelerate").glob("*.yaml"))
-    return {file.stem: file for file in sorted(found)}
+    return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
 
 
 def count_gpus() -> int:
