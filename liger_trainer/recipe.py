@@ -70,6 +70,12 @@ class Recipe:
         return self.causal_lm or self.training
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, as a sentence; some go on for pages."""
+    text = (str(error).strip() or type(error).__name__).split("\n")[0]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with the package: name to file."""
     return packaged_files("liger_trainer.recipes", "*.yaml")

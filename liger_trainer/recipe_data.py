@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer import quickstart, smoke
-from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.recipe import Recipe, RecipeError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,7 +77,7 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
                 loaded = get_dataset(recipe.mixture)
         except (OSError, ValueError, ImportError) as error:
             raise RecipeError(
-                f"`dataset_name`: {name!r} cannot be loaded: {_first_line(error)} Built in are {', '.join(BUILT_IN)}; "
+                f"`dataset_name`: {name!r} cannot be loaded: {first_line(error)} Built in are {', '.join(BUILT_IN)}; "
                 "a name on the Hub needs the network, and `HF_TOKEN` where it is private."
             ) from error
     if isinstance(loaded, (Dataset, IterableDataset)):
@@ -88,11 +88,6 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
             f"`dataset_train_split` is {data.dataset_train_split!r}, but the data has the splits {', '.join(loaded)}."
         )
     return loaded[data.dataset_train_split], loaded.get(data.dataset_test_split)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return text if text.endswith(".") else text + "."
 
 
 def load_data(recipe: Recipe) -> tuple[Any, Any]:
@@ -179,7 +174,7 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
             trust_remote_code=recipe.text_arguments.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        raise RecipeError(f"The tokenizer {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise RecipeError(f"The tokenizer {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Dataset:

@@ -7,12 +7,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.recipe import Recipe, RecipeError, first_line
 from liger_trainer.recipe_data import load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe_output import prepare_output_dir
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def run_recipe(recipe: Recipe) -> Trainer:
     except RecipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
-        raise RecipeError(f"{recipe.source}: {error}") from error
+        raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     check_vocabulary(trainer, tokenizer)
 
     result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -92,9 +92,8 @@ def check_model(recipe: Recipe) -> None:
             trust_remote_code=recipe.text_arguments.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
         raise RecipeError(
-            f"`model_name_or_path`: {name!r} cannot be loaded: {first} A local folder must hold a config.json; a name "
+            f"`model_name_or_path`: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a config.json; a name "
             "on the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
         ) from error
 
@@ -130,10 +129,19 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     return kwargs
 
 
+def model_class(config: PreTrainedConfig) -> Any:
+    """The auto class that builds `config`'s model with its language-model head; some multimodal ones have their own."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A model with random weights from ``model_config``; the tokenizer gives the vocabulary where that is not set."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings = dict(recipe.recipe.model_config or {})
     config = AutoConfig.for_model(**settings)
@@ -145,7 +153,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         owner.bos_token_id = tokenizer.bos_token_id
         owner.eos_token_id = tokenizer.eos_token_id
     dtype = recipe.model.dtype if recipe.model.dtype not in (None, "auto") else "float32"
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
+    return model_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
 
 
 def build_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any) -> Trainer:
@@ -193,7 +201,7 @@ def chat_template(name: str | None) -> str | None:
 
 def build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any) -> Trainer:
     """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
-    from transformers import AutoModelForCausalLM, default_data_collator
+    from transformers import AutoConfig, default_data_collator
     from trl import get_peft_config
 
     from liger_trainer.trainers import LigerTrainer
@@ -202,11 +210,9 @@ def build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: A
     if recipe.recipe.model_config is not None:
         model = new_model(recipe, tokenizer)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(recipe.model.model_name_or_path),
-            trust_remote_code=recipe.text_arguments.trust_remote_code,
-            **model_kwargs(recipe),
-        )
+        name, trusted = str(recipe.model.model_name_or_path), recipe.text_arguments.trust_remote_code
+        config = AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=trusted)
+        model = model_class(config).from_pretrained(name, trust_remote_code=trusted, **model_kwargs(recipe))
     peft_config = get_peft_config(recipe.model)
     if peft_config is not None:
         from peft import get_peft_model

@@ -42,15 +42,14 @@ def plan(
         RecipeError: if there is no such model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
-
     from liger_trainer.configs.kernel_config import KernelConfig
     from liger_trainer.patching import apply_liger_kernel
+    from liger_trainer.recipe_run import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        built = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return apply_liger_kernel(built, switches)
 
 
@@ -58,7 +57,7 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
     """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
     from transformers import AutoConfig
 
-    from liger_trainer.recipe import RecipeError, find_recipe, read_recipe, shipped_recipes
+    from liger_trainer.recipe import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
@@ -70,7 +69,6 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
         raise RecipeError(
-            f"{model!r} is no model: {first} Give a Hub id, a folder with a config.json, a config.json or a recipe."
+            f"{model!r} is no model: {first_line(error)} Give a Hub id, a folder with a config.json, a config.json or a recipe."
         ) from error
