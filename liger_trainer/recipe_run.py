@@ -93,8 +93,8 @@ def check_model(recipe: Recipe) -> None:
         )
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"`model_name_or_path`: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a config.json; a name "
-            "on the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
+            f"`model_name_or_path`: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a "
+            "config.json; a name on the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
         ) from error
 
 
@@ -130,12 +130,13 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The auto class that builds `config`'s model with its language-model head; some multimodal ones have their own."""
+    """The auto class for `config`: a multimodal configuration stands for the whole model, not for its text part."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map"):
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    multimodal = config.get_text_config() is not config
+    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -82,7 +82,7 @@ def test_every_key_is_known_and_the_arguments_are_accepted(name):
     for key, value in read_recipe(path).items():
         if key in ("bf16", "report_to"):
             continue
-        owners = [part for part in (recipe.recipe, recipe.data, recipe.mixture, recipe.model, recipe.training)]
+        owners = [recipe.recipe, recipe.data, recipe.mixture, recipe.model, recipe.training]
         owners += [recipe.causal_lm] if recipe.causal_lm else []
         assert any(getattr(owner, key, object()) == value for owner in owners), key
 

@@ -42,6 +42,7 @@ def plan(
         RecipeError: if there is no such model.
     """
     import torch
+
     from liger_trainer.configs.kernel_config import KernelConfig
     from liger_trainer.patching import apply_liger_kernel
     from liger_trainer.recipe_run import model_class
@@ -70,5 +71,6 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{model!r} is no model: {first_line(error)} Give a Hub id, a folder with a config.json, a config.json or a recipe."
+            f"{model!r} is no model: {first_line(error)} "
+            "Give a Hub id, a folder with a config.json, a config.json or a recipe."
         ) from error

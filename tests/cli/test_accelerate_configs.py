@@ -74,5 +74,5 @@ def test_a_config_of_the_user_keeps_its_own_number(gpus, tmp_path):
 
 def test_unknown_config_names_the_shipped_ones(gpus):
     gpus(1)
-    with pytest.raises(RecipeError, match="'fsdp3'.*ddp, fsdp1, fsdp2"):
+    with pytest.raises(RecipeError, match=r"'fsdp3'.*ddp, fsdp1, fsdp2"):
         train.launch_command(RECIPE, [], "fsdp3", None)
