@@ -1,7 +1,7 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make test:       environment, installation, and every check
 #
-# PYTHON chooses the interpreter (3.10 to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
+# PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ help:
 	@sed -n '1,2s/^# //p' Makefile
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}; set PYTHON=")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python

@@ -75,8 +75,8 @@ def versions() -> list[Finding]:
 
     findings = [Finding("liger-trainer", "ok", __version__)]
     python = platform.python_version()
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
-    findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.10 to 3.13)"))
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.11 to 3.13)"))
     for package, wanted in _requirements().items():
         found = _version(package)
         supported = f"(supported {wanted})"

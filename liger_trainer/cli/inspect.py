@@ -43,8 +43,8 @@ def plan(
     """
     import torch
 
+    from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.patching import apply_liger_kernel
     from liger_trainer.recipe_run import model_class
 
     switches = KernelConfig.parse(kernel_config)
