@@ -161,7 +161,7 @@ def build_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, ev
     """The trainer of ``trainer: "sft"``."""
     from trl import get_peft_config
 
-    from liger_trainer.trainers import LigerSFTTrainer
+    from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
     args: Any = recipe.training
     model: Any = recipe.model.model_name_or_path
@@ -205,7 +205,7 @@ def build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: A
     from transformers import AutoConfig, default_data_collator
     from trl import get_peft_config
 
-    from liger_trainer.trainers import LigerTrainer
+    from liger_trainer.trainers.trainer import LigerTrainer
 
     model: Any
     if recipe.recipe.model_config is not None:
