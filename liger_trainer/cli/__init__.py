@@ -1,0 +1,79 @@
+"""The command line: ``liger-trainer``, ``python -m liger_trainer`` and recipes that run themselves.
+
+Everything heavy is imported when a command needs it, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+__all__ = ["main", "run_recipe_file", "run_yaml"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``liger-trainer``; returns the exit code (2 for what the user can put right)."""
+    from liger_trainer.cli.parser import run
+
+    return run(sys.argv[1:] if argv is None else list(argv))
+
+
+def run_yaml(namespace: MutableMapping[str, Any]) -> bool:
+    """Runs the recipe whose Python execution has reached this call, and exits.
+
+    A recipe is YAML that is valid Python too, so `accelerate launch recipe.yaml` executes it as a script. A process
+    that a data loader spawns executes it again under another name; then nothing runs and the rest of the file, plain
+    annotations, is passed over.
+
+    Args:
+        namespace: The recipe's ``globals()``.
+
+    Returns:
+        False, where the file is not the main program.
+    """
+    namespace.update(true=True, false=False, null=None)  # YAML's words, met as Python in the lines that follow
+    if namespace.get("__name__") != "__main__":
+        return False
+    sys.exit(run_recipe_file(namespace["__file__"], sys.argv[1:]))
+
+
+def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
+    """Trains a recipe in this process, which a launcher may have started as one of several.
+
+    Args:
+        name: Path of the recipe, or the bare name of a shipped one.
+        arguments: ``--smoke``, ``--debug`` and ``--key value`` options.
+
+    Returns:
+        The exit code: 0, or 2 after an error that the user can put right.
+    """
+    options = [argument for argument in arguments if argument not in ("--smoke", "--debug")]
+    debug = "--debug" in arguments
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "--smoke" in arguments:  # before the first import of a library that reads them
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+    from liger_trainer.recipe import RecipeError, load_recipe
+
+    try:
+        recipe = load_recipe(name, options, smoke="--smoke" in arguments)
+        from liger_trainer.recipe_run import run_recipe
+
+        run_recipe(recipe)
+    except RecipeError as error:
+        if debug:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"liger-trainer: {error}", file=sys.stderr)
+        return 2
+    finally:
+        _leave_process_group()
+    return 0
+
+
+def _leave_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,51 @@
+# make quickstart: environment, installation, and a small model trained from scratch
+# make test:       environment, installation, and every check
+#
+# PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
+# machine without a GPU, point it at the CPU build of torch to download far less.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+RUN_DIR ?= outputs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+PYTEST_WORKERS ?= 2
+
+.PHONY: help quickstart test lint types unit interpreter clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/liger-trainer train quickstart --output_dir $(RUN_DIR)
+
+test: lint types unit interpreter
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy liger_trainer kernels configs callbacks
+
+# One thread a process: the tensors are tiny, and the workers already use the cores.
+unit: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests
+
+interpreter: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,217 @@
+"""``liger-trainer doctor``: versions, devices, what is accelerated here and what is not, and the known traps."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "note", "warning", "error"]
+_MARKS = {"ok": "[green]ok[/green]", "note": "note", "warning": "[yellow]warning[/yellow]", "error": "[red]error[/red]"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    subject: str
+    status: Status
+    text: str
+
+
+def doctor() -> int:
+    """Prints every finding as a table; returns 1 where something keeps the package from working, else 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    findings = [*versions(), *devices(), *traps()]
+    table = Table(title="liger-trainer doctor", title_justify="left")
+    table.add_column("what", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for finding in findings:
+        table.add_row(finding.subject, _MARKS[finding.status], finding.text)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    return int(any(finding.status == "error" for finding in findings))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> dict[str, str]:
+    """Supported ranges, from the installed distribution or, where nothing is installed, from pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires("liger-trainer") or []
+    except importlib.metadata.PackageNotFoundError:
+        import re
+
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+        block = text.split("dependencies = [", 1)[1].split("\n]", 1)[0]
+        lines = re.findall(r'"([^"]+)"', block)
+    found = (Requirement(line) for line in lines)
+    return {
+        item.name: str(item.specifier)
+        for item in found
+        if item.marker is None or ("extra" not in str(item.marker) and item.marker.evaluate())
+    }
+
+
+def versions() -> list[Finding]:
+    """Python and every dependency, with the range that is supported."""
+    from packaging.specifiers import SpecifierSet
+
+    from liger_trainer._version import __version__
+
+    findings = [Finding("liger-trainer", "ok", __version__)]
+    python = platform.python_version()
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.11 to 3.13)"))
+    for package, wanted in _requirements().items():
+        found = _version(package)
+        supported = f"(supported {wanted})"
+        if found is None:
+            findings.append(Finding(package, "error", f"not installed {supported}: pip install '{package}{wanted}'"))
+        elif SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
+            findings.append(Finding(package, "ok", f"{found} {supported}"))
+        else:
+            findings.append(Finding(package, "error", f"{found} {supported}: pip install '{package}{wanted}'"))
+    return findings
+
+
+def devices() -> list[Finding]:
+    """Each accelerator, and whether the Triton kernels run there."""
+    import torch
+
+    from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED
+
+    if not torch.accelerator.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None and torch.version.hip is None else ""
+        why = why or "torch finds no working driver; see `nvidia-smi`"
+        findings = [Finding("device", "note", f"CPU only ({why}): everything runs on the plain torch reference path")]
+        if INTERPRETED:
+            findings.append(Finding("triton", "warning", "TRITON_INTERPRET=1: kernels run in Python, for tests only"))
+        return findings
+    kind = torch.accelerator.current_accelerator()
+    name = kind.type if kind is not None else "cpu"
+    if name not in ("cuda", "xpu"):
+        return [Finding("device", "note", f"{name}: Triton does not drive it; the plain torch reference path runs")]
+    findings = []
+    module = torch.cuda if name == "cuda" else torch.xpu
+    for index in range(module.device_count()):
+        properties = module.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        text = f"{properties.name}, {memory:.0f} GiB"
+        if name == "cuda" and torch.version.cuda:
+            major, minor = torch.cuda.get_device_capability(index)
+            text += f", sm_{major}{minor}"
+            if major < 8:
+                findings.append(
+                    Finding(f"gpu {index}", "warning", f"{text}: no bf16 in hardware; use `bf16: false`, `fp16: true`")
+                )
+                continue
+        findings.append(Finding(f"gpu {index}", "ok", text))
+    if not HAS_TRITON:
+        findings.append(Finding("kernels", "warning", "triton is not installed: the plain torch reference path runs"))
+    else:
+        findings.append(_try_kernel(name))
+    return findings
+
+
+def _try_kernel(device: str) -> Finding:
+    """Runs the smallest real kernel, so that a broken compiler or driver shows here and not in training."""
+    import torch
+
+    from liger_trainer.functional import rms_norm
+
+    try:
+        x = torch.ones(2, 64, device=device)
+        rms_norm(x, torch.ones(64, device=device), 1e-6)
+        torch.accelerator.synchronize()
+    except Exception as error:  # whatever a compiler, a driver or a launch may raise is the finding
+        first = str(error).strip().split("\n")[0][:200]
+        return Finding("kernels", "error", f"Triton cannot run here: {type(error).__name__}: {first}")
+    return Finding(
+        "kernels", "ok", "RMSNorm, LayerNorm, RoPE, SwiGLU, GeGLU and the fused LM head run as Triton kernels"
+    )
+
+
+def traps() -> list[Finding]:
+    """Settings and packages that are known to surprise."""
+    import torch
+
+    findings = []
+    liger = _version("liger-kernel")
+    if liger:
+        findings.append(
+            Finding(
+                "liger-kernel",
+                "note",
+                f"{liger} is installed too: with the stock Trainer, the log of `train()` says which of the two ran",
+            )
+        )
+    for place in {Path.cwd(), *map(Path, filter(None, sys.path))}:
+        if (place / "kernels" / "__init__.py").is_file() and not (place / "kernels" / "layer").is_dir():
+            findings.append(
+                Finding(
+                    "kernels/",
+                    "error",
+                    f"{place / 'kernels'} hides Hugging Face's `kernels` package, and model imports fail; rename it or "
+                    "remove its __init__.py",
+                )
+            )
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if count > 1 and "RANK" not in os.environ:
+            findings.append(
+                Finding(
+                    "several GPUs",
+                    "note",
+                    f"a script started plainly would run nn.DataParallel on all {count}; use `liger-trainer train` or "
+                    "`accelerate launch`, or set CUDA_VISIBLE_DEVICES=0",
+                )
+            )
+        if importlib.util.find_spec("flash_attn") is None:
+            findings.append(
+                Finding(
+                    "flash-attn",
+                    "note",
+                    "not installed: packed batches are right, but slower, through the masked attention of torch",
+                )
+            )
+        driver = driver_version()
+        if driver and driver < (525,):
+            findings.append(
+                Finding(
+                    "driver", "warning", f"{'.'.join(map(str, driver))} is old for CUDA {torch.version.cuda}; update it"
+                )
+            )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        findings.append(
+            Finding("TRITON_INTERPRET", "warning", "is 1: kernels run in Python and are very slow; unset it")
+        )
+    if not findings:
+        findings.append(Finding("traps", "ok", "none of the known ones"))
+    return findings
+
+
+def driver_version() -> tuple[int, ...] | None:
+    """The NVIDIA driver's version as Linux tells it; None elsewhere."""
+    import re
+
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
+    return tuple(int(part) for part in found.group(1).split(".")) if found else None

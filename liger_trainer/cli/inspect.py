@@ -1,0 +1,76 @@
+"""``liger-trainer inspect``: the patch plan of a model, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.cli.parser import complain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from liger_trainer.patching.report import KernelReport
+
+
+def inspect(arguments: Namespace) -> int:
+    """Prints the kernel report of ``arguments.model``; returns the exit code."""
+    from liger_trainer.recipe import RecipeError
+
+    try:
+        print(plan(arguments.model, arguments.liger_kernel_config, arguments.trust_remote_code))
+    except (RecipeError, ValueError) as error:
+        if arguments.debug:
+            raise
+        return complain(error)
+    return 0
+
+
+def plan(
+    model: str, kernel_config: str | dict[str, Any] | None = None, trust_remote_code: bool = False
+) -> KernelReport:
+    """The report that `apply_liger_kernel` gives for a model built without its weights.
+
+    Args:
+        model: A Hub id, a model folder, a ``config.json``, or a recipe.
+        kernel_config: Switches by component, as in ``liger_kernel_config``.
+        trust_remote_code: Run code that comes with the model.
+
+    Raises:
+        RecipeError: if there is no such model.
+    """
+    import torch
+
+    from liger_trainer import apply_liger_kernel
+    from liger_trainer.configs.kernel_config import KernelConfig
+    from liger_trainer.recipe_run import model_class
+
+    switches = KernelConfig.parse(kernel_config)
+    config = model_config(model, trust_remote_code)
+    with torch.device("meta"):
+        built = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    return apply_liger_kernel(built, switches)
+
+
+def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
+    from transformers import AutoConfig
+
+    from liger_trainer.recipe import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
+
+    path = Path(model)
+    if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
+        values = read_recipe(find_recipe(model))
+        if values.get("model_config"):
+            settings = values["model_config"]
+            return AutoConfig.for_model(**(json.loads(settings) if isinstance(settings, str) else settings))
+        model = str(values.get("model_name_or_path"))
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{model!r} is no model: {first_line(error)} "
+            "Give a Hub id, a folder with a config.json, a config.json or a recipe."
+        ) from error

@@ -1,0 +1,28 @@
+"""``liger-trainer recipes``: lists the shipped recipes, or copies one to change it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from liger_trainer.cli.parser import complain
+
+
+def recipes(name: str | None) -> int:
+    """Lists the shipped recipes with their first comment line, or copies recipe `name` into the current folder."""
+    from liger_trainer.recipe import RecipeError, find_recipe, shipped_recipes
+
+    if name is None:
+        for known, file in shipped_recipes().items():
+            print(f"{known:<22} {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+        return 0
+    try:
+        source = find_recipe(name)
+    except RecipeError as error:
+        return complain(error)
+    target = Path(source.name)
+    if target.exists():
+        return complain(f"{target} exists already, and is not overwritten.")
+    shutil.copyfile(source, target)
+    print(f"Copied to {target}; change it, then: liger-trainer train {target}")
+    return 0

@@ -1,0 +1,91 @@
+"""``liger-trainer train``: runs a recipe here, or through `accelerate launch` where several processes are wanted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from liger_trainer.cli.parser import complain
+
+
+def train(arguments: Namespace, options: Sequence[str]) -> int:
+    """Trains ``arguments.recipe`` with the `options` that win over it.
+
+    One process runs in place. With ``--accelerate_config``, or where this machine has several GPUs, `accelerate launch`
+    takes over this process; the recipe is read and checked first, so that a mistake is told once and not by every rank.
+
+    Returns:
+        The exit code: 0, or 2 after an error that the user can put right.
+    """
+    from liger_trainer.recipe import RecipeError, check_values, find_recipe, read_recipe
+
+    flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
+    try:
+        path = find_recipe(arguments.recipe)
+        command = launch_command(path, [*options, *flags], arguments.accelerate_config, arguments.num_processes)
+        if command is not None:
+            check_values(read_recipe(path), options, path)
+    except RecipeError as error:
+        if arguments.debug:
+            raise
+        return complain(error)
+    if command is None:
+        from liger_trainer.cli import run_recipe_file
+
+        return run_recipe_file(str(path), [*options, *flags])
+    print("liger-trainer:", " ".join(command[1:]), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    return os.execv(command[0], command)  # does not come back
+
+
+def launch_command(
+    recipe: Path, options: Sequence[str], config: str | None, num_processes: int | None
+) -> list[str] | None:
+    """The `accelerate launch` command line, or None where one process in place does.
+
+    Raises:
+        RecipeError: if `config` is neither a shipped configuration nor a file.
+    """
+    gpus = count_gpus()
+    if config is None:
+        if (num_processes or gpus) <= 1 or "RANK" in os.environ:
+            return None
+        config = "ddp"
+    file = accelerate_config(config)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    if num_processes is None and Path(config) != file and config != "single_gpu":
+        num_processes = max(gpus, 1)
+    if num_processes is not None:
+        command += ["--num_processes", str(num_processes)]
+    return [*command, "-m", "liger_trainer", str(recipe), *options]
+
+
+def accelerate_config(name: str) -> Path:
+    """The file of an accelerate configuration given by its path or, for a shipped one, by its bare name."""
+    from liger_trainer.recipe import RecipeError
+
+    if Path(name).is_file():
+        return Path(name)
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    raise RecipeError(
+        f"`--accelerate_config` is {name!r}, which is no file; the shipped ones are {', '.join(shipped)}."
+    )
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The accelerate configurations that come with the package: name to file."""
+    from liger_trainer.recipe import packaged_files
+
+    return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
+
+
+def count_gpus() -> int:
+    """GPUs this process sees; none of them is initialised by asking."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

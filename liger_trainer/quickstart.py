@@ -1,0 +1,77 @@
+"""Text and a tokenizer that need no network: the language reference every Python carries, and a BPE trained on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+# ChatML; the generation marks let `assistant_only_loss` find the assistant's tokens.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def pydoc_topics() -> Dataset:
+    """The topics of Python's own ``help()``, about 465,000 characters of English and code, one topic a row.
+
+    Returns:
+        A dataset with the columns ``topic`` and ``text``, in the order of the topics' names.
+    """
+    from pydoc_data.topics import topics
+
+    from datasets import Dataset
+
+    return Dataset.from_list([{"topic": name, "text": topics[name].strip()} for name in sorted(topics)])
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, extra_special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a chat template, trained on `texts`; the same texts give the same tokenizer.
+
+    Args:
+        texts: Training text.
+        vocab_size: Size of the vocabulary, the 256 bytes and the special tokens included.
+        extra_special_tokens: Further tokens that must be one id each; they come right after the five of our own.
+
+    Raises:
+        ValueError: if `vocab_size` does not hold the bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = list(dict.fromkeys([PAD, BOS, EOS, TURN_START, TURN_END, *extra_special_tokens]))
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise ValueError(f"`tokenizer_vocab_size` is {vocab_size}; it must be at least {smallest}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=special[3:],
+        chat_template=CHAT_TEMPLATE,
+    )

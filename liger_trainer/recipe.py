@@ -1,0 +1,295 @@
+"""Recipes: one flat YAML file says what to train, on what, and how.
+
+A recipe's keys are the fields of `RecipeArguments`, TRL's `ScriptArguments`, `DatasetMixtureConfig` and `ModelConfig`,
+and the trainer's own arguments (`LigerSFTConfig` or `LigerTrainingArguments`). Command-line options have the same names
+and win over the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import logging
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+if TYPE_CHECKING:
+    from argparse import Action, ArgumentParser
+
+    from transformers import TrainingArguments
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+    from liger_trainer.configs.recipe_arguments import CausalLMArguments, RecipeArguments
+
+logger = logging.getLogger(__name__)
+
+LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
+"""The line that makes a recipe runnable as Python; to YAML it is a key, which is dropped."""
+
+TRAINERS = ("sft", "causal_lm")
+
+
+class RecipeError(ValueError):
+    """Something in the recipe or its data that the user can put right; its text is the whole message."""
+
+
+@dataclasses.dataclass
+class Recipe:
+    """A recipe, read and checked.
+
+    Args:
+        source: The file it came from.
+        recipe: Trainer, model and data choices that are ours.
+        data: TRL's choice of one dataset.
+        mixture: TRL's mixture of datasets.
+        model: TRL's model and LoRA arguments.
+        training: The trainer's arguments.
+        causal_lm: Block length and text column; None for ``trainer: "sft"``, whose `training` holds them.
+    """
+
+    source: Path
+    recipe: RecipeArguments
+    data: ScriptArguments
+    mixture: DatasetMixtureConfig
+    model: ModelConfig
+    training: TrainingArguments
+    causal_lm: CausalLMArguments | None
+
+    @property
+    def text_arguments(self) -> Any:
+        """The object that holds ``max_length``, ``dataset_text_field`` and ``trust_remote_code``."""
+        return self.causal_lm or self.training
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, as a sentence; some go on for pages."""
+    text = (str(error).strip() or type(error).__name__).split("\n")[0]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package: name to file."""
+    return packaged_files("liger_trainer.recipes", "*.yaml")
+
+
+def packaged_files(package: str, pattern: str) -> dict[str, Path]:
+    """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
+    places = importlib.import_module(package).__path__
+    return {file.stem: file for file in sorted(file for place in places for file in Path(place).glob(pattern))}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe given by its path or, for a shipped one, by its bare name.
+
+    Raises:
+        RecipeError: if there is no such file and no such recipe.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
+        return shipped[path.name.removesuffix(".yaml")]
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise RecipeError(f"No recipe file {str(name)!r}.{hint} The shipped recipes are {', '.join(shipped)}.")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The keys and values of a recipe file.
+
+    Raises:
+        RecipeError: if it cannot be read, is not YAML, or is not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}.") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no `key: value` lines; a recipe is a YAML mapping.")
+    return {str(key): value for key, value in values.items() if not str(key).startswith("if __import__(")}
+
+
+def argument_classes(trainer: str) -> tuple[type, ...]:
+    """The dataclasses whose fields are the keys of a recipe for `trainer`."""
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+    from liger_trainer.configs.recipe_arguments import CausalLMArguments, RecipeArguments
+
+    common = (RecipeArguments, ScriptArguments, DatasetMixtureConfig, ModelConfig)
+    if trainer == "sft":
+        from liger_trainer.configs.sft_config import LigerSFTConfig
+
+        return (*common, LigerSFTConfig)
+    from liger_trainer.configs.training_arguments import LigerTrainingArguments
+
+    return (*common, LigerTrainingArguments, CausalLMArguments)
+
+
+def _parser(classes: Sequence[Any]) -> ArgumentParser:
+    from trl.scripts._hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> typing.NoReturn:
+            raise RecipeError(f"On the command line: {message}.")
+
+    return Parser(tuple(classes), allow_abbrev=False, add_help=False)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value already has the type a field asks for."""
+    for option in _alternatives(hint):
+        origin = typing.get_origin(option) or option
+        if option is Any or (option is type(None) and value is None):
+            return True
+        if origin is Literal and value in typing.get_args(option):
+            return True
+        if not isinstance(origin, type):
+            continue
+        if dataclasses.is_dataclass(origin) and isinstance(value, dict):
+            return True
+        if origin is float and isinstance(value, int) and not isinstance(value, bool):
+            return True
+        if isinstance(value, bool) and origin is not bool:
+            continue
+        if isinstance(value, origin):
+            arguments = typing.get_args(option)
+            return origin is not list or not arguments or all(_fits(item, arguments[0]) for item in value)
+    return False
+
+
+def _name(hint: Any) -> str:
+    names = []
+    for option in _alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            names.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif isinstance(option, type) and issubclass(option, Enum):
+            names.append("one of " + ", ".join(repr(choice.value) for choice in option))
+        elif option is not type(None):
+            names.append(option.__name__ if isinstance(option, type) else str(option).replace("typing.", ""))
+    return " or ".join(names)
+
+
+def _convert(value: Any, hint: Any, action: Action) -> Any:
+    """`value` as the field wants it, text read as the command line reads it; ValueError where it does not fit."""
+    if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
+        value = [value]
+    if action.choices is not None and value is not None and value not in action.choices:
+        raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
+    if _fits(value, hint):
+        return value
+    if str in _alternatives(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and callable(action.type):
+        with contextlib.suppress(Exception):
+            return action.type(value)
+    raise ValueError(_name(hint))
+
+
+def _unknown(key: str, valid: Sequence[str], where: str, trainer: str) -> RecipeError:
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"; did you mean `{near[0]}`?" if near else "."
+    return RecipeError(f"{where}: unknown key `{key}` for `trainer: {trainer}`{hint}")
+
+
+def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> tuple[dict[str, Any], set[str]]:
+    """Checks every key and value of a recipe against its fields.
+
+    Args:
+        values: The file's keys and values.
+        overrides: Command-line options, such as ``["--max_steps", "10"]``; they win.
+        source: The file, for the messages.
+
+    Returns:
+        All fields with their values, and the names that `overrides` set.
+
+    Raises:
+        RecipeError: for an unknown key or a value of the wrong type.
+    """
+    trainer = values.get("trainer", "sft")
+    for position, option in enumerate(overrides):
+        if option == "--trainer" and position + 1 < len(overrides):
+            trainer = overrides[position + 1]
+        elif option.startswith("--trainer="):
+            trainer = option.split("=", 1)[1]
+    if trainer not in TRAINERS:
+        raise RecipeError(f"{source}: `trainer` is {trainer!r}; it must be one of {', '.join(map(repr, TRAINERS))}.")
+
+    classes = argument_classes(trainer)
+    parser = _parser(classes)
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    actions: dict[str, list[Action]] = {}
+    for action in parser._actions:
+        actions.setdefault(action.dest, []).append(action)
+    for key, value in values.items():
+        if key not in actions:
+            raise _unknown(key, list(actions), str(source), trainer)
+        try:
+            value = _convert(value, hints[key], actions[key][0])
+        except ValueError as error:
+            raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {error}.") from error
+        for action in actions[key]:
+            action.default, action.required = value, False
+
+    # argparse prints usage on stderr before error(); the message alone says enough.
+    with contextlib.redirect_stderr(io.StringIO()):
+        namespace, rest = parser.parse_known_args(list(overrides))
+    if rest:
+        valid = list(actions)
+        if rest[0].startswith("-"):
+            raise _unknown(rest[0].lstrip("-").split("=")[0].replace("-", "_"), valid, "On the command line", trainer)
+        raise RecipeError(f"On the command line: {rest[0]!r} follows no option; options are `--key value`.")
+    written = {option.split("=")[0].lstrip("-").replace("-", "_") for option in overrides if option.startswith("--")}
+    given = {name for name in actions if name in written or f"no_{name}" in written}
+    return vars(namespace), given
+
+
+def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
+    """The dataclasses of a recipe from all its checked values.
+
+    Raises:
+        RecipeError: where the dataclasses refuse a value or a combination.
+    """
+    built = []
+    for cls in argument_classes(values["trainer"]):
+        chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}
+        try:
+            built.append(cls(**chosen))
+        except (ValueError, TypeError, ImportError) as error:
+            raise RecipeError(f"{source}: {error}") from error
+    return Recipe(source, *built, *([None] if len(built) == 5 else []))  # type: ignore[arg-type]
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
+    """Reads and checks a recipe.
+
+    Args:
+        name: Path of a YAML file, or the bare name of a shipped recipe.
+        overrides: Command-line options that win over the file.
+        smoke: Shrink it to a few steps of a tiny random model of the same family on generated data, offline.
+
+    Raises:
+        RecipeError: for anything wrong with it; the message names the key, the file and what is allowed.
+    """
+    source = find_recipe(name)
+    values, given = check_values(read_recipe(source), overrides, source)
+    if smoke:
+        from liger_trainer.smoke import shrink
+
+        values = shrink(values, given)
+    return build_recipe(values, source)

@@ -1,0 +1,84 @@
+"""Where a run writes: nothing of the user's is overwritten, and a run that was killed goes on from where it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from liger_trainer.recipe import Recipe, RecipeError
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first.
+
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint whose writing was cut short has none.
+    """
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        number = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if number is None or not path.is_dir():
+            continue
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning("%s is not complete (its writing was cut short); it is not used.", path)
+            continue
+        found.append((int(number.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def prepare_output_dir(recipe: Recipe) -> str | None:
+    """Decides where the run starts from, and refuses a folder that holds something else.
+
+    Returns:
+        The checkpoint to resume from, or None to start at the beginning. ``resume_from_checkpoint: true`` takes the
+        last complete checkpoint in ``output_dir``, and starts at the beginning where there is none yet.
+
+    Raises:
+        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, or the
+            checkpoint to resume from is not one.
+    """
+    from accelerate import PartialState
+
+    state = PartialState()
+    folder = Path(str(recipe.training.output_dir))
+    resume = _resume(recipe, folder)
+    wanted = recipe.training.resume_from_checkpoint not in (None, False, "false", "False", "")
+    if not wanted and folder.exists() and any(folder.iterdir()):
+        if not recipe.recipe.overwrite_output_dir:
+            raise RecipeError(
+                f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten unasked. Add "
+                "`--resume_from_checkpoint true` to go on with the run in it, `--output_dir` with another folder, or "
+                "`--overwrite_output_dir true` to delete its checkpoints and start again."
+            )
+        state.wait_for_everyone()
+        if state.is_main_process:
+            for path in folder.glob("checkpoint-*"):
+                if re.fullmatch(r"checkpoint-\d+", path.name):
+                    shutil.rmtree(path)
+    state.wait_for_everyone()  # nobody writes before everybody has looked
+    return resume
+
+
+def _resume(recipe: Recipe, folder: Path) -> str | None:
+    asked = recipe.training.resume_from_checkpoint
+    if asked in (None, False, "false", "False", ""):
+        return None
+    if asked in (True, "true", "True"):
+        found = checkpoints(folder)
+        if not found:
+            logger.warning("There is no complete checkpoint in %s yet; the run starts at the beginning.", folder)
+            return None
+        logger.warning("Resuming from %s.", found[-1])
+        return str(found[-1])
+    if not (Path(asked) / "trainer_state.json").is_file():
+        raise RecipeError(
+            f"`resume_from_checkpoint` is {asked!r}, which is no checkpoint (it holds no trainer_state.json). "
+            "Give one, or true for the last one in `output_dir`."
+        )
+    return asked

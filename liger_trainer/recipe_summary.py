@@ -1,0 +1,116 @@
+"""What a run shows at its end: kernels, losses, speed, memory, the loss curve, and the saved model put to use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Prints the summary of a finished run and draws its loss curve; for the main process."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    folder = Path(str(recipe.training.output_dir))
+    history = trainer.state.log_history
+    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
+    report = getattr(trainer, "kernel_report", None)
+    if report is not None:
+        print(f"\n{report}")
+    console.print("\n[bold]Result[/bold]")
+    for name, value in summary_lines(history, metrics, trainer.args.device.type):
+        console.print(f"  {name:<16} {escape(value)}")
+    if recipe.recipe.loss_curve:
+        curve = draw_loss_curve(history, folder / "loss_curve.png")
+        if curve is not None:
+            console.print(f"  {'loss curve':<16} {escape(str(curve))}", soft_wrap=True)
+    console.print(f"  {'saved model':<16} {escape(str(folder))}", soft_wrap=True)
+    for prompt, text in continuations(recipe, folder):
+        console.print(f"\n[bold]{escape(prompt)}[/bold]{escape(text)}")
+
+
+def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], device: str) -> list[tuple[str, str]]:
+    """Name and value of each line of the summary, from the Trainer's log and final metrics."""
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    lines = [("steps", str(history[-1]["step"] if history else 0))]
+    if losses:
+        lines.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    if evaluations:
+        first = f"{evaluations[0]:.3f} → " if len(evaluations) > 1 else ""
+        lines.append(("evaluation loss", f"{first}{evaluations[-1]:.3f}"))
+    if metrics.get("train_runtime"):
+        lines.append(("time", f"{metrics['train_runtime']:.0f} s"))
+    speeds = sorted(entry["tokens_per_second"] for entry in history if entry.get("tokens_per_second"))
+    if speeds:
+        lines.append(("tokens/s", f"{speeds[len(speeds) // 2]:,.0f}"))
+    mfu = sorted(entry["mfu"] for entry in history if entry.get("mfu"))
+    if mfu:
+        lines.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}"))
+    memory = max((entry["peak_memory_gib"] for entry in history if entry.get("peak_memory_gib")), default=None)
+    if memory is None or device == "cpu":
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))
+    return lines
+
+
+def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
+    """Draws training and evaluation loss over steps into `path`; None where nothing was logged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    drawn = False
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+        points = [(entry["step"], entry[key]) for entry in history if key in entry]
+        if points:
+            axes.plot(*zip(*points), style, label=label, markersize=4)
+            drawn = True
+    if drawn:
+        axes.set(xlabel="step", ylabel="loss", title="Loss")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path if drawn else None
+
+
+def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
+    """``sample_prompts`` with what the model in `folder`, loaded afresh, writes after each."""
+    prompts = recipe.recipe.sample_prompts
+    if not prompts:
+        return []
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    set_seed(recipe.training.seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(recipe.training.device).eval()
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        with torch.no_grad():
+            output = model.generate(
+                **inputs,
+                max_new_tokens=recipe.recipe.sample_tokens,
+                do_sample=True,
+                temperature=0.7,
+                top_k=40,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            )
+        new = output[0, inputs["input_ids"].shape[1] :]
+        texts.append((prompt, str(tokenizer.decode(new, skip_special_tokens=True))))
+    return texts

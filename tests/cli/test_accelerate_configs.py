@@ -1,0 +1,78 @@
+"""The launch files load in accelerate, and `liger-trainer train` makes the right launch command of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+from liger_trainer.cli import train
+from liger_trainer.recipe import RecipeError
+
+NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
+
+
+def test_all_are_shipped():
+    assert sorted(train.shipped_configs()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_accepts_it(name):
+    config = load_config_from_file(str(train.shipped_configs()[name]))
+    assert config.distributed_type == TYPES.get(name, "DEEPSPEED")
+    assert config.mixed_precision == "bf16"
+    assert config.num_processes == (1 if name == "single_gpu" else 8)
+    if name.startswith("fsdp"):
+        assert config.fsdp_config["fsdp_version"] == int(name[-1])
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def see(count):
+        monkeypatch.setattr(train, "count_gpus", lambda: count)
+
+    monkeypatch.delenv("RANK", raising=False)
+    return see
+
+
+RECIPE = Path("a.yaml")
+
+
+def test_one_device_runs_in_place(gpus):
+    gpus(0)
+    assert train.launch_command(RECIPE, [], None, None) is None
+    gpus(1)
+    assert train.launch_command(RECIPE, [], None, None) is None
+
+
+def test_several_gpus_become_one_process_each(gpus):
+    gpus(4)
+    command = train.launch_command(RECIPE, ["--max_steps", "3"], None, None)
+    assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert command[command.index("--config_file") + 1].endswith("ddp.yaml")
+    assert command[command.index("--num_processes") + 1] == "4"
+    assert command[-5:] == ["-m", "liger_trainer", "a.yaml", "--max_steps", "3"]
+
+
+def test_named_config_and_number_of_processes(gpus):
+    gpus(4)
+    command = train.launch_command(RECIPE, [], "fsdp2", 2)
+    assert command[command.index("--config_file") + 1].endswith("fsdp2.yaml")
+    assert command[command.index("--num_processes") + 1] == "2"
+
+
+def test_a_config_of_the_user_keeps_its_own_number(gpus, tmp_path):
+    gpus(4)
+    own = tmp_path / "own.yaml"
+    own.write_text("distributed_type: MULTI_GPU\n")
+    command = train.launch_command(RECIPE, [], str(own), None)
+    assert "--num_processes" not in command
+
+
+def test_unknown_config_names_the_shipped_ones(gpus):
+    gpus(1)
+    with pytest.raises(RecipeError, match=r"'fsdp3'.*ddp, fsdp1, fsdp2"):
+        train.launch_command(RECIPE, [], "fsdp3", None)

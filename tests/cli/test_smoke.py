@@ -1,0 +1,86 @@
+"""Every recipe, and a recipe of every family, runs its few offline steps on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from liger_trainer import smoke
+from liger_trainer.cli import main
+from liger_trainer.recipe import RecipeError, load_recipe, shipped_recipes
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe(name, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["train", name, "--smoke", "--output_dir", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "training loss" in shown
+    assert "evaluation loss" in shown
+    assert (folder / "loss_curve.png").stat().st_size > 1000
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == smoke.STEPS
+    assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
+    saved = "adapter_model.safetensors" if "30b_a3b" in name else "model.safetensors"
+    assert (folder / saved).is_file()
+
+
+@pytest.mark.parametrize("family", sorted(smoke.FAMILIES))
+def test_every_family(family, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"model_name_or_path: someone/their-model\nmodel_family: {family}\nmodel_revision: v2\n")
+    options = ["--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
+    assert main(["train", str(recipe), *options, "--loss_curve", "false"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] in (family, f"{family}_text")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("meta-llama/Llama-3.2-1B", "llama"),
+        ("Qwen/Qwen3-30B-A3B-Base", "qwen3_moe"),
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("Qwen/Qwen2.5-7B", "qwen2"),
+        ("google/gemma-3-1b-pt", "gemma3_text"),
+        ("google/gemma-3-12b-it", "gemma3"),
+        ("google/gemma-2-9b", "gemma2"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+        ("openai/gpt-oss-20b", "gpt_oss"),
+    ],
+)
+def test_family_from_the_id(name, family):
+    assert smoke.family_of({"model_name_or_path": name}) == family
+
+
+def test_family_from_a_local_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
+    assert smoke.family_of({"model_name_or_path": str(tmp_path)}) == "olmo2"
+
+
+def test_unknown_family_says_what_to_set():
+    with pytest.raises(RecipeError, match="set `model_family`"):
+        smoke.family_of({"model_name_or_path": "someone/else"})
+    with pytest.raises(RecipeError, match="Did you mean 'qwen3_moe'"):
+        smoke.family_of({"model_family": "qwen3moe"})
+
+
+def test_the_command_line_stays(tmp_path):
+    recipe = load_recipe("llama3_8b_sft", ["--max_steps", "5", "--output_dir", str(tmp_path)], smoke=True)
+    assert recipe.training.max_steps == 5
+    assert recipe.training.output_dir == str(tmp_path)
+    assert recipe.training.max_length == 64
+    assert recipe.model.model_name_or_path is None
+
+
+def test_completion_only_recipes_get_completions(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: Qwen/Qwen3-8B\ncompletion_only_loss: true\n")
+    assert load_recipe(path, smoke=True).data.dataset_name == "smoke_completion"
+    assert main(["train", str(path), "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]) == 0
+
+
+def test_two_smoke_runs_use_two_folders():
+    first, second = (load_recipe("quickstart", smoke=True).training.output_dir for _ in range(2))
+    assert first != second
+    for folder in (first, second):
+        Path(folder).rmdir()

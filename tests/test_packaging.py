@@ -1,0 +1,89 @@
+"""The wheel holds every module, recipe and launch file, and works without the source tree."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"liger_trainer": "liger_trainer"} | {
+    name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes")
+}
+
+
+def project_file():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    source = tmp_path_factory.mktemp("source")
+    # A copy, so that the build leaves nothing in the tree and no earlier build is taken along.
+    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", ROOT / name, source], check=True)
+    command = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    folder = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-c", command, folder], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_everything(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = set()
+    for folder, place in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".typed") and path.is_file():
+                expected.add(f"{place}/{path.relative_to(ROOT / folder)}")
+    assert held == expected
+
+
+def test_wheel_works_on_its_own(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import liger_trainer, liger_trainer.kernels.runtime, liger_trainer.functional\n"
+        "from liger_trainer.recipe import load_recipe, shipped_recipes\n"
+        "from liger_trainer.cli.train import shipped_configs\n"
+        "print(liger_trainer.__file__, len(shipped_recipes()), len(shipped_configs()))\n"
+        "load_recipe('quickstart', ['--use_cpu', 'true'])\n"
+        "print(liger_trainer.__version__)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    place, recipes, configs = done.stdout.splitlines()[0].split()
+    assert Path(place).parent == tmp_path / "site" / "liger_trainer"
+    assert int(recipes) == len(list((ROOT / "recipes").glob("*.yaml")))
+    assert int(configs) == 6
+
+
+def test_every_package_of_the_tree_is_declared():
+    declared = set(project_file()["tool"]["setuptools"]["packages"])
+    found = {f"liger_trainer.{name}" for name in FOLDERS if name != "liger_trainer"} | {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "liger_trainer").rglob("__init__.py")
+    }
+    assert declared == found
+
+
+def test_constraints_fit_the_declared_ranges():
+    from packaging.requirements import Requirement
+
+    project = project_file()["project"]
+    declared = [Requirement(line) for line in project["dependencies"]]
+    declared += [Requirement(line) for line in project["optional-dependencies"]["test"]]
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pinned = {Requirement(line).name.lower(): Requirement(line) for line in lines if line}
+    for requirement in declared:
+        pin = pinned[requirement.name.lower()]
+        for specifier in pin.specifier:
+            if specifier.operator == "==":
+                assert requirement.specifier.contains(specifier.version), requirement

@@ -1,0 +1,164 @@
+"""Every shipped recipe parses as YAML and as Python to the same values, and every key of it is known."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from liger_trainer.recipe import (
+    LAUNCH_LINE,
+    RecipeError,
+    build_recipe,
+    check_values,
+    find_recipe,
+    load_recipe,
+    read_recipe,
+    shipped_recipes,
+)
+
+ROOT = Path(__file__).parent.parent
+NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+WORDS = {"true": True, "false": False, "null": None}
+
+MINIMAL = {"trainer": "causal_lm", "model_config": {"model_type": "llama"}, "use_cpu": True, "dataset_name": "x"}
+
+
+def python_values(text: str) -> dict:
+    """The recipe's annotations, evaluated the way Python does."""
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(node.target, ast.Name)
+            found[node.target.id] = eval(compile(ast.Expression(node.annotation), "recipe", "eval"), {}, dict(WORDS))
+    return found
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_all_shipped_recipes_are_found():
+    assert {"quickstart", "llama3_8b_sft", "qwen3_30b_a3b_sft", "gemma3_4b_sft"} <= set(NAMES)
+    assert sorted(shipped_recipes()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_means_the_same_as_yaml_and_as_python(name):
+    path = ROOT / "recipes" / f"{name}.yaml"
+    text = path.read_text()
+    values = read_recipe(path)
+    assert values == python_values(text)
+    # One key more for YAML: the launch line, which must stand before every annotation.
+    raw = yaml.safe_load(text)
+    assert len(raw) == len(values) + 1
+    assert next(iter(raw)) == LAUNCH_LINE.removesuffix(": pass")
+    assert raw[next(iter(raw))] == "pass"
+    launch = [line for line in text.splitlines() if line.startswith(LAUNCH_LINE)]
+    assert len(launch) == 1
+    assert len(launch[0]) <= 120
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_executed_by_a_spawned_worker_runs_nothing(name):
+    path = ROOT / "recipes" / f"{name}.yaml"
+    namespace = {"__name__": "__mp_main__", "__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    assert namespace["true"] is True
+    assert namespace["null"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_known_and_the_arguments_are_accepted(name):
+    path = ROOT / "recipes" / f"{name}.yaml"
+    values, given = check_values(read_recipe(path), [], path)
+    assert given == set()
+    values.update(use_cpu=True, bf16=False)  # the recipe asks for a GPU
+    recipe = build_recipe(values, path)
+    for key, value in read_recipe(path).items():
+        if key in ("bf16", "report_to"):
+            continue
+        owners = [recipe.recipe, recipe.data, recipe.mixture, recipe.model, recipe.training]
+        owners += [recipe.causal_lm] if recipe.causal_lm else []
+        assert any(getattr(owner, key, object()) == value for owner in owners), key
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    path = write(tmp_path, "trainer: causal_lm\nlearning_rate: 1e-5\nmax_steps: 7\ntf32: null\nuse_cpu: true\n")
+    recipe = load_recipe(path, ["--max_steps", "9", "--logging-steps=3"])
+    assert recipe.training.learning_rate == 1e-5  # YAML reads 1e-5 as text; the field makes it a number
+    assert recipe.training.max_steps == 9
+    assert recipe.training.logging_steps == 3
+
+
+def test_block_style_yaml_is_a_recipe_too(tmp_path):
+    path = write(
+        tmp_path,
+        "trainer: sft\nuse_cpu: true\nbf16: false\nlora_target_modules:\n  - q_proj\n  - v_proj\n"
+        "liger_kernel_config:\n  rms_norm: false\nlogits_memory: 1048576\ndata_files: one.jsonl\n",
+    )
+    recipe = load_recipe(path)
+    assert recipe.model.lora_target_modules == ["q_proj", "v_proj"]
+    assert recipe.training.liger_kernel_config == {"rms_norm": False}
+    assert recipe.training.kernel_config().logits_memory == 1 << 20
+    assert recipe.recipe.data_files == ["one.jsonl"]
+
+
+def test_trl_mixture_of_datasets(tmp_path):
+    path = write(tmp_path, 'use_cpu: true\nbf16: false\ndatasets: [{"path": "json", "data_files": "a.json"}]\n')
+    assert load_recipe(path).mixture.datasets[0].path == "json"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (
+            "learning_rat: 1e-5",
+            [],
+            "mine.yaml: unknown key `learning_rat` for `trainer: sft`; did you mean `learning_rate`?",
+        ),
+        ("max_steps: many", [], "mine.yaml: `max_steps` is 'many'; it must be int"),
+        ("max_steps: [1]", [], "`max_steps` is [1]; it must be int"),
+        ("max_steps: true", [], "`max_steps` is True; it must be int"),
+        ("bf16: maybe", [], "`bf16` is 'maybe'; it must be bool"),
+        ("trainer: sfr", [], "`trainer` is 'sfr'; it must be one of 'sft', 'causal_lm'"),
+        ("dtype: int7", [], "`dtype` is 'int7'; it must be one of 'auto', 'bfloat16'"),
+        ("lr_scheduler_type: cosin", [], "`lr_scheduler_type` is 'cosin'; it must be"),
+        ("lora_target_modules: {a: 1}", [], "`lora_target_modules` is {'a': 1}; it must be list"),
+        ("use_cpu: true", ["--max_step", "3"], "On the command line: unknown key `max_step`"),
+        ("use_cpu: true", ["--max_steps", "three"], "On the command line: argument --max_steps"),
+        ("use_cpu: true", ["three"], "'three' follows no option"),
+        ("use_cpu: true\nbf16: false\nliger_kernel_config: {rms_nrom: true}", [], "did you mean 'rms_norm'?"),
+        ("model_config: {hidden_size: 8}", [], "`model_config` has no `model_type`"),
+        ("use_cpu: true\nbf16: false\nload_in_8bit: true\nload_in_4bit: true", [], "8 bit and 4 bit"),
+        ("- a\n- b", [], "a recipe is a YAML mapping"),
+        ("a: [1", [], "is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_message(tmp_path, text, options, message):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(write(tmp_path, text), options)
+    assert message in str(error.value)
+
+
+def test_a_recipe_that_is_not_there():
+    with pytest.raises(RecipeError, match="Did you mean 'quickstart'"):
+        find_recipe("quikstart")
+    with pytest.raises(RecipeError, match="The shipped recipes are"):
+        find_recipe("nowhere/none.yaml")
+
+
+def test_kernels_folder_holds_no_init():
+    """With Hugging Face's `kernels` installed, one there breaks every model import from the repository root."""
+    for folder in ("kernels", "callbacks", "configs", "recipes"):
+        assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_importing_the_command_is_quick():
+    heavy = "import sys, liger_trainer.cli.parser; print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
