@@ -14,7 +14,7 @@ from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
-from liger_trainer.head import expected_loss_gradient
+from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import data_parallel_message, ensure_installed, is_managed, mark_managed
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.report import KernelReport

@@ -147,7 +147,7 @@ def test_retained_graph_gives_the_right_gradient_for_every_upstream_gradient() -
 
 def test_accumulate_grad_takes_the_saved_gradients_over() -> None:
     *leaves, target = _case()
-    saved = []
+    saved: list[int] = []
 
     def spy(gradients: list[Any], *scalars: torch.Tensor) -> list[Any]:
         saved.extend(gradient.data_ptr() for gradient in gradients)

@@ -11,7 +11,7 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer.head import DeferredLogits
+from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers import fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from tests.trainers.tiny import (
