@@ -122,9 +122,14 @@ def gated_mlp_forward(argument: str, fused: bool, approximate: str | None) -> Ca
         if gate.dtype != up.dtype:  # an adapter on one of the two may widen it; the product promotes
             dtype = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(dtype), up.to(dtype)
-        return self.down_proj(gated(gate, up))
+        return self.down_proj(gated(gate, up, inplace_backward=_unseen(self.gate_proj, self.up_proj)))
 
     def forward_fused(self, x):
-        return self.down_proj(gated_fused(self.gate_up_proj(x)))
+        return self.down_proj(gated_fused(self.gate_up_proj(x), inplace_backward=_unseen(self.gate_up_proj)))
 
     return call_like(forward_fused if fused else forward_separate, argument)
+
+
+def _unseen(*projections: nn.Module) -> bool:
+    """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
+    return not any(projection._forward_hooks for projection in projections)
