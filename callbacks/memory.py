@@ -7,40 +7,23 @@ from typing import Any
 
 import torch
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 _GIB = 2**30
 
 
 class MemoryCallback(LoggedMetricsCallback):
-    """Logs `peak_memory_gib`, the most this process had allocated since the last training log.
+    """Logs `peak_memory_gib`, the most this process has had allocated so far.
 
-    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`), and the counter is reset at
-    each log; the peak of the whole run is kept here and logged at its end as `train_peak_memory_gib`. On a CPU it is
-    the process's peak resident memory, which the system does not reset.
+    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`); its counter is not reset, which
+    would falsify what others measure with it. On a CPU it is the process's peak resident memory.
     """
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Starts a new measurement."""
-        self.peak_bytes = 0
-        _reset_peak(args.device)
-
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-        """Peak since the last training log."""
-        peak = _peak(args.device)
-        self.peak_bytes = max(self.peak_bytes, peak)
-        _reset_peak(args.device)
-        return {"peak_memory_gib": round(peak / _GIB, 3)}
+        """Peak so far."""
+        return {"peak_memory_gib": round(_peak(args.device) / _GIB, 3)}
 
-    def summary(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-        """Peak of the whole run."""
-        self.peak_bytes = max(self.peak_bytes, _peak(args.device))
-        return {"peak_memory_gib": round(self.peak_bytes / _GIB, 3)}
+    summary = metrics
 
 
 def _peak(device: torch.device) -> int:
@@ -55,14 +38,8 @@ def _peak(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _reset_peak(device: torch.device) -> None:
-    backend = _allocator(device)
-    if backend is not None:
-        backend.reset_peak_memory_stats(device)
-
-
 def _allocator(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     backend = torch.get_device_module(device)
-    return backend if hasattr(backend, "reset_peak_memory_stats") else None
+    return backend if hasattr(backend, "max_memory_allocated") else None

@@ -122,8 +122,9 @@ def test_many_chunks_sum_the_weight_gradient_in_fp32() -> None:
     eager = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)[0]
     loss = linear_cross_entropy(hidden, weight, target, logits_memory=128 * 8192 * 2)  # 32 chunks
     (ours,) = torch.autograd.grad(loss, weight)
-    # `few` would need 512 rows, 384 more than the budget and fewer than H: the buffer grows and 8 chunks remain.
-    assert _error(ours, exact) <= 1.3 * _error(eager, exact)
+    # 8 chunks need 512 rows, 384 more than the budget and fewer than H: the buffer grows, and the sum rounds 7 times at
+    # k/8 of its final variance, each by at most 2**-9.
+    assert _error(ours, exact) <= (_error(eager, exact) ** 2 + 3.5 * 2**-18) ** 0.5
     narrow, head = hidden.detach()[:, :128].contiguous(), weight.detach()[:, :128].contiguous().requires_grad_()
     (exact,) = torch.autograd.grad(
         linear_cross_entropy_reference(narrow.double(), double := head.detach().double().requires_grad_(), target),
