@@ -83,10 +83,16 @@ def compile_launch(launch: Launch, target: str) -> Any:
             constants[parameter.name] = value
         else:
             signature[parameter.name] = _type_name(value)
+    # As a launch specialises: pointers, and integers that are multiples of 16 (strides, which decide vector loads).
     attributes = {
-        (launch.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if kind.startswith("*")
+        (index,): [["tt.divisibility", 16]]
+        for index, parameter in enumerate(launch.kernel.params)
+        if signature[parameter.name].startswith("*")
+        or (
+            signature[parameter.name] in ("i32", "i64")
+            and not parameter.do_not_specialize
+            and launch.arguments[parameter.name] % 16 == 0
+        )
     }
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=launch.options)
