@@ -52,6 +52,17 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(1024 // warp_size, getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
 
 
+def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
+    """Tile and warps of a forward kernel.
+
+    About 32 numbers a thread: four 16-byte loads of bf16 are then in flight in each, and several programs share a
+    multiprocessor. Short rows are put together in a tile; a row of more than 4096 gets more warps.
+    """
+    block = triton.next_power_of_2(hidden_size)
+    rows = min(128, max(1, 4096 // block))
+    return NormConfig(rows=rows, num_warps=min(32, max(4, rows * block // 1024)))
+
+
 def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, device: torch.device) -> NormConfig:
     """`config` with warps and stages lowered to what `device` has.
 
@@ -63,9 +74,11 @@ def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, devi
     """
     limits = device_limits(device)
     tile_bytes = config.rows * triton.next_power_of_2(hidden_size) * bytes_per_column
-    buffers = (limits.shared_memory - 4096) // tile_bytes  # 4 KiB are for the reductions across warps
-    stages = min(config.num_stages, buffers) if buffers >= 2 else 1  # one stage needs no buffer at all
-    return config._replace(num_warps=min(config.num_warps, limits.max_warps), num_stages=stages)
+    buffers = (limits.shared_memory - 8192) // tile_bytes  # 8 KiB are for the reductions across warps
+    return config._replace(
+        num_warps=min(config.num_warps, limits.max_warps),
+        num_stages=max(1, min(config.num_stages, buffers + 1)),  # the tile being computed is in registers
+    )
 
 
 def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:

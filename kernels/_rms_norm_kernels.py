@@ -18,6 +18,7 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     fit_config,
+    forward_config,
     memory_order,
 )
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
@@ -133,33 +134,23 @@ def _rms_norm_backward_kernel(
         tl.store(partial_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
 
 
-def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
-    """Tile and warps of the forward kernel.
-
-    About 32 numbers a thread: four 16-byte loads of bf16 are then in flight in each, and several programs share a
-    multiprocessor. Short rows are put together in a tile; a row of more than 4096 gets more warps.
-    """
-    block = triton.next_power_of_2(hidden_size)
-    rows = min(128, max(1, 4096 // block))
-    return NormConfig(rows=rows, num_warps=min(32, max(4, rows * block // 1024)))
-
-
 def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     """Tile, warps, stages and persistent grid of the backward kernel.
 
-    The memory of a Hopper GPU needs about 26 KB in flight on every multiprocessor; a bf16 row of 4096 with its gradient
-    is 16 KB, so one row at a time is too few, and the next tiles are fetched while one is computed. More programs hide
-    the reductions too but write more partial weight gradients: 132 x 4 rows of 4096 are 2 % of a 16384-row input.
-    The fp32 weight gradient of a row stays in registers, which is what asks for 16 warps from 16384 on.
+    The memory of a Hopper GPU needs about 26 KB in flight on every multiprocessor, and a bf16 row of 4096 with its
+    gradient is 16 KB: one row at a time leaves it waiting. So two tiles are fetched while a third is computed, and
+    several programs share a multiprocessor so that one computes while another reduces; more of them would only write
+    more partial weight gradients (two a multiprocessor are 1 % of a 16384-row input).
+
+    The scale, the row, its gradient and the weight gradient stay in registers. 16 numbers a thread need up to 128
+    registers, 32 need that many from 16384 on too (16 warps), where a part of the scale spills: it is read back from
+    L1, while the next rows are on their way.
     """
     block = triton.next_power_of_2(hidden_size)
     if block <= 1024:
-        return NormConfig(rows=min(128, max(1, 4096 // block)), num_warps=4, num_stages=2, programs_per_sm=4)
-    if block <= 4096:
-        return NormConfig(rows=1, num_warps=4, num_stages=2, programs_per_sm=4)
-    if block <= 8192:
-        return NormConfig(rows=1, num_warps=8, num_stages=2, programs_per_sm=2)
-    return NormConfig(rows=1, num_warps=16 if block <= 16384 else 32, num_stages=2, programs_per_sm=1)
+        return NormConfig(rows=min(128, 4096 // block), num_warps=4, num_stages=3, programs_per_sm=3)
+    num_warps = min(16, block // 512) if block <= 16384 else 32
+    return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
 
 
 def output_dtype(x: torch.Tensor, weight: torch.Tensor | None, casting: str) -> torch.dtype:

@@ -27,6 +27,7 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     fit_config,
+    forward_config,
     memory_order,
     runs_on_triton,
 )
@@ -125,27 +126,17 @@ def _layer_norm_backward_kernel(
         tl.store(dbias_ptr + tl.program_id(0) * H + cols, tl.sum(dbias, axis=0), mask=cols < H)
 
 
-def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
-    """Tile and warps of the forward kernel: about 32 numbers a thread, as for RMSNorm."""
-    block = triton.next_power_of_2(hidden_size)
-    rows = min(128, max(1, 4096 // block))
-    return NormConfig(rows=rows, num_warps=min(32, max(4, rows * block // 1024)))
-
-
 def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     """Tile, warps, stages and persistent grid of the backward kernel.
 
-    As for RMSNorm, but the gradient of the bias takes as many registers again as that of the weight, hence half the
-    numbers a thread from 4096 on.
+    As for RMSNorm, with tiles of half the size for short rows: the gradient of the bias takes as many registers again
+    as that of the weight.
     """
     block = triton.next_power_of_2(hidden_size)
     if block <= 1024:
-        return NormConfig(rows=min(64, max(1, 2048 // block)), num_warps=4, num_stages=2, programs_per_sm=4)
-    if block <= 2048:
-        return NormConfig(rows=1, num_warps=4, num_stages=2, programs_per_sm=4)
-    if block <= 8192:
-        return NormConfig(rows=1, num_warps=block // 512, num_stages=2, programs_per_sm=2 if block <= 4096 else 1)
-    return NormConfig(rows=1, num_warps=32, num_stages=2, programs_per_sm=1)
+        return NormConfig(rows=min(64, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=4)
+    num_warps = min(16, block // 512) if block <= 16384 else 32
+    return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
 
 
 @torch.library.custom_op("liger_trainer::layer_norm", mutates_args=())
@@ -280,8 +271,10 @@ _layer_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _output_dtype(x: torch.Tensor) -> torch.dtype:
-    """fp32 under autocast, where torch's layer_norm is one of the operators that run in fp32."""
-    return torch.float32 if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64 else x.dtype
+    """fp32 under autocast, where torch runs layer_norm in fp32 (not so on a CPU), else the dtype of `x`."""
+    device = x.device.type
+    low_precision = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
 
 
 def layer_norm(
@@ -302,7 +295,7 @@ def layer_norm(
         eps: Added to the variance.
 
     Returns:
-        Tensor of the shape and dtype of `x`; fp32 under autocast, as torch's.
+        Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as torch's.
 
     Raises:
         ValueError: if `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has

@@ -1,0 +1,179 @@
+"""Sweeps the launch configurations of the norm kernels on this GPU and prints the best beside the table's choice.
+
+    python benchmarks/sweeps/norms_sweep.py [--only SUBSTRING] [--seconds 55]
+
+Forward and backward are timed apart, as they are configured apart: CUDA events, the L2 cache flushed before each run,
+the median of several. Every configuration is checked against fp32 before it is timed. "floor" is bytes moved divided by
+the copy bandwidth measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+if __name__ == "__main__" and __package__ is None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from liger_trainer.kernels import _rms_norm_kernels as rms
+from liger_trainer.kernels import layer_norm as ln
+from liger_trainer.kernels._norm_common import NormConfig
+from liger_trainer.kernels.layer_norm import layer_norm_reference
+from liger_trainer.kernels.rms_norm import rms_norm_reference
+
+DEVICE = torch.device("cuda")
+WORK = {  # name: (kind, rows, hidden size)
+    "RMSNorm 16384x4096": ("rms", 16384, 4096),
+    "RMSNorm 655360x128": ("rms", 655360, 128),
+    "RMSNorm 16384x16384": ("rms", 16384, 16384),
+    "add+RMSNorm 16384x4096": ("add", 16384, 4096),
+    "LayerNorm 16384x4096": ("ln", 16384, 4096),
+}
+
+
+def median_ms(function: Callable[[], object], flush: torch.Tensor, repeats: int) -> float:
+    function()
+    pairs = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2]
+
+
+def copy_bandwidth(flush: torch.Tensor) -> float:
+    """TB/s of a 1 GiB copy, reads and writes counted."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda: target.copy_(source), flush, 9) / 1e9
+
+
+def forward_configs(hidden_size: int) -> Iterator[NormConfig]:
+    tile = {128: (16, 32, 64), 4096: (1, 2), 16384: (1,)}[hidden_size]
+    warps = {128: (4, 8), 4096: (4, 8, 16), 16384: (8, 16, 32)}[hidden_size]
+    return (NormConfig(*choice) for choice in itertools.product(tile, warps))
+
+
+def backward_configs(hidden_size: int) -> Iterator[NormConfig]:
+    tile = {128: (16, 32, 64), 4096: (1, 2), 16384: (1,)}[hidden_size]
+    warps = {128: (4, 8), 4096: (4, 8, 16), 16384: (16, 32)}[hidden_size]
+    stages = {128: (2, 3), 4096: (2, 3, 4), 16384: (1, 2, 3)}[hidden_size]
+    programs = {128: (2, 3, 4, 6), 4096: (1, 2, 3, 4), 16384: (1, 2)}[hidden_size]
+    choices = itertools.product(tile, warps, stages, programs)
+    return (NormConfig(*choice) for choice in choices if choice[1] * choice[3] <= 32)
+
+
+def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, list, object, int, int]:
+    """Forward, backward, their fp32 truth, the module whose table they use, and bytes moved by each."""
+    x, dy, other = (torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    weight, bias = (torch.randn(hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    ops = torch.ops.liger_trainer
+    total = x + other if kind == "add" else x
+    leaves = [tensor.float().requires_grad_() for tensor in (total, weight, bias)]
+    y = layer_norm_reference(*leaves) if kind == "ln" else rms_norm_reference(*leaves[:2])
+    truth = [y.detach(), *torch.autograd.grad(y, leaves[: 3 if kind == "ln" else 2], dy.float())]
+    if kind == "add":
+        truth[1] = truth[1] + other.float()
+    truth = [tensor.bfloat16() for tensor in truth]
+    tensor_bytes = 2 * rows * hidden_size
+    if kind == "ln":
+        _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-6, x.dtype)
+        return (
+            lambda: ops.layer_norm(x, weight, bias, 1e-6, x.dtype)[:1],
+            lambda: ops.layer_norm_backward(dy, x, weight, mean, rstd, True, x.dtype, x.dtype),
+            truth,
+            ln,
+            2 * tensor_bytes,
+            3 * tensor_bytes,
+        )
+    if kind == "add":
+        _, total, rstd = ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")
+        return (
+            lambda: ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")[:1],
+            lambda: ops.fused_add_rms_norm_backward(dy, other, total, weight, rstd, 0.0, "llama", True, True),
+            truth,
+            rms,
+            4 * tensor_bytes,
+            4 * tensor_bytes,
+        )
+    _, rstd = ops.rms_norm(x, weight, 1e-6, 0.0, "llama")
+    return (
+        lambda: ops.rms_norm(x, weight, 1e-6, 0.0, "llama")[:1],
+        lambda: ops.rms_norm_backward(dy, x, weight, rstd, 0.0, "llama", True, True),
+        truth,
+        rms,
+        2 * tensor_bytes,
+        3 * tensor_bytes,
+    )
+
+
+def check(results: tuple[torch.Tensor, ...], truth: list[torch.Tensor]) -> None:
+    for index, (ours, exact) in enumerate(zip(results, truth)):
+        error = torch.linalg.vector_norm(ours - exact, dtype=torch.float32)
+        relative = (error / torch.linalg.vector_norm(exact, dtype=torch.float32)).item()
+        assert relative < 1e-2, f"result {index} is off by {relative:.1e}"
+
+
+def sweep(
+    function: Callable, truth: list, table: object, attribute: str, configs: list[NormConfig], flush: torch.Tensor
+) -> list[tuple[float, NormConfig]]:
+    results = []
+    for config in configs:
+        with mock.patch.object(table, attribute, lambda hidden_size, device, config=config: config):
+            try:
+                check(function(), truth)
+                results.append((median_ms(function, flush, repeats=9), config))
+            except Exception as error:  # too much shared memory or too many registers for this device
+                print(f"    {tuple(config)} cannot run: {type(error).__name__}: {str(error)[:80]}")
+    return sorted(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="run the rows of work whose name contains this")
+    parser.add_argument("--seconds", type=float, default=55, help="stop after about this long")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
+    bandwidth = copy_bandwidth(flush)
+    print(
+        f"{torch.cuda.get_device_name()}: copies {bandwidth:.2f} TB/s. Configs: rows, warps, stages, programs per SM."
+    )
+    for name, (kind, rows, hidden_size) in WORK.items():
+        if arguments.only not in name:
+            continue
+        forward, backward, truth, table, forward_bytes, backward_bytes = build(kind, rows, hidden_size)
+        for label, function, expected, attribute, configs, moved in (
+            ("forward", forward, truth[:1], "forward_config", forward_configs(hidden_size), forward_bytes),
+            ("backward", backward, truth[1:], "backward_config", backward_configs(hidden_size), backward_bytes),
+        ):
+            chosen = getattr(table, attribute)(hidden_size, DEVICE)
+            candidates = [chosen, *(config for config in configs if config != chosen)]
+            spent = time.perf_counter() - began
+            if spent > arguments.seconds:
+                print(f"{name} {label}: skipped, {spent:.0f} s are over")
+                continue
+            results = sweep(function, expected, table, attribute, candidates, flush)
+            print(f"{name} {label}: floor {moved / bandwidth / 1e9:.4f} ms")
+            for ms, config in results[:4]:
+                print(f"    {ms:.4f} ms  {tuple(config)}")
+            print(f"    {next((ms for ms, config in results if config == chosen), float('nan')):.4f} ms  table")
+        del forward, backward, truth
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
