@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 try:
-    from torch._C._dynamo.eval_frame import set_eval_frame, skip_code
+    from torch._dynamo.eval_frame import set_eval_frame, skip_code
 except ImportError:  # a torch that names them otherwise: compiled models then build their logits
     set_eval_frame = skip_code = None
 

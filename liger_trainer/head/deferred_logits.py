@@ -37,7 +37,7 @@ _announced: set[str] = set()
 
 
 class Recorded:
-    """What a `DeferredLogits` stands for: ``chain(hidden @ weight.T + bias)``. In-place operations replace the chain."""
+    """What a `DeferredLogits` is: ``chain(hidden @ weight.T + bias)``; in-place operations replace the chain."""
 
     __slots__ = ("call", "chain", "hidden")
 
@@ -76,7 +76,7 @@ class _LogitsNode(torch.autograd.Function):
 
 
 class _BuiltFromNode(torch.autograd.Function):
-    """The built logits of a wrapper whose graph is not ours (another Function returned it): gradients go to that graph."""
+    """Builds the logits of a wrapper whose graph is not ours (another Function returned it) and keeps that graph."""
 
     @staticmethod
     def forward(ctx: Any, deferred: torch.Tensor) -> torch.Tensor:
@@ -141,10 +141,12 @@ class DeferredLogits(torch.Tensor):
         return deferred
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {})
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Only reached from C++; autograd has been recorded above this level, against the wrapper's node.
         mutates = func._schema.is_mutable

@@ -82,7 +82,7 @@ def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(parameters):
-            # Copies: the partitioned parameter is emptied when the context ends, and backward may still want the weight.
+            # Copies: the parameter is emptied when the context ends, and backward may still want the weight.
             weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
     else:
         weight, bias = _whole(head.weight), None if head.bias is None else _whole(head.bias)

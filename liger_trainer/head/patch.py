@@ -69,8 +69,8 @@ def make_head_forward(fused: bool, logits_memory: int) -> Callable:
 def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
-    The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does for
-    evaluation without metrics). Everything else (generation, metrics, inference) runs as ever.
+    The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
+    for evaluation without metrics). Everything else (generation, metrics, inference) runs as ever.
 
     Args:
         native: The forward of the model's class.
@@ -94,7 +94,7 @@ def make_model_forward(native: Callable) -> Callable:
         with compiler_restored(), forward_context(context):
             return native(self, *args, **kwargs)
 
-    run_uncompiled = torch.compiler.disable(run, recursive=False)
+    run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
 
     @functools.wraps(native)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def make_model_forward(native: Callable) -> Callable:
             return run(self, native, has_labels, num_items, args, kwargs)
         if not CAN_DEFER_COMPILED or whole_graph_wanted():
             return native(self, *args, **kwargs)
-        return run_uncompiled(self, uncompiled(native), has_labels, num_items, args, kwargs)
+        return run_uncompiled(self, native_uncompiled, has_labels, num_items, args, kwargs)
 
     _model_forwards.add(forward)
     return forward

@@ -12,7 +12,7 @@ from liger_trainer.head.context import ForwardContext, expected_loss_gradient, f
 from liger_trainer.patching.binding import bind_forward
 
 TOLERANCE = 5e-3
-"""Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 products (where they are on) about 1e-3."""
+"""Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 (where it is on) about 1e-3."""
 
 _BATCH, _LENGTH, _HIDDEN, _VOCAB, _IGNORED = 2, 8, 32, 48, -100
 

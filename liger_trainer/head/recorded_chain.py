@@ -17,6 +17,7 @@ class Cast:
     dtype: torch.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
         return x.to(self.dtype)
 
 
@@ -28,6 +29,7 @@ class Scale:
     divide: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
         factor = self.factor
         if x.is_meta and isinstance(factor, torch.Tensor):
             factor = factor.to("meta")
@@ -51,11 +53,12 @@ class Tanh:
     """``tanh(x)``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
         return x.tanh()
 
 
 class FusedForm(NamedTuple):
-    """The chain as the fused operators take it: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
+    """The chain as the fused operators take it: ``softcap * tanh(x * logit_scale / softcap)`` or ``x * logit_scale``."""
 
     softcap: float | None
     logit_scale: float

@@ -81,7 +81,7 @@ def _elementwise_(x: DeferredLogits, step: Cast | Scale | Tanh) -> Any:
 
 
 def _scale_of(x: DeferredLogits, factor: Any, divide: bool) -> Scale | None:
-    if isinstance(factor, bool) or isinstance(factor, DeferredLogits):
+    if isinstance(factor, (bool, DeferredLogits)):
         return None
     if isinstance(factor, torch.Tensor):
         if factor.dim() or factor.device.type not in ("cpu", x.meta.device.type, x.recorded.hidden.device.type):
@@ -278,7 +278,7 @@ def _consumed(item: Any) -> int | None:
     """Dimensions an index takes; None for one that is not recorded."""
     if item is None or item is Ellipsis:
         return 0
-    if isinstance(item, bool) or isinstance(item, DeferredLogits):
+    if isinstance(item, (bool, DeferredLogits)):
         return None
     if isinstance(item, (int, slice)):
         return 1
