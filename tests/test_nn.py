@@ -87,7 +87,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="`init_fn`"):
         LigerLayerNorm(8, init_fn="randn")
     for loss in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
-        with pytest.raises(ValueError, match="`label_smoothing` is 1.5"):
+        with pytest.raises(ValueError, match=r"`label_smoothing` is 1\.5"):
             loss(label_smoothing=1.5)
         with pytest.raises(ValueError, match="`reduction` is 'avg'"):
             loss(reduction="avg")
@@ -108,7 +108,7 @@ def test_swiglu_mlp():
     x = torch.randn(3, HIDDEN)
     torch.testing.assert_close(mlp(x), gated(mlp, F.silu, x))
     assert LigerSwiGLUMLP(config(hidden_act="silu"), intermediate_size=4).up_proj.out_features == 4
-    with pytest.raises(ValueError, match="`config.hidden_act` is 'relu'"):
+    with pytest.raises(ValueError, match=r"`config\.hidden_act` is 'relu'"):
         LigerSwiGLUMLP(config(hidden_act="relu"))
 
 

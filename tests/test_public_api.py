@@ -29,7 +29,8 @@ def test_functional_names():
 
 
 def loaded_after(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(' '.join(m for m in ('torch', 'triton', 'transformers', 'trl') if m in sys.modules))"
+    heavy = ("torch", "triton", "transformers", "trl")
+    code = f"import sys\n{statement}\nprint(' '.join(name for name in {heavy!r} if name in sys.modules))"
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 

@@ -138,7 +138,7 @@ def _run(computation: Computation, tensors: Sequence[torch.Tensor]) -> list[torc
 
 def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> str:
     if len(expected) != len(got):
-        return f"it returns {len(expected)} tensors where the kernel returns {len(got)}"
+        return "it returns another number of tensors than the kernel"
     for one, other in zip(expected, got):
         if (one is None) != (other is None):
             return "an input has a gradient in one of the two only"

@@ -29,6 +29,8 @@ def only_row(model, **config):
     ("module", "kernel"),
     [
         (toys.Norm(), "rms_norm (casting=llama)"),
+        (toys.NoCasts(), "rms_norm (casting=none)"),
+        (toys.WiderUnderAutocast(), "rms_norm (casting=llama)"),
         (nn.RMSNorm(8, eps=1e-5), "rms_norm (casting=olmo2)"),
         (nn.RMSNorm(8, eps=1e-5, elementwise_affine=False), "rms_norm"),
         (nn.LayerNorm(8), "layer_norm"),
@@ -315,7 +317,7 @@ def test_fp32_norms_in_a_bf16_model():
         torch.testing.assert_close(model(**batch).loss, before, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-5), toys.Norm()])
+@pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-5), toys.Norm(), toys.WiderUnderAutocast()])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
 def test_autocast_keeps_the_result_dtype(module, weights, inputs):

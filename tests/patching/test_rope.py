@@ -274,7 +274,7 @@ def test_decorator_that_hides_the_call():
 def test_halves_of_the_tables_may_differ():
     """The probe does not assume what a particular rotary embedding happens to make equal."""
     with Probe(torch.device("cpu")).isolated():
-        q, k, cos, sin = rope_patch._tensors((4, 1, True, True), Probe(torch.device("cpu")))
+        _q, _k, cos, sin = rope_patch._tensors((4, 1, True, True), Probe(torch.device("cpu")))
     half = cos.shape[-1] // 2
     assert not torch.equal(cos[..., :half], cos[..., half:])
     assert not torch.equal(sin[..., :half], sin[..., half:])

@@ -18,6 +18,21 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(states.dtype)
 
 
+class NoCasts(Norm):
+    """Rounds at every step in bfloat16."""
+
+    def forward(self, states):
+        return self.weight * (states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class WiderUnderAutocast(Norm):
+    """As torch's own normalisations are on CUDA."""
+
+    def forward(self, states):
+        normed = super().forward(states)
+        return normed.float() if torch.is_autocast_enabled("cpu") else normed
+
+
 class EpsOutsideTheRoot(Norm):
     def forward(self, states):
         return self.weight * states / (states.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
