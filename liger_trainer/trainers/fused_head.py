@@ -21,6 +21,8 @@ import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.head.context import ForwardContext, forward_context
+from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.trainers.token_statistics import token_statistics
 
 _IGNORE_INDEX = -100
@@ -68,8 +70,10 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
         uniform_gradient: Whether the loss weighs all labels alike, see [`token_statistics`].
     """
+    # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
     inner = getattr(model.forward, "__func__", None)
-    if inner is None:
+    native = type(model).forward if is_bound_by_us(model) else inner
+    if inner is None or native is None:
         raise ValueError(
             f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
@@ -86,7 +90,7 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
         **kwargs: Any,
     ) -> Any:
         if fused_lm_head:
-            return _fused_output(self, inner, args, kwargs, labels, shift_labels, num_items_in_batch, uniform_gradient)
+            return _fused_output(self, native, args, kwargs, labels, shift_labels, num_items_in_batch, uniform_gradient)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
 
@@ -95,7 +99,7 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
 
 def _fused_output(
     model: nn.Module,
-    inner: Callable,
+    native: Callable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     labels: torch.Tensor | None,
@@ -107,7 +111,8 @@ def _fused_output(
     kwargs["use_cache"] = False
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    outputs = inner(model, *args, skip_logits=True, **kwargs)
+    with forward_context(_head_may_defer(model)):
+        outputs = native(model, *args, **kwargs)
     logits = outputs.logits
 
     if shift_labels is not None:
@@ -136,3 +141,12 @@ def _fused_output(
         label_mask=mask,
         aux_loss=aux_loss,
     )
+
+
+def _head_may_defer(model: nn.Module) -> ForwardContext | None:
+    """The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
+
+    Except where FSDP1 keeps the head in a unit of its own: its weight is gone once the head has run.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return None if type(head).__name__ == "FullyShardedDataParallel" else ForwardContext(has_labels=True)
