@@ -83,8 +83,8 @@ def shipped_recipes() -> dict[str, Path]:
 
 def packaged_files(package: str, pattern: str) -> dict[str, Path]:
     """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
-    places = importlib.import_module(package).__path__
-    return {file.stem: file for file in sorted(file for place in places for file in Path(place).glob(pattern))}
+    module: Any = importlib.import_module(package)
+    return {file.stem: file for file in sorted(file for place in module.__path__ for file in Path(place).glob(pattern))}
 
 
 def find_recipe(name: str | Path) -> Path:

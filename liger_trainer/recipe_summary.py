@@ -56,7 +56,7 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     if mfu:
         lines.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}"))
     memory = max((entry["peak_memory_gib"] for entry in history if entry.get("peak_memory_gib")), default=None)
-    if memory is None or device == "cpu":
+    if memory is None:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))

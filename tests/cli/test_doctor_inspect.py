@@ -1,0 +1,137 @@
+"""`doctor` finds what it says it finds; `inspect` plans without weights; `recipes` lists and copies."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from liger_trainer.cli import doctor, main
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+
+
+def find(findings, subject):
+    return next(finding for finding in findings if finding.subject == subject)
+
+
+def test_doctor_runs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("torch", "transformers", "trl", "supported"):
+        assert word in shown
+
+
+def test_versions_out_of_range_and_missing(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(package):
+        if package == "peft":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return {"trl": "1.9.0", "transformers": "4.57.0", "torch": "2.13.0+cpu"}.get(package) or real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    findings = doctor.versions()
+    assert find(findings, "transformers").status == "error"
+    assert "pip install 'transformers" in find(findings, "transformers").text
+    assert find(findings, "trl").status == "error"
+    assert find(findings, "torch").status == "ok"
+    assert "not installed" in find(findings, "peft").text
+
+
+def test_trap_of_a_kernels_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert all(finding.subject != "kernels/" for finding in doctor.traps())
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    assert find(doctor.traps(), "kernels/").status == "error"
+
+
+def test_trap_of_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert find(doctor.traps(), "TRITON_INTERPRET").status == "warning"
+
+
+def test_traps_of_several_gpus_and_liger(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(doctor, "driver_version", lambda: (470, 82))
+    monkeypatch.setattr(doctor, "_version", lambda package: "0.8.5" if package == "liger-kernel" else None)
+    findings = doctor.traps()
+    assert "all 4" in find(findings, "several GPUs").text
+    assert find(findings, "driver").status == "warning"
+    assert "0.8.5" in find(findings, "liger-kernel").text
+
+
+def test_a_kernel_that_cannot_run_is_a_finding(monkeypatch):
+    import liger_trainer.functional
+
+    def broken(*arguments):
+        raise RuntimeError("no compiler\nand much more")
+
+    monkeypatch.setattr(liger_trainer.functional, "rms_norm", broken)
+    finding = doctor._try_kernel("cpu")
+    assert finding.status == "error"
+    assert "no compiler" in finding.text
+    assert "much more" not in finding.text
+
+
+@pytest.mark.gpu
+def test_gpu_is_listed_and_its_kernels_run(device):
+    findings = doctor.devices()
+    assert find(findings, "gpu 0").status == "ok"
+    assert find(findings, "kernels").status == "ok"
+
+
+def inspected(capsys, *arguments):
+    assert main(["inspect", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_inspect_takes_a_config_a_folder_and_a_recipe(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    shown = inspected(capsys, path)
+    assert "LlamaRMSNorm" in shown
+    assert inspected(capsys, tmp_path) == shown
+    assert "LlamaMLP" in inspected(capsys, "quickstart")
+
+
+def test_inspect_needs_no_memory_for_the_weights(tmp_path, capsys):
+    size = {**CONFIG, "hidden_size": 16384, "intermediate_size": 65536, "vocab_size": 300_000, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**size, "num_attention_heads": 128, "num_key_value_heads": 8}))
+    assert "LlamaMLP" in inspected(capsys, tmp_path)
+
+
+def test_inspect_follows_the_switches(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert inspected(capsys, tmp_path) != inspected(capsys, tmp_path, "--liger_kernel_config", '{"rms_norm": false}')
+
+
+@pytest.mark.parametrize("arguments", [["no/such-model"], ["none.yaml"], ["quickstart", "--liger_kernel_config", "{"]])
+def test_inspect_refuses_in_one_message(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["inspect", *arguments]) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("liger-trainer: ")
+
+
+def test_recipes_lists_and_copies_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 0
+    assert "llama3_8b_sft" in capsys.readouterr().out
+    assert main(["recipes", "quickstart"]) == 0
+    assert "pydoc_topics" in Path("quickstart.yaml").read_text()
+    assert main(["recipes", "quickstart"]) == 2
+    assert "not overwritten" in capsys.readouterr().err
