@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 import torch
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from transformers import TrainerState, TrainingArguments
+
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 _GIB = 2**30
 
@@ -15,8 +16,8 @@ _GIB = 2**30
 class MemoryCallback(LoggedMetricsCallback):
     """Logs `peak_memory_gib`, the most this process has had allocated so far.
 
-    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`); its counter is not reset, which
-    would falsify what others measure with it. On a CPU it is the process's peak resident memory.
+    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`); its counter is not reset,
+    which would falsify what others measure with it. On a CPU it is the process's peak resident memory.
     """
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from liger_trainer.callbacks.flops import flops_per_token, peak_flops
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from liger_trainer.callbacks.flops import flops_per_token, peak_flops
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 
 class ThroughputCallback(LoggedMetricsCallback):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_trainer.configs.flags import KernelFlags, with_dict_fields
 from trl import SFTConfig
+
+from liger_trainer.configs.flags import KernelFlags, with_dict_fields
 
 
 @dataclass

@@ -11,6 +11,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+
 from liger_trainer.kernels.runtime import tl, triton, use_triton
 
 MAX_HIDDEN_SIZE = 65536

@@ -10,6 +10,7 @@ the gradient of the sum) and writes dx. `rms_norm` and `fused_add_rms_norm` are 
 from __future__ import annotations
 
 import torch
+
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,

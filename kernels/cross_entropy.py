@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,

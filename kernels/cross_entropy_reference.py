@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,

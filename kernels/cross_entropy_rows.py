@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels.cross_entropy_reference import row_statistics_torch_
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton

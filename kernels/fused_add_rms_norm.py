@@ -13,6 +13,7 @@ In bf16, forward reads and writes 4 + 4 bytes a number, backward 6 + 2; an addit
 from __future__ import annotations
 
 import torch
+
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     empty_in_order,

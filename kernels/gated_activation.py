@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------

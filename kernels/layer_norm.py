@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,

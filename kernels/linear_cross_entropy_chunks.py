@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats, check_labels_on_cpu, compute_dtype
 from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
 

@@ -9,6 +9,7 @@ bf16).
 from __future__ import annotations
 
 import torch
+
 from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 

@@ -18,6 +18,7 @@ The kernels can also add a residual before the norm; `fused_add_rms_norm` launch
 from __future__ import annotations
 
 import torch
+
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     empty_in_order,

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------

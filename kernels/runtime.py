@@ -65,7 +65,8 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 def graph_is_kept() -> bool:
     """Whether the running backward keeps its graph for another (``retain_graph=True``).
 
-    Only where it does not may a backward write over what it saved. True where torch does not say, and outside a backward.
+    Only where it does not may a backward write over what it saved. True where torch does not say, and outside of any
+    backward.
     """
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if query is None else bool(query())

@@ -6,13 +6,14 @@ Formulas, bytes moved and what is saved are in ``gated_activation.py``, which ho
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
+
 from liger_trainer.kernels.gated_activation import (
     fused_kernel_takes,
     gated_activation,
     gated_activation_fused,
     kernel_takes,
 )
-from torch.nn import functional as F
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+
 from liger_trainer.kernels import cross_entropy_rows, linear_cross_entropy_chunks
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from liger_trainer.kernels import gated_activation, rope
 from torch.nn import functional as F
+
+from liger_trainer.kernels import gated_activation, rope
 
 ROPE_SHAPES = {  # (batch, seq, q heads, k heads, head_dim)
     "llama3-8b": (4, 4096, 32, 8, 128),

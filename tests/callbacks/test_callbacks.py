@@ -5,13 +5,13 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
 from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 
 SIZES = {

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
+
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from transformers import HfArgumentParser, TrainingArguments
-from trl import SFTConfig, TrlParser
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig]
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_reference
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from liger_trainer.kernels import _rms_norm_kernels
 from liger_trainer.kernels import layer_norm as layer_norm_module
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference

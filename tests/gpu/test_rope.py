@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from liger_trainer.kernels.rope import _rope_kernel, rope, rope_reference
 
 pytestmark = pytest.mark.gpu

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer

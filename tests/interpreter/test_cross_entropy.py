@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
 from liger_trainer.kernels import _norm_common, _rms_norm_kernels
 from liger_trainer.kernels import layer_norm as layer_norm_module
 from liger_trainer.kernels._norm_common import NormConfig, column_sum
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
-from torch.utils.checkpoint import checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASTINGS = ["llama", "gemma", "olmo2", "none"]

@@ -4,10 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.library import opcheck
+
 from liger_trainer.kernels import rope as rope_kernel
 from liger_trainer.kernels.rope import _rope, rope, rope_reference
 from liger_trainer.kernels.runtime import INTERPRETED
-from torch.library import opcheck
 
 # (batch, seq, q heads, k heads, head_dim, rotary_dim, table batch)
 SHAPES = [

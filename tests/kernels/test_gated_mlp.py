@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from liger_trainer.kernels import gated_activation as operators
-from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
 from torch.nn import functional as F
 from transformers import GemmaConfig, LlamaConfig, Phi3Config
 from transformers.activations import ACT2FN
@@ -12,6 +9,9 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
+from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 SIZES = {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}

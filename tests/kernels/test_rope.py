@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from liger_trainer.kernels.rope import _rope, rope, rope_reference
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
+from liger_trainer.kernels.rope import _rope, rope, rope_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

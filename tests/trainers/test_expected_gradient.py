@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-
 from liger_trainer.head import fused_loss
 from liger_trainer.trainers import token_statistics
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer

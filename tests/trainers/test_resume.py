@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, token_rows
 

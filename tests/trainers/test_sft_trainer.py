@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 import trl.trainer.sft_trainer as trl_sft_trainer
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.head.deferred_logits import DeferredLogits
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers import fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from tests.trainers.tiny import (

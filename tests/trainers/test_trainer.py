@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
 from liger_trainer.trainers import mixin
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, gemma2, llama, logged, mixtral, token_rows

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
