@@ -23,6 +23,7 @@ if __name__ == "__main__" and __package__ is None:
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import liger_trainer.kernels.fused_add_rms_norm  # noqa: F401 (registers its operator)
 from liger_trainer.kernels import _rms_norm_kernels as rms
 from liger_trainer.kernels import layer_norm as ln
 from liger_trainer.kernels._norm_common import NormConfig
