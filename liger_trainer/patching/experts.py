@@ -7,12 +7,13 @@ from collections.abc import Callable
 from torch import nn
 
 from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.probe import full_shape
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
     """The verdict on `module` if it holds the 3-D weights of a layer of experts, else None."""
     weights = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-    if any(weight is None or weight.dim() != 3 for weight in weights):
+    if any(weight is None or len(full_shape(weight)) != 3 for weight in weights):
         return None
     target = type(module).__name__
     if not enabled("experts"):

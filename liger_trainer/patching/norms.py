@@ -13,7 +13,7 @@ from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.probe import Agreement, Probe, identity, only_argument, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
 
 try:
     from torch.distributed.tensor import DTensor
@@ -30,6 +30,7 @@ RMS_NORM_FORMULAS = (("llama", 0.0), ("olmo2", 0.0), ("gemma", 1.0), ("none", 0.
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _NOT_ROW_NORMS = (_NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _ROWS = (2, 5)
+_ANY_SIZE = 64
 
 
 def find_norm(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
@@ -73,10 +74,11 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callab
     if others:
         return _refused(f"it has {', '.join(others)} besides an RMSNorm's weight")
     weighted = "weight" in present
-    if weighted and present["weight"].dim() != 1:
-        return _refused(f"its weight has {present['weight'].dim()} dimensions; an RMSNorm's has one")
+    shape = full_shape(present["weight"]) if weighted else ()
+    if weighted and len(shape) != 1:
+        return _refused(f"its weight has {len(shape)} dimensions; an RMSNorm's has one")
     original = type(module).forward
-    size = present["weight"].shape[0] if weighted else _normalized_size(module)
+    size = _size(module, shape)
     tensors = [probe.randn(*_ROWS, size), *([probe.randn(size)] if weighted else [])]
     name = eps_name(module)
     assert name is not None
@@ -137,9 +139,12 @@ def _dtype_cases(probe: Probe, original: Callable, ours: Callable, tensors: list
     return mixed, autocast
 
 
-def _normalized_size(module: nn.Module) -> int:
-    shape = getattr(module, "normalized_shape", None)  # torch.nn.RMSNorm's, which its forward checks
-    return shape[0] if isinstance(shape, tuple) and len(shape) == 1 else 64
+def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
+    """The size of the last dimension, which `torch.nn.RMSNorm` checks; any size where nothing tells, as for a shard."""
+    normalized = getattr(module, "normalized_shape", None)
+    if isinstance(normalized, tuple) and len(normalized) == 1:
+        return normalized[0]
+    return (weight_shape[0] if weight_shape else 0) or _ANY_SIZE
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, autocast: bool) -> bool:

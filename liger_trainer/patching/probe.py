@@ -221,13 +221,18 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
         for name, value in sorted(module.__dict__.items())
         if not name.startswith("_") and name not in ("training", "forward")
     )
-    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    shapes = tuple((name, None if p is None else full_shape(p)) for name, p in module._parameters.items())
     stateless = tuple(
         (name, identity(child) if is_stateless(child) else None)
         for name, child in module._modules.items()
         if child is not None
     )
     return (type(module), attributes, shapes, stateless)
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of `parameter`; of one that DeepSpeed ZeRO-3 has partitioned, and left empty, the shape it had."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_stateless(module: nn.Module) -> bool:

@@ -269,6 +269,24 @@ def test_meta_model_is_patched_unread_and_remarked():
     torch.testing.assert_close(model.eval()(**batch).loss, plain.eval()(**batch).loss)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_partitioned_weights_are_judged_by_their_full_shape(family):
+    """As DeepSpeed ZeRO-3 leaves them: empty, with the shape in an attribute."""
+    expected = apply_liger_kernel(TINY_MODELS[family](), LAYERS)
+    model = TINY_MODELS[family]()
+    for parameter in model.parameters():
+        shape = parameter.shape
+        parameter.data = torch.empty(0)
+        parameter.ds_shape = shape
+    assert apply_liger_kernel(model, LAYERS) == expected
+
+
+def test_empty_shard_is_still_proved():
+    norm = toys.NoCasts()
+    norm.weight.data = torch.empty(0)
+    assert only_row(toys.Toy(it=norm)).kernel == "rms_norm (casting=none)"
+
+
 def test_lora_on_every_projection():
     from peft import LoraConfig, get_peft_model
 

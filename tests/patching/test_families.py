@@ -186,3 +186,21 @@ def test_vision_inputs(family):
         # Biases of keys have no gradient but rounding noise, as a softmax does not see them.
         floor = 1e-6 * max(float(value.norm()) for value in expected.values())
         assert float((expected[name] - got[name]).norm()) <= 1e-5 * float(expected[name].norm()) + floor, name
+
+
+@families
+def test_layers_and_head_together(family):
+    model = TINY_MODELS[family]().train()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    report = apply_liger_kernel(model)
+    assert "linear_cross_entropy" in {row.component for row in report.applied}
+    got = loss_and_gradients(model, batch)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(value, got[name]) <= 1e-5, name
+    assert apply_liger_kernel(model) == report
+    revert_liger_kernel(model)
+    again = loss_and_gradients(model, batch)
+    assert all(torch.equal(value, again[name]) for name, value in expected.items())
+    assert not list(bound_modules(model))

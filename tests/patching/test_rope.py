@@ -325,3 +325,28 @@ def test_compiled_equals_and_holds_our_operators(family, calls):
     assert calls  # what was traced is ours
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.get_input_embeddings().weight.grad, gradient, rtol=1e-3, atol=1e-3)
+
+
+class AsModule(nn.Module):
+    """What Hugging Face's `kernels` package makes of a decorated function."""
+
+    def forward(self, *args, **kwargs):
+        return apply_rotary_pos_emb(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(lambda self, q, k, cos, sin, unsqueeze_dim=1: None)
+
+
+apply_rotary_as_module = AsModule()
+
+
+class CallsModule(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_as_module(q, k, cos, sin)
+
+
+def test_function_that_is_a_module(calls):
+    module = CallsModule()
+    arguments = tensors()
+    expected = module(*arguments)
+    torch.testing.assert_close(patched(module, calls)(*arguments), expected)
+    assert len(calls) == 1
