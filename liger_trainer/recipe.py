@@ -168,8 +168,8 @@ def _fits(value: Any, hint: Any) -> bool:
         if isinstance(value, bool) and origin is not bool:
             continue
         if isinstance(value, origin):
-            arguments = typing.get_args(option)
-            return origin is not list or not arguments or all(_fits(item, arguments[0]) for item in value)
+            inner = typing.get_args(option)
+            return not (isinstance(value, list) and inner) or all(_fits(item, inner[0]) for item in value)
     return False
 
 

@@ -51,13 +51,15 @@ def launch_command(
     """
     gpus = count_gpus()
     if config is None:
-        if (num_processes or gpus) <= 1 or "RANK" in os.environ:
+        if "RANK" in os.environ or max(gpus, num_processes or 1) <= 1:
             return None
-        config = "ddp"
+        config = "single_gpu" if num_processes == 1 else "ddp"
     file = accelerate_config(config)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     if num_processes is None and Path(config) != file and config != "single_gpu":
         num_processes = max(gpus, 1)
+    if config == "single_gpu" and gpus > 1:
+        command += ["--gpu_ids", "0"]  # one process that saw them all would run nn.DataParallel
     if num_processes is not None:
         command += ["--num_processes", str(num_processes)]
     return [*command, "-m", "liger_trainer", str(recipe), *options]

@@ -57,6 +57,14 @@ def test_several_gpus_become_one_process_each(gpus):
     assert command[-5:] == ["-m", "liger_trainer", "a.yaml", "--max_steps", "3"]
 
 
+@pytest.mark.parametrize("arguments", [(None, 1), ("single_gpu", None)])
+def test_one_process_of_many_gpus_sees_one(gpus, arguments):
+    gpus(4)
+    command = train.launch_command(RECIPE, [], *arguments)
+    assert command[command.index("--config_file") + 1].endswith("single_gpu.yaml")
+    assert command[command.index("--gpu_ids") + 1] == "0"
+
+
 def test_named_config_and_number_of_processes(gpus):
     gpus(4)
     command = train.launch_command(RECIPE, [], "fsdp2", 2)
