@@ -58,7 +58,7 @@ class Tanh:
 
 
 class FusedForm(NamedTuple):
-    """The chain as the fused operators take it: ``softcap * tanh(x * logit_scale / softcap)`` or ``x * logit_scale``."""
+    """The chain as the operators take it: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
 
     softcap: float | None
     logit_scale: float
