@@ -18,13 +18,13 @@ import torch
 try:
     from torch._dynamo.eval_frame import set_eval_frame, skip_code
 except ImportError:  # a torch that names them otherwise: compiled models then build their logits
-    set_eval_frame = skip_code = None
+    set_eval_frame = skip_code = None  # type: ignore[assignment]
 
 CAN_DEFER_COMPILED = set_eval_frame is not None
 """Whether compiled models can defer their logits with this torch."""
 
 
-def never_a_frame(function: types.FunctionType) -> None:
+def never_a_frame(function: Any) -> None:
     """Keeps the compiler from compiling `function` by itself, while a trace that reaches it still goes through it."""
     if skip_code is not None:
         skip_code(function.__code__)
@@ -54,7 +54,7 @@ def _filled(cell: types.CellType) -> bool:
 @functools.cache
 def uncompiled(function: Callable) -> Callable:
     """`function` and the decorators around it, run eagerly under `torch.compile`; what they call is still compiled."""
-    chain = [function]
+    chain: list[Any] = [function]
     while isinstance(getattr(chain[-1], "__wrapped__", None), types.FunctionType):
         chain.append(chain[-1].__wrapped__)
     replaced: dict[int, Callable] = {}

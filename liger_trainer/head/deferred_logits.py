@@ -67,10 +67,12 @@ class _LogitsNode(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         needed = ctx.needs_input_grad[:3]
-        leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, needed)]
+        leaves: list[Any] = [
+            None if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, needed)
+        ]
         with torch.enable_grad():
-            logits = ctx.recorded.chain.replay(linear(*leaves, dtype=ctx.recorded.call.dtype))
-        wanted = [leaf for leaf, need in zip(leaves, needed) if need]
+            logits = ctx.recorded.chain.replay(linear(leaves[0], leaves[1], leaves[2], ctx.recorded.call.dtype))
+        wanted = [leaf for leaf, need in zip(leaves, needed) if leaf is not None and need]
         found = iter(torch.autograd.grad(logits, wanted, build(grad)))
         return (*(next(found) if need else None for need in needed), None, None)
 
@@ -228,9 +230,9 @@ class DeferredLogits(torch.Tensor):
         pending = [root]
         while pending:
             node = pending.pop()
-            for child in filter(None, (reference() for reference in node.views)):
+            for child in [view for view in (reference() for reference in node.views) if view is not None]:
                 if child.value is None or fresh:
-                    child.value = child.replay_view(node.value)  # type: ignore[misc]
+                    child.value = child.replay_view(node.value)  # type: ignore[misc, arg-type]
                 pending.append(child)
 
     def add_view(self, child: DeferredLogits, replay_view: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:

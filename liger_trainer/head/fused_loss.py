@@ -69,7 +69,8 @@ def deferred_cross_entropy(
     dtype = torch.float32 if torch.is_autocast_enabled(device) else input.meta.dtype
     with gathered(call.head) as (matrix, bias):
         if not input.has_graph:
-            hidden, matrix, bias = (None if x is None else x.detach() for x in (hidden, matrix, bias))
+            hidden, matrix = hidden.detach(), matrix.detach()
+            bias = None if bias is None else bias.detach()
         if call.fused:
             cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
             options["logits_memory"] = call.logits_memory

@@ -57,12 +57,10 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear) -> torch.dtype | None:
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        mixed = (hidden.dtype, weight.dtype)
-    else:
-        mixed = (hidden.dtype,)
-        if hidden.dtype != dtype or (bias is not None and bias.dtype != dtype):
-            return None
-    return dtype if dtype in RECORDABLE_DTYPES and all(each in RECORDABLE_DTYPES for each in mixed) else None
+    elif hidden.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        return None
+    recordable = all(each in RECORDABLE_DTYPES for each in (dtype, hidden.dtype, weight.dtype))
+    return dtype if recordable else None
 
 
 def is_sharded(head: nn.Linear) -> bool:

@@ -87,8 +87,8 @@ def make_model_forward(native: Callable) -> Callable:
             return has_labels and skip_logits
         return has_labels or torch.is_grad_enabled()
 
-    def run(self: nn.Module, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
-        context = ForwardContext(has_labels, num_items)
+    def run(self: Any, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
+        context: ForwardContext | None = ForwardContext(has_labels, num_items)
         if type(self.get_output_embeddings()).__name__ == "FullyShardedDataParallel":
             context = None  # FSDP1 with the head in a unit of its own: its weight is gone once the head has run
         with compiler_restored(), forward_context(context):

@@ -58,7 +58,7 @@ class Tanh:
 
 
 class FusedForm(NamedTuple):
-    """What the fused operators take: ``x * logit_scale``, or ``softcap * tanh(x * logit_scale / softcap)``."""
+    """The chain as the operators take it: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
 
     softcap: float | None
     logit_scale: float

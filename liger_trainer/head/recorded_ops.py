@@ -27,6 +27,7 @@ def _metadata(func: Callable, args: tuple, kwargs: dict) -> Any:
 _GETTERS = (
     *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "names", "itemsize", "nbytes"),
     *("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
+    *("_base", "_version", "output_nr", "retains_grad"),
 )
 METADATA.update(
     dict.fromkeys(
@@ -43,7 +44,7 @@ METADATA.update(
                 T.element_size,
                 T.get_device,
             ),
-            *(T.is_floating_point, T.is_complex, T.is_signed, T.is_inference, T.__len__, T.__hash__),
+            *(T.is_floating_point, T.is_complex, T.is_signed, T.is_inference, T._is_view, T.__len__, T.__hash__),
             *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
         ],
         _metadata,
@@ -51,7 +52,7 @@ METADATA.update(
 )
 METADATA[T.__format__] = lambda func, args, kwargs: format(repr(args[0]), *args[1:])
 # DistributedDataParallel sends every output that has a `grad_fn` through a Function, which would build the logits.
-METADATA[T.grad_fn.__get__] = lambda func, args, kwargs: None  # type: ignore[attr-defined]
+METADATA[T.grad_fn.__get__] = lambda func, args, kwargs: None  # type: ignore[union-attr]
 
 RECORDERS[F.cross_entropy] = deferred_cross_entropy
 
