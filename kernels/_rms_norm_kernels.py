@@ -149,9 +149,10 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     """
     block = triton.next_power_of_2(hidden_size)
     if block <= 1024:
-        return NormConfig(rows=min(128, 4096 // block), num_warps=4, num_stages=3, programs_per_sm=3)
+        return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=3)
     num_warps = min(16, block // 512) if block <= 16384 else 32
-    return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
+    stages = 3 if block < 16384 else 1  # a row of 16384 is enough in flight by itself, and buffers cost it registers
+    return NormConfig(rows=1, num_warps=num_warps, num_stages=stages, programs_per_sm=max(1, 16 // num_warps))
 
 
 def output_dtype(x: torch.Tensor, weight: torch.Tensor | None, casting: str) -> torch.dtype:
