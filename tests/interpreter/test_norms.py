@@ -93,7 +93,7 @@ def test_weight_of_another_dtype(device, casting, x_dtype, weight_dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("casting", "offset"),
-    [("llama", 0.0), ("llama", 0.3), ("gemma", 1.0), ("olmo2", 0.0), ("olmo2", 0.3), ("none", 0.3)],
+    [("llama", 0.0), ("llama", 0.3125), ("gemma", 1.0), ("olmo2", 0.0), ("olmo2", 0.3125), ("none", 0.3125)],
 )
 def test_forward_has_the_bits_of_the_model_formula(device, dtype, casting, offset):
     # The squares of small integers add up exactly in any order, so only the formula's roundings are left. (64 rows:
