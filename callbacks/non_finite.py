@@ -67,13 +67,27 @@ class NonFiniteGuardCallback(TrainerCallback):
         """Takes the loss of one micro-batch."""
         self._losses.append(loss.detach().reshape(()))
 
-    def observe_gradients(self, model: nn.Module) -> None:
-        """Takes the gradients as they are now; a norm each, which is not finite if any element is not."""
-        named = [(name, _local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    def observe_gradients(self, model: nn.Module) -> torch.Tensor | None:
+        """Takes the gradients as they are now; a norm each, which is not finite if any element is not.
+
+        Returns:
+            The norm of all of them, as `torch.nn.utils.get_total_norm` gives it; None where the norms of this
+            process's dense gradients are not all there is to it (sharded or sparse gradients, several devices).
+        """
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        named = [(name, _local(grad)) for name, grad in gradients.items()]
         named = [(name, grad) for name, grad in named if grad.numel() and not grad.is_sparse]
-        if named:
-            norms = torch._foreach_norm([grad for _, grad in named], 2.0, dtype=torch.float32)
-            self._gradients = [name for name, _ in named], torch.stack([norm.to(norms[0].device) for norm in norms])
+        if not named:
+            return None
+        dense = [grad for _, grad in named]
+        # In their own dtype, as clipping takes them; float16 could overflow.
+        dtype = torch.float32 if any(grad.dtype == torch.float16 for grad in dense) else None
+        norms = torch._foreach_norm(dense, 2.0, dtype=dtype)
+        stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+        self._gradients = [name for name, _ in named], stacked
+        whole = len(named) == len(gradients) and not any(isinstance(grad, DTensor) for grad in gradients.values())
+        one_device = all(grad.device == dense[0].device for grad in dense)
+        return torch.linalg.vector_norm(stacked) if whole and one_device and dtype is None else None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+# Where every process holds all gradients, so that their norms are the model's.
+_WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
 def wants_kernels(args: TrainingArguments) -> bool:
@@ -140,9 +144,14 @@ class LigerTrainerMixin(_Base):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # Clipping by a norm that is NaN makes every gradient NaN: the guard looks before it.
-        if self._guard is not None and getattr(self.optimizer, "scaler", None) is None:
-            self._guard.observe_gradients(model)
-        return super()._clip_grad_norm(model)
+        if self._guard is None or getattr(self.optimizer, "scaler", None) is not None:
+            return super()._clip_grad_norm(model)
+        total_norm = self._guard.observe_gradients(model)
+        if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
+            return super()._clip_grad_norm(model)
+        # What clip_grad_norm_ does, without its second pass over the gradients for the norms.
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
+        return total_norm
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""

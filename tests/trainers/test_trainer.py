@@ -1,5 +1,7 @@
 """LigerTrainer against the stock Trainer: the same losses, weights, evaluation and metrics."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -186,3 +188,18 @@ def test_guard_in_the_trainer_names_the_nan_before_clipping_spreads_it(action, t
     assert "Step 2: the gradient of 'model.layers.0.mlp.up_proj.weight'" in guards[0].findings[0]
     assert trainer.state.global_step == (2 if action == "stop" else 3)
     assert (tmp_path / "checkpoint-2").is_dir() == (action == "stop")
+
+
+def test_the_guard_clips_as_torch_does(tmp_path):
+    """The guard's norms serve clipping too, and give bit for bit what clip_grad_norm_ gives."""
+    torch.manual_seed(0)
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, max_grad_norm=0.5)
+    trainer.create_optimizer_and_scheduler(1)
+    other = copy.deepcopy(trainer.model)
+    for parameter, twin in zip(trainer.model.parameters(), other.parameters(), strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        twin.grad = parameter.grad.clone()
+    norm = trainer._clip_grad_norm(trainer.model)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    for parameter, twin in zip(trainer.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad, twin.grad)
