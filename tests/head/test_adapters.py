@@ -1,4 +1,4 @@
-"""Adapters on and near the head: patched where a plain linear makes the logits, else left alone; right either way."""
+"""Adapters on and near the head: patched where a plain linear computes the logits, else left alone."""
 
 from __future__ import annotations
 

@@ -159,11 +159,11 @@ def test_compiling_is_resumed_after_the_forward(never_built):
     model, counting = patched("llama"), Counting("eager")
 
     def after(x):
-        return torch.sin(x) + 1
+        return torch.digamma(x) + 1
 
     @torch.compile(backend=counting)
     def step(inputs):
         return after(model(**inputs).loss)
 
     step(tiny_batch("llama", model)).backward()
-    assert counting.calls("sin") == 1
+    assert counting.calls("digamma") == 1
