@@ -101,9 +101,10 @@ def through_owner(head: nn.Linear, result: torch.Tensor) -> torch.Tensor:
     ZeRO-3 gathers a module's parameters when gradients reach the module's output: the gradient of an emptied parameter
     could not be accumulated. What stands for the output here is `result`.
     """
-    if hasattr(head.weight, "ds_id") and hasattr(head, "pre_bwd_fn") and result.requires_grad:
-        return head.pre_bwd_fn.apply(result)  # type: ignore[operator]
-    return result
+    gathering: Any = getattr(head, "pre_bwd_fn", None)
+    if gathering is None or not hasattr(head.weight, "ds_id") or not result.requires_grad:
+        return result
+    return gathering.apply(result)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

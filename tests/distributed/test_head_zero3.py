@@ -14,7 +14,12 @@ from tests.distributed.test_head_gloo import WORLD, _expected, _items, _patched,
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
-CASES = {"llama": {}, "tied": {"family": "gemma2"}, "partitioned at once": {"threshold": 0}, "loss outside": {"outside": True}}
+CASES = {
+    "llama": {},
+    "tied": {"family": "gemma2"},
+    "partitioned at once": {"threshold": 0},
+    "loss outside": {"outside": True},
+}
 
 
 def _zero3(rank: int, family: str = "llama", threshold: int = 10**5, outside: bool = False) -> None:
@@ -47,7 +52,9 @@ def _zero3(rank: int, family: str = "llama", threshold: int = 10**5, outside: bo
         engine.backward(loss * WORLD)
         for name, native in _expected(family).items():
             ours = safe_get_full_grad(model.get_parameter(name))
-            torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours, native, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
         engine.step()
 
 

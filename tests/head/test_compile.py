@@ -39,14 +39,14 @@ class Counting:
         return max(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in self.graphs)
 
 
-def patched(name: str) -> nn.Module:
-    model = TINY_MODELS[name]().train()
+def patched(name: str, **overrides) -> nn.Module:
+    model = TINY_MODELS[name](**overrides).train()
     assert patch_head(model, fused=True, logits_memory=2**20).applied
     return model
 
 
-def native_step(name: str):
-    model = TINY_MODELS[name]().train()
+def native_step(name: str, **overrides):
+    model = TINY_MODELS[name](**overrides).train()
     loss = model(**tiny_batch(name, model)).loss
     loss.backward()
     return model, loss.detach()
@@ -91,8 +91,9 @@ def test_compiled_model(name, backend, never_built):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(never_built):
-    native, expected = native_step("llama")
-    model = patched("llama")
+    small = {"num_hidden_layers": 1}  # compiling C++ is what takes the time
+    native, expected = native_step("llama", **small)
+    model = patched("llama", **small)
     loss = torch.compile(model)(**tiny_batch("llama", model)).loss
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-5)
