@@ -75,7 +75,7 @@ def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
     Raises:
         RuntimeError: where the weight is sharded in a way that only its owner can undo (FSDP1 outside its forward).
     """
-    parameters = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
+    parameters: list[Any] = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
 
