@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from liger_trainer.head import DeferredLogits, patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -16,6 +17,7 @@ from tests.tiny_models import TINY_MODELS, tiny_batch
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -84,6 +86,7 @@ def test_compiled_model(name, backend, never_built):
     assert_same_gradients(model, native)
     assert counting.calls("scaled_dot_product") == 2 or counting.largest > 100, "both layers are in one graph"
     assert counting.calls("cross_entropy") == 0, "the loss runs outside the graph"
+    assert sum(counters["graph_break"].values()) == 1, "one break, where the causal LM's own forward begins"
     compiled_before = len(counting.graphs)
     compiled(**inputs).loss.backward()
     assert len(counting.graphs) == compiled_before, "nothing is compiled again"
