@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from liger_trainer.head.lm_head import HeadCall, gathered, linear
+from liger_trainer.head.lm_head import HeadCall, gathered, linear, through_owner
 from liger_trainer.head.recorded_chain import RecordedChain
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,18 @@ class DeferredLogits(torch.Tensor):
         """Whether operations on it can be recorded: not built yet, and its graph is the one recorded."""
         return self.value is None and (self.tracked or not self.has_graph)
 
+    def without_owner(self) -> DeferredLogits:
+        """The logits as the head returned them, before ZeRO-3's hook passed them through its Function.
+
+        That Function is the identity, and gathers the head's weight for the backward; `through_owner` puts it where the
+        gradients really pass.
+        """
+        if self.tracked or self.parent is None or not hasattr(self.recorded.call.head, "pre_bwd_fn"):
+            return self
+        with unwrapped():
+            node = type(self.grad_fn).__name__
+        return self.parent if node == "PreBackwardFunctionForModuleBackward" else self
+
     def build(self, for_write: bool = False) -> torch.Tensor:
         """The real logits, the same tensor at every call; their graph is that of the native logits.
 
@@ -181,7 +193,8 @@ class DeferredLogits(torch.Tensor):
                 return self.values_without_grad()
             with torch.set_grad_enabled(self.has_graph):
                 if self.has_graph and not self.tracked:
-                    self.value = _BuiltFromNode.apply(self)
+                    ours = self.without_owner()
+                    self.value = _BuiltFromNode.apply(self) if ours is self else ours.build(for_write)
                 elif for_write:
                     self._build_family()
                 elif self._shares_build:
@@ -209,7 +222,8 @@ class DeferredLogits(torch.Tensor):
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
         with gathered(recorded.call.head) as (weight, bias):
-            return recorded.chain.replay(linear(recorded.hidden, weight, bias, recorded.call.dtype))
+            logits = linear(recorded.hidden, weight, bias, recorded.call.dtype)
+        return recorded.chain.replay(through_owner(recorded.call.head, logits))
 
     @property
     def _shares_build(self) -> bool:
@@ -258,8 +272,9 @@ def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
         with unwrapped():
             return METADATA[func](func, args, kwargs)
     recorder = RECORDERS.get(func)
-    if recorder is not None and isinstance(args[0] if args else None, DeferredLogits) and args[0].recordable:
-        result = recorder(*args, **kwargs)
+    if recorder is not None and args and isinstance(args[0], DeferredLogits):
+        logits = args[0].without_owner()
+        result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
         if result is not NotImplemented:
             return result
     name = getattr(func, "__name__", str(func))

@@ -8,7 +8,7 @@ import torch
 
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import gathered, linear
+from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -81,4 +81,4 @@ def deferred_cross_entropy(
             logits = linear(hidden, matrix, bias, call.dtype)
             with torch.autocast(device, enabled=False):
                 loss = cross_entropy(logits, target, **options)
-    return loss.to(dtype)
+    return through_owner(call.head, loss).to(dtype)

@@ -75,12 +75,14 @@ def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
     Raises:
         RuntimeError: where the weight is sharded in a way that only its owner can undo (FSDP1 outside its forward).
     """
-    parameters = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
+    parameters: list[Any] = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(parameters):
-            # Copies: the parameter is emptied when the context ends, and backward may still want the weight.
+        # What the head's own run left whole is in use by ZeRO-3, and may not be gathered and released a second time.
+        absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
+        with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
+            # Copies: the parameters are emptied when the context ends, and backward may still want the weight.
             weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
     else:
         weight, bias = _whole(head.weight), None if head.bias is None else _whole(head.bias)
@@ -91,6 +93,18 @@ def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | Non
             "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
         )
     yield weight, bias
+
+
+def through_owner(head: nn.Linear, result: torch.Tensor) -> torch.Tensor:
+    """`result` of the weight that [`gathered`] gave, which its owner has to gather again for the backward.
+
+    ZeRO-3 gathers a module's parameters when gradients reach the module's output: the gradient of an emptied parameter
+    could not be accumulated. What stands for the output here is `result`.
+    """
+    gathering: Any = getattr(head, "pre_bwd_fn", None)
+    if gathering is None or not hasattr(head.weight, "ds_id") or not result.requires_grad:
+        return result
+    return gathering.apply(result)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

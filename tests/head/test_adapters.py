@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 
 import peft
 import pytest
@@ -156,50 +158,67 @@ def test_prepared_by_accelerate_is_still_ours():
     assert outputs.logits.dtype == torch.float32
 
 
-def test_partitioned_parameters_are_gathered_around_the_use(monkeypatch):
-    """ZeRO-3: the weight is empty outside of `GatheredParameters`."""
-    import sys
-    import types
+@pytest.mark.parametrize("still_whole", [False, True])
+def test_partitioned_parameters_are_gathered_around_the_use(still_whole, monkeypatch):
+    """ZeRO-3 as its hooks behave: the weight is empty outside of the head's run, `GatheredParameters` and its backward.
 
-    gathers = []
+    (tests/distributed/test_head_zero3.py runs the real one, where DeepSpeed is installed.)
+    """
+    native, model = TINY_MODELS["llama"]().train(), TINY_MODELS["llama"]().train()
+    patch_head(model, fused=True, logits_memory=2**20)
+    weight = model.lm_head.weight
+    weight.ds_id, whole = 0, weight.data
+    events = []
+
+    def fetch(event):
+        events.append(event)
+        weight.data, weight.ds_status = whole, types.SimpleNamespace(name="AVAILABLE")
+
+    def release(event):
+        events.append(event)
+        weight.data, weight.ds_status = torch.empty(0), types.SimpleNamespace(name="NOT_AVAILABLE")
 
     class GatheredParameters:
-        def __init__(self, parameters):
-            self.parameters = parameters
+        def __init__(self, parameters, enabled=True):
+            self.enabled = enabled
+            assert enabled == bool(parameters)
 
         def __enter__(self):
-            gathers.append(len(self.parameters))
-            for parameter in self.parameters:
-                parameter.data = parameter.whole
+            if self.enabled:
+                fetch("gather")
 
         def __exit__(self, *_):
-            for parameter in self.parameters:
-                parameter.data = torch.empty(0)
+            if self.enabled:
+                release("free")
+
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, outputs):
+            return outputs.detach()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            fetch("backward")
+            return grads
 
     deepspeed = types.ModuleType("deepspeed")
     deepspeed.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    native, model = TINY_MODELS["llama"]().train(), TINY_MODELS["llama"]().train()
-    patch_head(model, fused=True, logits_memory=2**20)
-    weight = model.lm_head.weight
-    weight.ds_id, weight.whole = 0, weight.data
-
-    def fetch(*_):  # DeepSpeed's own hooks have the weight whole while its module runs
-        weight.data = weight.whole
-
-    def release(*_):
-        weight.data = torch.empty(0)
-
-    model.lm_head.register_forward_pre_hook(fetch)
-    model.lm_head.register_forward_hook(release)
-    release()
+    model.lm_head.pre_bwd_fn = PreBackwardFunctionForModule
+    model.lm_head.register_forward_pre_hook(lambda *_: fetch("run"))
+    if not still_whole:
+        model.lm_head.register_forward_hook(lambda *_: release("ran"))
+    model.lm_head.register_forward_hook(lambda head, _, output: head.pre_bwd_fn.apply(output))
+    release("partition")
     inputs = tiny_batch("llama", model)
+    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
     losses = [m(**inputs, num_items_in_batch=20).loss for m in (model, native)]
-    assert gathers == [1]
     torch.testing.assert_close(*losses)
     for loss in losses:
         loss.backward()
+    gathers = [] if still_whole else ["ran", "gather", "free"]
+    assert events == ["partition", "run", *gathers, "backward"]
     for mine, theirs in zip(model.parameters(), native.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     inputs.pop("labels")
-    assert type(model(**inputs).logits) is torch.Tensor
+    assert type(model(**inputs).logits) is torch.Tensor, "without a loss inside, the logits are built inside"

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from liger_trainer.head import DeferredLogits, patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -16,6 +17,7 @@ from tests.tiny_models import TINY_MODELS, tiny_batch
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -39,14 +41,14 @@ class Counting:
         return max(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in self.graphs)
 
 
-def patched(name: str) -> nn.Module:
-    model = TINY_MODELS[name]().train()
+def patched(name: str, **overrides) -> nn.Module:
+    model = TINY_MODELS[name](**overrides).train()
     assert patch_head(model, fused=True, logits_memory=2**20).applied
     return model
 
 
-def native_step(name: str):
-    model = TINY_MODELS[name]().train()
+def native_step(name: str, **overrides):
+    model = TINY_MODELS[name](**overrides).train()
     loss = model(**tiny_batch(name, model)).loss
     loss.backward()
     return model, loss.detach()
@@ -84,6 +86,7 @@ def test_compiled_model(name, backend, never_built):
     assert_same_gradients(model, native)
     assert counting.calls("scaled_dot_product") == 2 or counting.largest > 100, "both layers are in one graph"
     assert counting.calls("cross_entropy") == 0, "the loss runs outside the graph"
+    assert sum(counters["graph_break"].values()) == 1, "one break, where the causal LM's own forward begins"
     compiled_before = len(counting.graphs)
     compiled(**inputs).loss.backward()
     assert len(counting.graphs) == compiled_before, "nothing is compiled again"
@@ -91,8 +94,9 @@ def test_compiled_model(name, backend, never_built):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(never_built):
-    native, expected = native_step("llama")
-    model = patched("llama")
+    small = {"num_hidden_layers": 1}  # compiling C++ is what takes the time
+    native, expected = native_step("llama", **small)
+    model = patched("llama", **small)
     loss = torch.compile(model)(**tiny_batch("llama", model)).loss
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-5)
