@@ -75,7 +75,7 @@ def _probe_gated_mlp(
     hidden, intermediate = _SIZES
     widths = {"gate_proj": (intermediate, hidden), "up_proj": (intermediate, hidden)}
     widths |= {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-    tensors = [probe.randn(2, 3, hidden), *(probe.randn(*widths[name]) * 0.25 for name in names)]
+    tensors = [probe.randn(4, 16, hidden), *(probe.randn(*widths[name]) * 0.25 for name in names)]
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,11 @@ def errors(results, truth):
 
 
 def assert_as_accurate(function, reference, tensors, **options):
-    """`function` is no further from float64 than the eager reference is (1.1 x, and 3e-7 for fp32's order of sums)."""
+    """`function` is no further from float64 than the eager reference is (1.1 x, and 3e-7 for fp32's order of sums).
+
+    On a few numbers the two round differently by chance; the largest error of one rounding is always allowed.
+    """
+    rounding = max(torch.finfo(t.dtype).eps for t in tensors if t is not None) / 2
     ours, upstream = run(function, tensors, **options)
     eager, _ = run(reference, tensors, upstream, **options)
     exact_tensors = [None if t is None else t.double() for t in tensors]
@@ -56,7 +60,7 @@ def assert_as_accurate(function, reference, tensors, **options):
     assert [t.dtype for t in ours] == [t.dtype for t in eager]
     assert [t.shape for t in ours] == [t.shape for t in eager]
     for index, (our, their) in enumerate(zip(errors(ours, truth), errors(eager, truth))):
-        assert our <= 1.1 * their + 3e-7, f"result {index}: our error {our:.2e}, eager's {their:.2e}"
+        assert our <= max(1.1 * their + 3e-7, rounding), f"result {index}: our error {our:.2e}, eager's {their:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
