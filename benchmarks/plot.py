@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("picture", type=pathlib.Path)
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.results.read_text().splitlines() if line.startswith("{")]
-    measured = {(row["model"], row["kernels"]): row for row in rows if "tokens_per_second" in row}
+    measured = {(row["model"], row["kernels"]): row for row in rows if row["trainer"] == "causal_lm"}
     models = [model for model in _MODELS if any(key[0] == model for key in measured)]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for axis, field, title in (

@@ -3,7 +3,8 @@
 One process measures one model with one set of kernels: random weights and tokens, bf16 weights, fused AdamW, batch
 4 x 4096, gradient checkpointing of every layer. It prints one JSON line: tokens/s (median step after the warm-up), peak
 GiB and the losses, which must agree between the sets. `--with` takes `none` (the model's own code), `liger`
-(liger-kernel through `use_liger_kernel=True`) or `liger_trainer`.
+(liger-kernel through `use_liger_kernel=True`) or `liger_trainer`; `--trainer sft` takes TRL's SFTTrainer instead of the
+Trainer, whose own fused head then runs in the first two.
 """
 
 from __future__ import annotations
@@ -15,13 +16,24 @@ import tempfile
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 def model_config(name: str) -> PretrainedConfig:
     """The published shapes of the benchmarked models."""
     from transformers import Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
+    if name == "tiny":
+        return LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     if name == "llama3_8b":
         return LlamaConfig(
             vocab_size=128256,
@@ -87,11 +99,41 @@ class RandomTokens(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
+def build_trainer(
+    kind: str, kernels: str, model: torch.nn.Module, arguments: dict, dataset: RandomTokens, times: StepTimes
+) -> Trainer:
+    """The trainer of one kind with one set of kernels."""
+    if kind == "sft":
+        import datasets
+        from trl import SFTConfig, SFTTrainer
+
+        from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+        ours = kernels == "liger_trainer"
+        trainer_class, config_class = (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
+        arguments |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        arguments |= {} if ours else {"use_liger_kernel": kernels == "liger"}
+        rows = datasets.Dataset.from_list(
+            [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in dataset.tokens]
+        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>")
+        return trainer_class(
+            model, config_class(**arguments), train_dataset=rows, processing_class=tokenizer, callbacks=[times]
+        )
+    if kernels == "liger_trainer":
+        from liger_trainer import LigerTrainer, LigerTrainingArguments
+
+        return LigerTrainer(model, LigerTrainingArguments(**arguments), train_dataset=dataset, callbacks=[times])
+    stock = TrainingArguments(**arguments, use_liger_kernel=kernels == "liger")
+    return Trainer(model, stock, train_dataset=dataset, callbacks=[times])
+
+
 def main() -> None:
     """Measures one configuration and prints it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["llama3_8b", "gemma3_4b", "qwen3_moe_12l"])
+    parser.add_argument("model", choices=["tiny", "llama3_8b", "gemma3_4b", "qwen3_moe_12l"])
     parser.add_argument("--with", dest="kernels", choices=["none", "liger", "liger_trainer"], default="liger_trainer")
+    parser.add_argument("--trainer", choices=["causal_lm", "sft"], default="causal_lm")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=6)
@@ -119,13 +161,7 @@ def main() -> None:
         "disable_tqdm": True,
     }
     dataset = RandomTokens(args.batch * args.steps, args.length, model.config.get_text_config().vocab_size)
-    if args.kernels == "liger_trainer":
-        from liger_trainer import LigerTrainer, LigerTrainingArguments
-
-        trainer = LigerTrainer(model, LigerTrainingArguments(**arguments), train_dataset=dataset, callbacks=[times])
-    else:
-        stock = TrainingArguments(**arguments, use_liger_kernel=args.kernels == "liger")
-        trainer = Trainer(model, stock, train_dataset=dataset, callbacks=[times])
+    trainer = build_trainer(args.trainer, args.kernels, model, arguments, dataset, times)
     torch.cuda.reset_peak_memory_stats()
     if args.profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -137,6 +173,7 @@ def main() -> None:
     seconds = statistics.median(times.seconds[2:])
     result = {
         "model": args.model,
+        "trainer": args.trainer,
         "kernels": args.kernels,
         "tokens_per_second": round(args.batch * args.length / seconds),
         "peak_gibibytes": round(torch.cuda.max_memory_allocated() / 2**30, 1),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -21,6 +22,16 @@ class ForwardContext:
 
     has_labels: bool
     num_items: int | torch.Tensor | None = None
+
+
+def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | None = None) -> ForwardContext | None:
+    """The context of a forward of `model`; None where its head may not defer.
+
+    That is FSDP1 with the head in a unit of its own: its weight is gone once the head has run.
+    """
+    if type(model.get_output_embeddings()).__name__ == "FullyShardedDataParallel":
+        return None
+    return ForwardContext(has_labels, num_items)
 
 
 # Context variables, so that neither threads nor nested forwards (of a reference model, say) see each other's.

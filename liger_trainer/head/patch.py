@@ -23,7 +23,7 @@ from liger_trainer.head.compiled import (
     uncompiled,
     whole_graph_wanted,
 )
-from liger_trainer.head.context import ForwardContext, current_forward, forward_context
+from liger_trainer.head.context import context_of, current_forward, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded
 from liger_trainer.head.probe import TOLERANCE, probe_head
@@ -88,10 +88,7 @@ def make_model_forward(native: Callable) -> Callable:
         return has_labels or torch.is_grad_enabled()
 
     def run(self: Any, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
-        context: ForwardContext | None = ForwardContext(has_labels, num_items)
-        if type(self.get_output_embeddings()).__name__ == "FullyShardedDataParallel":
-            context = None  # FSDP1 with the head in a unit of its own: its weight is gone once the head has run
-        with compiler_restored(), forward_context(context):
+        with compiler_restored(), forward_context(context_of(self, has_labels, num_items)):
             return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)

@@ -21,7 +21,7 @@ import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.nn import functional as F
 
-from liger_trainer.head.context import ForwardContext, forward_context
+from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.trainers.token_statistics import token_statistics
 
@@ -111,7 +111,8 @@ def _fused_output(
     kwargs["use_cache"] = False
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with forward_context(_head_may_defer(model)):
+    # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
+    with forward_context(context_of(model, has_labels=True)):
         outputs = native(model, *args, **kwargs)
     logits = outputs.logits
 
@@ -141,12 +142,3 @@ def _fused_output(
         label_mask=mask,
         aux_loss=aux_loss,
     )
-
-
-def _head_may_defer(model: nn.Module) -> ForwardContext | None:
-    """The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
-
-    Except where FSDP1 keeps the head in a unit of its own: its weight is gone once the head has run.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return None if type(head).__name__ == "FullyShardedDataParallel" else ForwardContext(has_labels=True)
