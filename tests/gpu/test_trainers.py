@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, masking_utils
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
@@ -79,13 +79,15 @@ def test_losses_are_those_of_stock(bf16, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_step_does_not_wait_for_the_device(tmp_path):
+def test_a_training_step_does_not_wait_for_the_device(tmp_path, monkeypatch):
+    # transformers itself reads the attention mask, or the position ids, back to choose its attention kernel.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     args = LigerTrainingArguments(
         output_dir=str(tmp_path), **{**ON_DEVICE, "logging_steps": 100}, logging_nan_inf_filter=False, max_grad_norm=1.0
     )
     trainer = LigerTrainer(llama(), args, train_dataset=token_rows())
     batch = {key: value.to(args.device) for key, value in next(iter(trainer.get_train_dataloader())).items()}
-    batch.pop("attention_mask")  # transformers reads it back to choose its attention kernel
+    batch.pop("attention_mask")
     trainer.create_optimizer_and_scheduler(10)
     trainer.current_gradient_accumulation_steps = 1
     num_items = trainer._get_num_items_in_batch([batch], args.device)
