@@ -16,7 +16,7 @@ _SETS = {
     "liger": ("+ Liger", "#f2a65a"),
     "liger_trainer": ("liger_trainer", "#2a6f97"),
 }
-_MODELS = {"llama3_8b": "Llama-3 8B", "gemma3_4b": "Gemma3 4B", "qwen3_moe_12l": "Qwen3-MoE (12 layers)"}
+_MODELS = {"llama3_8b": "Llama-3 8B", "gemma3_4b": "Gemma3 4B", "qwen3_moe_12l": "Qwen3-MoE\n(12 layers)"}
 
 
 def main() -> None:
