@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -305,7 +305,7 @@ gated_activation_fused.register_autograd(_fused_backward, setup_context=_setup_c
 
 
 def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    if any(stride == 0 and size > 1 for x in (gate, up) for size, stride in zip(x.shape, x.stride())):
+    if is_expanded(gate) or is_expanded(up):
         return False
     # A compiled graph gives every mutated tensor memory of its own, and cannot ask for storages.
     return torch.compiler.is_compiling() or gate.untyped_storage()._cdata != up.untyped_storage()._cdata
