@@ -126,7 +126,7 @@ def _backward_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _launch_config(element_size: int, backward: bool) -> tuple[int, int]:
+def _launch_config(element_size: int) -> tuple[int, int]:
     """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
     return (1024, 4) if element_size == 2 else (512, 4)
 
@@ -155,7 +155,7 @@ def _launch(kernel: Any, tensors: list[torch.Tensor], config: tuple[int, int], *
 
 def _launch_forward(gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, activation: str) -> None:
     tensors = [_rows(x) for x in (gate, up, h)]
-    _launch(_forward_kernel, tensors, _launch_config(gate.element_size(), False), ACTIVATION=activation)
+    _launch(_forward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation)
 
 
 def _launch_backward(
@@ -170,7 +170,7 @@ def _launch_backward(
     # A gradient nobody needs is not written; any tensor stands in for it.
     tensors = [dh, gate, up, dh if dgate is None else _rows(dgate), dh if dup is None else _rows(dup)]
     needed = {"NEED_GATE": dgate is not None, "NEED_UP": dup is not None}
-    _launch(_backward_kernel, tensors, _launch_config(gate.element_size(), True), ACTIVATION=activation, **needed)
+    _launch(_backward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation, **needed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
