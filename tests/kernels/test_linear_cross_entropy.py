@@ -333,6 +333,7 @@ def test_operators_pass_opcheck() -> None:
     ("changes", "words"),
     [
         ({"hidden": torch.zeros(13, 7)}, ["`hidden`", "(13, 7)", "`weight`", "(20, 6)"]),
+        ({"hidden": torch.zeros(13, 0), "weight": torch.zeros(20, 0)}, ["(13, 0)", "(20, 0)", "at least 1"]),
         ({"weight": torch.zeros(20, 6, dtype=torch.bfloat16)}, ["float32", "bfloat16", "cast"]),
         ({"weight": torch.zeros(20, 6, device="meta")}, ["`weight`", "meta"]),
         ({"bias": torch.zeros(19)}, ["`bias`", "(19,)", "(20,)"]),
