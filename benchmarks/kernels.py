@@ -1,9 +1,9 @@
 """Kernels against their peers on one GPU: `python -m benchmarks.kernels [workload ...]`.
 
 Providers that are not installed are left out. Every row is one forward and backward on random bf16 data; `ms` is the
-median of 12 runs taken in turns with the other providers, `GiB` the peak above the inputs, `error` the largest relative
-gradient error against float32 on the first rows. "floor" is the fewest bytes moved at the copy bandwidth, or the fewest
-FLOPs at the matmul rate, both measured in this run.
+median of 12 runs taken in turns with the other providers, `GiB` the peak above the inputs. "floor" is the fewest bytes
+moved at the copy bandwidth, or the fewest FLOPs at the matmul rate, both measured in this run. Gradient errors are
+measured by `benchmarks.gradient_error`.
 """
 
 from __future__ import annotations

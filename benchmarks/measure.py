@@ -1,4 +1,4 @@
-"""Time, peak memory and gradient error of one forward and backward, measured the same way for every provider."""
+"""Time and peak memory of one forward and backward, measured the same way for every provider."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Result:
 
     milliseconds: float = float("nan")
     gibibytes: float = float("nan")
-    error: float = float("nan")
     failure: str = ""
 
 
@@ -61,11 +60,3 @@ def measure(steps: Mapping[str, Step], rounds: int = 12) -> dict[str, Result]:
     for name, samples in times.items():
         results[name].milliseconds = statistics.median(samples)
     return results
-
-
-def relative_error(gradients: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """Largest ‖g - r‖ / ‖r‖ over the gradients; NaN if any gradient holds one."""
-    return max(
-        ((gradient.double() - wanted.double()).norm() / wanted.double().norm()).item()
-        for gradient, wanted in zip(gradients, reference)
-    )

@@ -30,7 +30,7 @@ from liger_trainer.kernels.cross_entropy_options import (
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
 from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.rescale import refuse_double_backward
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import is_expanded, use_triton
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 
@@ -132,6 +132,11 @@ def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[
 _forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
 
 
+def _may_overwrite(logits: torch.Tensor) -> bool:
+    base = logits if logits._base is None else logits._base
+    return not base.is_leaf and not is_expanded(logits)
+
+
 def _row_view(logits: torch.Tensor) -> torch.Tensor:
     """`logits` as `(N, V)` or `(B, S, V)` with last stride 1; a copy only where its strides do not allow that."""
     if logits.dim() not in (2, 3):
@@ -179,8 +184,8 @@ def cross_entropy(
         outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
         inplace_backward: Lets the backward write the gradient over `logits`, saving their size in memory. The logits
             must then be of no further use: a second backward, or that of another operation which needs them, raises
-            autograd's error about an in-place change. Leaves of autograd, compiled graphs and the
-            reference path ignore it.
+            autograd's error about an in-place change. Leaves of autograd and views of them, expanded logits, compiled
+            graphs and the reference path ignore it.
 
     Returns:
         The fp32 loss (float64 for float64 logits), 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
@@ -211,7 +216,7 @@ def cross_entropy(
             outputs,
         )
     class_weights = checked_class_weights(class_weights, vocab_size, logits)
-    inplace_backward = inplace_backward and not logits.is_leaf and not torch.compiler.is_compiling()
+    inplace_backward = inplace_backward and not torch.compiler.is_compiling() and _may_overwrite(logits)
     predicted = "predicted_tokens" in outputs or "token_accuracy" in outputs
     labels = target.reshape(-1).contiguous()
     stats = RowStats(

@@ -231,10 +231,10 @@ def check_linear(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, logits_memory: int
 ) -> None:
     """Raises ValueError unless hidden states, head, bias and target fit each other in shape, dtype and device."""
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
         raise ValueError(
             f"`hidden` of shape {tuple(hidden.shape)} and `weight` of shape {tuple(weight.shape)} do not fit; "
-            "they must be (..., H) and (V, H)."
+            "they must be (..., H) and (V, H), with H at least 1."
         )
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
         raise ValueError(

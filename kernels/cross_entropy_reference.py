@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -89,33 +90,10 @@ def linear_cross_entropy_reference(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_items: int | torch.Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weights: torch.Tensor | None = None,
-    outputs: Sequence[str] = (),
+    **options: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """`linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference`."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return cross_entropy_reference(
-        logits,
-        target,
-        ignore_index,
-        reduction,
-        num_items,
-        label_smoothing,
-        z_loss,
-        softcap,
-        logit_scale,
-        temperature,
-        class_weights,
-        outputs,
-    )
+    """`linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference` with its `options`."""
+    return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
 
 
 def row_statistics_torch_(

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -126,7 +126,7 @@ def _backward_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _launch_config(element_size: int, backward: bool) -> tuple[int, int]:
+def _launch_config(element_size: int) -> tuple[int, int]:
     """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
     return (1024, 4) if element_size == 2 else (512, 4)
 
@@ -155,7 +155,7 @@ def _launch(kernel: Any, tensors: list[torch.Tensor], config: tuple[int, int], *
 
 def _launch_forward(gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, activation: str) -> None:
     tensors = [_rows(x) for x in (gate, up, h)]
-    _launch(_forward_kernel, tensors, _launch_config(gate.element_size(), False), ACTIVATION=activation)
+    _launch(_forward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation)
 
 
 def _launch_backward(
@@ -170,7 +170,7 @@ def _launch_backward(
     # A gradient nobody needs is not written; any tensor stands in for it.
     tensors = [dh, gate, up, dh if dgate is None else _rows(dgate), dh if dup is None else _rows(dup)]
     needed = {"NEED_GATE": dgate is not None, "NEED_UP": dup is not None}
-    _launch(_backward_kernel, tensors, _launch_config(gate.element_size(), True), ACTIVATION=activation, **needed)
+    _launch(_backward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation, **needed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ gated_activation_fused.register_autograd(_fused_backward, setup_context=_setup_c
 
 
 def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    if any(stride == 0 and size > 1 for x in (gate, up) for size, stride in zip(x.shape, x.stride())):
+    if is_expanded(gate) or is_expanded(up):
         return False
     # A compiled graph gives every mutated tensor memory of its own, and cannot ask for storages.
     return torch.compiler.is_compiling() or gate.untyped_storage()._cdata != up.untyped_storage()._cdata

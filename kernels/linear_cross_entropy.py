@@ -39,7 +39,7 @@ from liger_trainer.kernels.cross_entropy_options import (
 from liger_trainer.kernels.linear_cross_entropy_chunks import Needs, allocate_gradients, run_chunks
 from liger_trainer.kernels.rescale import refuse_double_backward, rescaled_gradients
 
-_FP16_EXPECTED_GRAD = 4096.0
+_FP16_MAX_EXPECTED_GRAD = 4096.0
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 
 
@@ -213,10 +213,13 @@ def _expected_gradient(
     """`expected_grad` as a 0-d tensor beside `scale`, with 1 where it could not be divided out again.
 
     fp16 gradients of a mean lie below fp16's range; unless told otherwise they are kept times a power of two, as a
-    gradient scaler would have them. A sum needs no such help and might overflow with it.
+    gradient scaler would have them, but never made larger than those of the sum. A sum needs no such help and might
+    overflow with it.
     """
     if expected_grad is None:
-        expected_grad = _FP16_EXPECTED_GRAD if dtype == torch.float16 and normalised else 1.0
+        expected_grad = 1.0
+        if dtype == torch.float16 and normalised:
+            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
     expected = torch.ones_like(scale) * expected_grad
     return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)
 

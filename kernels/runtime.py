@@ -45,6 +45,11 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return tensor.device.type in _TRITON_DEVICES or (INTERPRETED and tensor.device.type == "cpu")
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of `tensor` share memory, as those of an expanded dimension do; then it cannot be written to."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Number of multiprocessors of `device`, the natural size of a persistent grid (8 under the interpreter)."""

@@ -141,7 +141,7 @@ def sweep_gated(timer: Timer, top: int) -> None:
                 constants |= {"NEED_GATE": True, "NEED_UP": True}
             launch = partial(gated_activation._launch, kernel, tensors, **constants)
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
-            current = gated_activation._launch_config(2, direction == "backward")
+            current = gated_activation._launch_config(2)
             moved = 2 * rows * cols * len(tensors)
             sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, timer, top)
 

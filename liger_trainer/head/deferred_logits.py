@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from liger_trainer.head.lm_head import HeadCall, gathered, linear, through_owner
+from liger_trainer.head.lm_head import gathered, linear, through_owner
+from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,6 @@ METADATA: dict[Callable, Callable] = {}
 """Functions of the metadata alone, right also when the logits are built."""
 
 _announced: set[str] = set()
-
-
-class Recorded:
-    """What a `DeferredLogits` is: ``chain(hidden @ weight.T + bias)``; in-place operations replace the chain."""
-
-    __slots__ = ("call", "chain", "hidden")
-
-    def __init__(self, call: HeadCall, hidden: torch.Tensor, chain: RecordedChain) -> None:
-        self.call, self.hidden, self.chain = call, hidden, chain
 
 
 class _LogitsNode(torch.autograd.Function):
@@ -66,6 +58,7 @@ class _LogitsNode(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return (None,) * 5
+        ctx.recorded.check()
         needed = ctx.needs_input_grad[:3]
         leaves: list[Any] = [
             None if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, needed)
@@ -123,24 +116,30 @@ class DeferredLogits(torch.Tensor):
     views: list[weakref.ref[DeferredLogits]]
 
     @staticmethod
-    def create(
-        call: HeadCall, hidden: torch.Tensor, chain: RecordedChain, meta: torch.Tensor, detached: bool = False
-    ) -> DeferredLogits:
-        """Deferred logits ``chain(hidden @ weight.T + bias)``.
-
-        Args:
-            call: The call of the head.
-            hidden: `(..., H)`.
-            chain: What was done to the logits since.
-            meta: `(..., V)` on the meta device.
-            detached: Whether no gradient flows back.
-        """
-        recorded = Recorded(call, hidden.detach() if detached else hidden, chain)
-        if detached or not torch.is_grad_enabled():
+    def create(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
+        """The logits that `recorded` says, `(..., V)` as `meta` on the meta device."""
+        if not torch.is_grad_enabled():
             return _wrapper(recorded, meta)
-        deferred = _LogitsNode.apply(hidden, call.weight, call.bias, recorded, meta)
+        deferred = _LogitsNode.apply(recorded.hidden, recorded.call.weight, recorded.call.bias, recorded, meta)
         deferred.tracked = deferred.has_graph
         return deferred
+
+    def derive(
+        self,
+        meta: torch.Tensor,
+        hidden: torch.Tensor | None = None,
+        chain: RecordedChain | None = None,
+        detached: bool = False,
+    ) -> DeferredLogits:
+        """Logits `(..., V)`, as `meta`, of these: of other `hidden` states taken from theirs, or with another `chain`.
+
+        No gradient flows back where these have none, or with `detached`.
+        """
+        origin = self.recorded
+        hidden = origin.hidden if hidden is None else hidden
+        detached = detached or not self.has_graph
+        recorded = Recorded(origin.call, hidden.detach() if detached else hidden, chain or origin.chain, origin)
+        return _wrapper(recorded, meta) if detached else DeferredLogits.create(recorded, meta)
 
     @classmethod
     @torch.compiler.disable
@@ -221,7 +220,8 @@ class DeferredLogits(torch.Tensor):
 
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
-        with gathered(recorded.call.head) as (weight, bias):
+        recorded.check()
+        with gathered(recorded.call) as (weight, bias):
             logits = linear(recorded.hidden, weight, bias, recorded.call.dtype)
         return recorded.chain.replay(through_owner(recorded.call.head, logits))
 
@@ -297,12 +297,19 @@ def _is_in_place(name: str) -> bool:
 
 def _announce(name: str, logits: DeferredLogits) -> None:
     """Says once for each function, in training, that it made the head build the logits."""
-    if logits.value is not None or not logits.has_graph or not torch.is_grad_enabled() or name in _announced:
+    if logits.value is not None or not logits.has_graph or not torch.is_grad_enabled():
         return
     if not logits.recorded.call.head.training:
         return
-    _announced.add(name)
-    logger.warning(
+    warn_once(
+        name,
         f"`{name}` needs the logits, so all {tuple(logits.meta.shape)} of them were built and the fused cross entropy "
-        "is not used for them. The result is right; it takes the memory of unfused training. (Said once.)"
+        "is not used for them. The result is right; it takes the memory of unfused training. (Said once.)",
     )
+
+
+def warn_once(key: str, message: str) -> None:
+    """Logs `message`, unless something was logged under `key` before."""
+    if key not in _announced:
+        _announced.add(key)
+        logger.warning(message)

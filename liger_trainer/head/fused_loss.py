@@ -67,7 +67,8 @@ def deferred_cross_entropy(
     device = hidden.device.type
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
     dtype = torch.float32 if torch.is_autocast_enabled(device) else input.meta.dtype
-    with gathered(call.head) as (matrix, bias):
+    input.recorded.check()
+    with gathered(call) as (matrix, bias):
         if not input.has_graph:
             hidden, matrix = hidden.detach(), matrix.detach()
             bias = None if bias is None else bias.detach()
@@ -81,4 +82,5 @@ def deferred_cross_entropy(
             logits = linear(hidden, matrix, bias, call.dtype)
             with torch.autocast(device, enabled=False):
                 loss = cross_entropy(logits, target, **options)
+    call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)

@@ -1,7 +1,4 @@
-"""The language-model head: which module it is, and its weight at the moment of use.
-
-Nothing is cached: adapters are switched, parameters sharded and gathered between two forwards.
-"""
+"""The language-model head: which module it is, one call of it, and the weight of that call at the moment of use."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from torch.nn import functional as F
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class HeadCall:
     """One call of the head whose logits are deferred.
 
     Args:
-        head: The module; its weight is read from it again at the time of use.
-        weight: The weight during the call, `(V, H)`; only the autograd edge of the deferred logits uses it.
+        head: The module; where its parameters are sharded, they are read from it again at the time of use.
+        weight: The weight during the call, `(V, H)`.
         bias: Likewise, `(V,)` or None.
         dtype: What the product is computed in: autocast's dtype where it was on, else that of the weight.
         fused: Whether cross entropy runs fused with the head, or on logits that are built for it.
@@ -38,6 +35,25 @@ class HeadCall:
     fused: bool
     logits_memory: int
 
+    def __post_init__(self) -> None:
+        self.has_loss = False  # whether a loss with a gradient was computed without the logits
+        self._versions = (version_of(self.weight), version_of(self.bias))
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether `weight` and `bias` are the parameters themselves, and not what a shard's owner lent for the call."""
+        return _is_plain(self.head.weight) and not is_sharded(self.head)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether `weight` and `bias` are as they were, as far as torch counts; True where an owner lent them."""
+        return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
+
+
+def version_of(tensor: torch.Tensor | None) -> int | None:
+    """How often `tensor` has been changed in place; None where torch does not count."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """``nn.Linear``'s product in `dtype`, whatever autocast says now."""
@@ -50,7 +66,7 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear) -> torch.dtype | None:
     weight, bias = head.weight, head.bias
     # A weight that is a DTensor here was not gathered for this forward: tensor parallelism, not ours to undo.
     for tensor in (hidden, weight, bias):
-        if tensor is not None and (type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta):
+        if tensor is not None and (not _is_plain(tensor) or tensor.is_meta):
             return None
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
         return None
@@ -69,12 +85,16 @@ def is_sharded(head: nn.Linear) -> bool:
 
 
 @contextlib.contextmanager
-def gathered(head: nn.Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The whole weight `(V, H)` and bias `(V,)` of `head` now, connected to its parameters' gradients.
+def gathered(call: HeadCall) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The whole weight `(V, H)` and bias `(V,)` of `call`, connected to its parameters' gradients.
 
     Raises:
         RuntimeError: where the weight is sharded in a way that only its owner can undo (FSDP1 outside its forward).
     """
+    if call.owns_parameters:  # also where `torch.func.functional_call` lent them: the module has others by now
+        yield call.weight, call.bias
+        return
+    head = call.head
     parameters: list[Any] = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
@@ -107,8 +127,12 @@ def through_owner(head: nn.Linear, result: torch.Tensor) -> torch.Tensor:
     return gathering.apply(result)
 
 
+def _is_plain(parameter: Any) -> bool:
+    return type(parameter) in (torch.Tensor, nn.Parameter)
+
+
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    if type(parameter) in (torch.Tensor, nn.Parameter):
+    if _is_plain(parameter):
         return parameter
     from torch.distributed.tensor import DTensor, Partial
 

@@ -27,6 +27,7 @@ from liger_trainer.head.context import context_of, current_forward, forward_cont
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded
 from liger_trainer.head.probe import TOLERANCE, probe_head
+from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
 from liger_trainer.patching.binding import bind_forward, is_bound_by_us, overriding_forward, unbind_forward
 from liger_trainer.patching.report import KernelReportRow
@@ -48,14 +49,14 @@ def make_head_forward(fused: bool, logits_memory: int) -> Callable:
     def defer(self: nn.Linear, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         call = HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
         meta = torch.empty(*hidden.shape[:-1], self.weight.shape[0], dtype=dtype, device="meta")
-        return DeferredLogits.create(call, hidden, RecordedChain(), meta)
+        return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
 
     @functools.wraps(nn.Linear.forward)
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return nn.Linear.forward(self, input)
         context = current_forward()
-        if context is None or (is_sharded(self) and not context.has_labels):
+        if context is None or (is_sharded(self) and not context.has_labels) or _has_backward_hooks(self):
             return nn.Linear.forward(self, input)
         pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
         dtype = call_dtype(input, self)
@@ -108,6 +109,13 @@ def make_model_forward(native: Callable) -> Callable:
 
     _model_forwards.add(forward)
     return forward
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    """Whether hooks want the gradient of the head's output, which then has to exist."""
+    hooks = torch.nn.modules.module
+    everywhere = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
+    return bool(head._backward_hooks or head._backward_pre_hooks or everywhere)
 
 
 def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogits, unwrapped
+from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogits, unwrapped, warn_once
 from liger_trainer.head.fused_loss import deferred_cross_entropy
+from liger_trainer.head.indexing import leaves_vocab_whole, reaches_last
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES, Cast, Scale, Tanh
 
 T = torch.Tensor
@@ -69,8 +70,7 @@ def _elementwise(x: DeferredLogits, step: Cast | Scale | Tanh) -> Any:
     meta = step(x.meta)
     if meta.dtype not in RECORDABLE_DTYPES:
         return NotImplemented
-    recorded = x.recorded
-    return DeferredLogits.create(recorded.call, recorded.hidden, recorded.chain.then(step), meta, not x.has_graph)
+    return x.derive(meta, chain=x.recorded.chain.then(step))
 
 
 def _elementwise_(x: DeferredLogits, step: Cast | Scale | Tanh) -> Any:
@@ -177,28 +177,19 @@ def _to(x: DeferredLogits, *args: Any, copy: bool = False, **kwargs: Any) -> Any
 def _clone(x: DeferredLogits, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    recorded = x.recorded
-    return DeferredLogits.create(recorded.call, recorded.hidden, recorded.chain, x.meta.clone(), not x.has_graph)
+    return x.derive(x.meta.clone())
 
 
 @_records(T.contiguous)
 def _contiguous(x: DeferredLogits, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    return x if x.meta.is_contiguous() else _clone_contiguous(x)
-
-
-def _clone_contiguous(x: DeferredLogits) -> DeferredLogits:
-    recorded = x.recorded
-    meta = x.meta.contiguous()
-    return DeferredLogits.create(recorded.call, recorded.hidden, recorded.chain, meta, not x.has_graph)
+    return x if x.meta.is_contiguous() else x.derive(x.meta.contiguous())
 
 
 @_records(T.detach, torch.detach, T.data.__get__)  # type: ignore[attr-defined]
 def _detach(x: DeferredLogits) -> DeferredLogits:
-    recorded = x.recorded
-    detached = DeferredLogits.create(recorded.call, recorded.hidden, recorded.chain, x.meta, detached=True)
-    return x.add_view(detached, torch.Tensor.detach)
+    return x.add_view(x.derive(x.meta, detached=True), torch.Tensor.detach)
 
 
 @_records(T.register_hook)
@@ -207,8 +198,25 @@ def _register_hook(x: DeferredLogits, hook: Callable) -> Any:
     if not getattr(owner, "__module__", "").startswith("torch.distributed."):
         # A hook sees, and may change, the gradient of the logits: from here on that gradient has to exist.
         x.tracked = False
+        _warn_of_missing_gradient(x)
     with unwrapped():
         return x.register_hook(hook)
+
+
+@_records(T.retain_grad)
+def _retain_grad(x: DeferredLogits) -> Any:
+    _warn_of_missing_gradient(x)
+    return NotImplemented
+
+
+def _warn_of_missing_gradient(x: DeferredLogits) -> None:
+    if x.recorded.call.has_loss:
+        warn_once(
+            "missing gradient",
+            "The gradient of the logits was asked for after a loss had been computed without them, so that loss has no "
+            "part in it. Ask before the loss, or train with `liger_kernel_config={'linear_cross_entropy': false, "
+            "'cross_entropy': false}`, which builds the logits. (Said once.)",
+        )
 
 
 def _shaped(x: DeferredLogits, native: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -218,9 +226,8 @@ def _shaped(x: DeferredLogits, native: Callable[[torch.Tensor], torch.Tensor]) -
     lead = math.prod(x.meta.shape[:-1])
     if not meta.dim() or meta.shape[-1] != vocab_size or math.prod(meta.shape[:-1]) != lead:
         return NotImplemented
-    recorded = x.recorded
-    hidden = recorded.hidden.reshape(*meta.shape[:-1], recorded.hidden.shape[-1])
-    child = DeferredLogits.create(recorded.call, hidden, recorded.chain, meta, not x.has_graph)
+    hidden = x.recorded.hidden
+    child = x.derive(meta, hidden.reshape(*meta.shape[:-1], hidden.shape[-1]))
     if meta.untyped_storage()._cdata == x.meta.untyped_storage()._cdata:
         return x.add_view(child, native)
     return child
@@ -260,55 +267,15 @@ def _squeeze(x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 @_records(T.__getitem__)
 def _getitem(x: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if not _leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
+    if not leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
         return NotImplemented
-    recorded = x.recorded
     # The vocabulary's own slice, if there is one, is a full one: full for the hidden dimension too.
-    rows = (*items[:-1], slice(None)) if _reaches_last(items, x.meta.dim()) else items
-    hidden = recorded.hidden[rows]
+    rows = (*items[:-1], slice(None)) if reaches_last(items, x.meta.dim()) else items
+    hidden = x.recorded.hidden[rows]
     basic = not any(isinstance(item, (torch.Tensor, list)) for item in items)
     if basic:
         meta = x.meta[index]
     else:
         meta = torch.empty(*hidden.shape[:-1], x.meta.shape[-1], dtype=x.meta.dtype, device="meta")
-    child = DeferredLogits.create(recorded.call, hidden, recorded.chain, meta, not x.has_graph)
+    child = x.derive(meta, hidden)
     return x.add_view(child, lambda logits: logits[index]) if basic else child
-
-
-def _consumed(item: Any) -> int | None:
-    """Dimensions an index takes; None for one that is not recorded."""
-    if item is None or item is Ellipsis:
-        return 0
-    if isinstance(item, (bool, DeferredLogits)):
-        return None
-    if isinstance(item, (int, slice)):
-        return 1
-    if isinstance(item, torch.Tensor):
-        if item.dtype == torch.bool:
-            return item.dim() or None
-        return 1 if item.dtype in (torch.int64, torch.int32) else None
-    if isinstance(item, list) and item and all(isinstance(i, int) and not isinstance(i, bool) for i in item):
-        return 1
-    return None
-
-
-def _is_full(item: slice, size: int) -> bool:
-    whole = item.stop is None or (isinstance(item.stop, int) and item.stop >= size)
-    return whole and item.start in (None, 0) and item.step in (None, 1)
-
-
-def _reaches_last(items: tuple, dims: int) -> bool:
-    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
-        return items[-1] is not Ellipsis
-    return sum(_consumed(item) or 0 for item in items) == dims
-
-
-def _leaves_vocab_whole(items: tuple, dims: int, vocab_size: int) -> bool:
-    """Whether `items` indexes leading dimensions only; a full slice of the last one is as good as none."""
-    consumed = [_consumed(item) for item in items]
-    if None in consumed or sum(1 for item in items if item is Ellipsis) > 1:
-        return False
-    if not _reaches_last(items, dims):
-        return sum(count or 0 for count in consumed) < dims
-    last = items[-1]
-    return isinstance(last, slice) and _is_full(last, vocab_size)

@@ -55,7 +55,7 @@ def _from_head(
     form = logits.recorded.chain.fused_form()
     if form is None or hidden.shape[:-1] != labels.shape:
         return None
-    with gathered(call.head) as (weight, bias), torch.autocast(hidden.device.type, enabled=False):
+    with gathered(call) as (weight, bias), torch.autocast(hidden.device.type, enabled=False):
         fused = linear_cross_entropy(
             hidden.to(call.dtype),
             weight.to(call.dtype),

@@ -429,6 +429,77 @@ def test_target_elsewhere_and_wrong_shapes(head, hidden):
     assert type(copy.deepcopy(patched).float()(hidden)) is torch.Tensor, "outside of a model's forward too"
 
 
+@pytest.mark.parametrize("changed", ["weight", "bias", "hidden"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.argmax(-1),
+        lambda x: x.detach().tolist(),
+        lambda x: F.cross_entropy(x.view(-1, V), torch.zeros(B * S, dtype=torch.long)),
+        lambda x: F.cross_entropy(x[MASK], torch.zeros(int(MASK.sum()), dtype=torch.long)),
+    ],
+)
+def test_logits_of_what_has_been_changed_since_are_refused(changed, use, head, hidden):
+    """As after an optimizer step; native logits would still be those of the forward."""
+    hidden = hidden * 1
+    logits, read_before = defer(head, hidden), defer(head, hidden)
+    expected = read_before.build().detach().clone()
+    with torch.no_grad():
+        {"weight": head.weight, "bias": head.bias, "hidden": hidden}[changed].mul_(2)
+    with pytest.raises(RuntimeError, match="since been changed in place"):
+        use(logits)
+    assert torch.equal(read_before.detach(), expected), "what was built stays"
+
+
+def test_backward_past_torch_function_refuses_changed_weights(head, hidden):
+    value = _Scaled.apply(defer(head, hidden))
+    with torch.no_grad():
+        head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="since been changed in place"):
+        torch.autograd.grad(value, hidden, torch.ones(B, S, V))
+
+
+def test_inference_tensors_have_no_versions_to_compare(head, hidden):
+    with torch.inference_mode():
+        logits = defer(head, hidden * 1)
+        torch.testing.assert_close(logits.argmax(-1), head(hidden).argmax(-1))
+
+
+def test_functional_call_keeps_the_parameters_of_the_call(head, hidden):
+    bind_forward(head, make_head_forward(True, 2**20))
+    lent = {name: (2 * parameter).detach().requires_grad_() for name, parameter in head.named_parameters()}
+    with forward_context(ForwardContext(has_labels=True)):
+        logits = torch.func.functional_call(head, lent, (hidden,))
+    assert type(logits) is DeferredLogits
+    target = torch.zeros(B * S, dtype=torch.long)
+    native = F.linear(hidden, lent["weight"], lent["bias"])
+    losses = [F.cross_entropy(x.view(-1, V), target) for x in (logits, native)]
+    leaves = [hidden, *lent.values()]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses))
+    torch.testing.assert_close(logits.detach().build(), native.detach())
+
+
+def test_gradient_of_the_logits_asked_for_too_late(head, hidden, caplog):
+    target = torch.zeros(B * S, dtype=torch.long)
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        for ask in (lambda x: x.retain_grad(), lambda x: x.register_hook(lambda grad: None)):
+            deferred_logits._announced.clear()
+            early, late = defer(head, hidden), defer(head, hidden)
+            ask(early)
+            assert not [record for record in caplog.records if "asked for after a loss" in record.message]
+            F.cross_entropy(late.view(-1, V), target).backward()
+            ask(late)
+            assert "asked for after a loss" in " ".join(record.message for record in caplog.records)
+            caplog.clear()
+    early = defer(head, hidden)
+    early.retain_grad()
+    F.cross_entropy(early.view(-1, V), target).backward()
+    native = head(hidden)
+    native.retain_grad()
+    F.cross_entropy(native.view(-1, V), target).backward()
+    torch.testing.assert_close(early.grad, native.grad)
+
+
 def test_says_once_what_built_the_logits(head, hidden, caplog):
     with caplog.at_level(logging.WARNING, "liger_trainer"):
         for _ in range(2):

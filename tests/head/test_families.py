@@ -304,6 +304,42 @@ def test_interleaved_models_do_not_see_each_other(never_built):
     assert type(seen[0]) is torch.Tensor
 
 
+def test_backward_hooks_on_the_head_see_the_gradient_of_the_logits():
+    native, ours = TINY_MODELS["llama"]().train(), patched("llama")
+    inputs = tiny_batch("llama", native)
+    results, seen = [], []
+    for model in (ours, native):
+        model.lm_head.register_full_backward_hook(lambda _, grad_in, grad_out: seen.append((grad_in[0], grad_out[0])))
+        results.append(backward(model, inputs))
+    assert_same(*results)
+    torch.testing.assert_close(*seen)
+
+
+def test_several_forwards_before_one_backward_with_an_evaluation_between(never_built):
+    native, ours = TINY_MODELS["llama"]().train(), patched("llama")
+    inputs = tiny_batch("llama", native)
+    results = []
+    for model in (ours, native):
+        model.zero_grad()
+        first = model(**inputs).loss
+        with torch.no_grad():
+            assert type(model.eval()(**inputs).logits) is torch.Tensor
+            model.train()(**inputs)
+        second = model(**{name: value.flip(0) for name, value in inputs.items()}, num_items_in_batch=7).loss
+        total = first + second.square() / 2
+        total.backward()
+        results.append((total.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert_same(*results)
+
+
+def test_gradient_of_the_hidden_states(never_built):
+    gradients = []
+    for model in (patched("llama"), TINY_MODELS["llama"]().train()):
+        outputs = model(**tiny_batch("llama", model), output_hidden_states=True)
+        gradients.append(torch.autograd.grad(outputs.loss, outputs.hidden_states[-1])[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
 def test_reset_when_a_forward_fails():
     model = patched("llama")
     with pytest.raises(ValueError, match="input_ids"):

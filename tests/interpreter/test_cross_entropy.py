@@ -227,6 +227,17 @@ def test_strided_logits_are_read_where_they_are(device: str) -> None:
     _assert_equal(gradient, torch.autograd.grad(expected, whole)[0])
 
 
+@pytest.mark.parametrize("layout", ["view of a leaf", "expanded"])
+def test_inplace_backward_leaves_memory_alone_that_is_not_the_logits_own(layout: str, device: str) -> None:
+    leaf, target = _case(device, 6, 70)
+    logits = leaf.view(6, 70) if layout == "view of a leaf" else (leaf[:1] * 1.0).expand(6, 70)
+    before = leaf.detach().clone()
+    (given,) = torch.autograd.grad(cross_entropy(logits, target, inplace_backward=True), leaf, retain_graph=True)
+    (expected,) = torch.autograd.grad(cross_entropy_reference(logits, target), leaf)
+    _assert_equal(given, expected)
+    assert leaf.detach().equal(before)
+
+
 def test_inplace_backward_writes_over_the_logits_once(device: str) -> None:
     leaf = torch.randn(4, 9, device=device, requires_grad=True)
     target = torch.randint(0, 9, (4,), device=device)

@@ -196,6 +196,47 @@ def test_fp16_gradients_of_a_mean_do_not_underflow() -> None:
     assert (gradient.double() - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 4096])
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_fp16_gradients_of_few_tokens_do_not_overflow(tokens: int, upstream: float) -> None:
+    # One token's dW is as large as its hidden states, 100 here, which fp16 does not hold times 4096.
+    generator = torch.Generator().manual_seed(0)
+    hidden = (100 * torch.randn(tokens, HIDDEN, generator=generator)).half().requires_grad_()
+    weight = (0.01 * torch.randn(VOCAB, HIDDEN, generator=generator)).half().requires_grad_()
+    target = torch.full((tokens,), IGNORE)
+    target[0] = 3  # however many tokens there are, one is valid
+    ours, eager = (
+        torch.autograd.grad(function(hidden, weight, target) * upstream, (hidden, weight))
+        for function in (linear_cross_entropy, linear_cross_entropy_reference)
+    )
+    for mine, theirs in zip(ours, eager):
+        assert mine.isfinite().all()
+        torch.testing.assert_close(mine, theirs, rtol=4e-3, atol=1e-5)
+
+
+def test_autocast_changes_nothing() -> None:
+    *leaves, target = _case()
+    for options in ({}, {"reduction": "none"}):
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = _loss(*leaves, target, **options).sum()
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_bias_of_minus_infinity_masks_the_vocabulary() -> None:
+    hidden, weight, bias, target = _case()
+    masked = bias.detach().clone()
+    masked[-4:] = -float("inf")
+    target = torch.where(target == IGNORE, IGNORE, target % (VOCAB - 4))
+    leaves = (hidden, weight)
+    for reduction in ("mean", "none"):
+        ours = torch.autograd.grad(_loss(*leaves, masked, target, reduction=reduction).sum(), leaves)
+        expected = torch.autograd.grad(_eager(*leaves, masked, target, reduction=reduction).sum(), leaves)
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_items": 0}, {"label_smoothing": 0.1}, {"reduction": "none"}])
 def test_all_ignored_is_a_zero_that_backpropagates(options: dict[str, Any]) -> None:
     *leaves, target = _case()
@@ -292,6 +333,7 @@ def test_operators_pass_opcheck() -> None:
     ("changes", "words"),
     [
         ({"hidden": torch.zeros(13, 7)}, ["`hidden`", "(13, 7)", "`weight`", "(20, 6)"]),
+        ({"hidden": torch.zeros(13, 0), "weight": torch.zeros(20, 0)}, ["(13, 0)", "(20, 0)", "at least 1"]),
         ({"weight": torch.zeros(20, 6, dtype=torch.bfloat16)}, ["float32", "bfloat16", "cast"]),
         ({"weight": torch.zeros(20, 6, device="meta")}, ["`weight`", "meta"]),
         ({"bias": torch.zeros(19)}, ["`bias`", "(19,)", "(20,)"]),
