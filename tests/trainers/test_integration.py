@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
     assert calls == [{"rope": False}]
     assert "kernels of the liger-kernel package run" in caplog.text
     assert "forward" not in trainer.model.model.norm.__dict__
+
+
+@pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
+def test_stock_trainer_in_a_process_of_its_own(first, tmp_path):
+    code = f"""
+        {first}
+        import liger_trainer
+        from transformers import Trainer, TrainingArguments
+        from tests.trainers.tiny import COMMON, llama, token_rows
+        args = TrainingArguments({str(tmp_path)!r}, use_liger_kernel=True, **{{**COMMON, "max_steps": 1}})
+        trainer = Trainer(llama(), args, train_dataset=token_rows())
+        trainer.train()
+        assert "forward" in trainer.model.model.norm.__dict__
+    """
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, cwd=root)
 
 
 def test_settings_are_checked():
