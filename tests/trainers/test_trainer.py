@@ -262,7 +262,12 @@ def test_guard_names_the_micro_batch(action, tmp_path):
 
     settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 4}
     trainer = build(Poison, LigerTrainingArguments, tmp_path, non_finite=action, **settings)
+    reporter = Reporter()
+    trainer.add_callback(reporter)
     trainer.train()
+    steps = [log.get("non_finite_updates") for log in reporter.logs if "loss" in log]
+    assert steps == ([None, 1.0] if action == "stop" else [None, 1.0, 1.0, 1.0])
+    assert reporter.logs[-1]["train_non_finite_updates"] == 1.0
     (finding,) = trainer._guard.findings
     assert finding.startswith("Step 2: the loss of micro-batch 2 of 3 (nan)")
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
