@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ _NAME = "apply_liger_kernel"
 _originals: dict[str, Callable] = {}
 _lock = threading.RLock()
 _choice: Literal["liger_trainer", "liger_kernel"] = "liger_trainer"
+_reports: weakref.WeakKeyDictionary[nn.Module, KernelReport] = weakref.WeakKeyDictionary()
 _in_charge: contextvars.ContextVar[Trainer | None] = contextvars.ContextVar("liger_trainer_in_charge", default=None)
 
 
@@ -132,6 +134,7 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
     from liger_trainer.patching.apply import apply_liger_kernel
 
     report = apply_liger_kernel(model, kernel_config)
+    _reports[model] = report
     if liger_kernel_installed():
         logger.warning(
             "use_liger_kernel: the kernels of liger_trainer run, not those of the liger-kernel package, which is "
@@ -144,6 +147,11 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
         kernels = ", ".join(f"{row.count}x {row.kernel}" for row in report.applied)
         logger.info("use_liger_kernel: the kernels of liger_trainer run: %s.", kernels)
     return report
+
+
+def stock_trainer_report(model: nn.Module) -> KernelReport | None:
+    """What [`apply_for_trainer`] has put into `model`; None where it has not been called with it."""
+    return _reports.get(model)
 
 
 def data_parallel_message(trainer: str) -> str:

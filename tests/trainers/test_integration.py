@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import integration
+from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 
@@ -42,6 +43,17 @@ def test_stock_trainer_trains_with_our_kernels(tmp_path, caplog):
     for left, right in zip(logged(stock), logged(trainer), strict=True):
         for key in left:
             assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+
+
+def test_report_callback_prints_what_the_stock_trainer_runs(tmp_path, capsys):
+    trainer = build(tmp_path, use_liger_kernel=True, max_steps=1)
+    trainer.add_callback(KernelReportCallback())
+    trainer.train()
+    assert capsys.readouterr().out.count("liger_trainer kernels in LlamaForCausalLM") == 1
+    plain = build(tmp_path, max_steps=1)
+    plain.add_callback(KernelReportCallback())
+    plain.train()
+    assert "liger_trainer kernels" not in capsys.readouterr().out
 
 
 def test_ligers_keys_are_understood(tmp_path):
