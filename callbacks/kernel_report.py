@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.integration import stock_trainer_report
 from liger_trainer.patching.report import KernelReport
 
 
@@ -13,7 +14,8 @@ class KernelReportCallback(TrainerCallback):
     """Prints what was patched and what was left alone, once, on the main process.
 
     Args:
-        report: The report of [`apply_liger_kernel`]. The Liger trainers set it when they have patched the model.
+        report: The report of [`apply_liger_kernel`]. The Liger trainers set it when they have patched the model; with
+            a stock `Trainer` and `use_liger_kernel=True` it is found when the training begins.
     """
 
     def __init__(self, report: KernelReport | None = None) -> None:
@@ -30,4 +32,6 @@ class KernelReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prints it before the first step."""
+        if self.report is None and kwargs.get("model") is not None:
+            self.report = stock_trainer_report(kwargs["model"])
         self.show(state.is_world_process_zero)

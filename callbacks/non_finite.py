@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 logger = logging.getLogger("liger_trainer")
 
@@ -28,12 +30,13 @@ class _Observation:
     ready: Any = None
 
 
-class NonFiniteGuardCallback(TrainerCallback):
+class NonFiniteGuardCallback(LoggedMetricsCallback):
     """Leaves out every update whose loss or gradients are not finite, and says which quantity was first.
 
     The weights and the optimizer's state therefore always stay those of the last good step. With `action="stop"` a
     checkpoint of them is saved and training ends; with `"skip"` it goes on with the next batch. The learning rate
-    schedule advances in both cases. The message names the step and the first bad quantity in the order in which one
+    schedule advances in both cases. From the first such update on, each log holds `non_finite_updates`, how many have
+    been left out. The message names the step and the first bad quantity in the order in which one
     causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss).
 
     Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
@@ -62,6 +65,7 @@ class NonFiniteGuardCallback(TrainerCallback):
         self._pending: list[_Observation] = []
         self._device_skip: Any = None
         self._stop = False
+        self._left_out = 0
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         """Takes the loss of one micro-batch."""
@@ -94,6 +98,7 @@ class NonFiniteGuardCallback(TrainerCallback):
     ) -> None:
         """Starts afresh."""
         self._losses, self._gradients, self._pending, self._stop = [], None, [], False
+        self._left_out = 0
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,6 +135,12 @@ class NonFiniteGuardCallback(TrainerCallback):
         if self._device_skip is not None:
             del self._device_skip.grad_scale, self._device_skip.found_inf
             self._device_skip = None
+
+    def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+        """How many updates of this run were left out, once there is one."""
+        return {"non_finite_updates": float(self._left_out)} if self._left_out else {}
+
+    summary = metrics
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops with a checkpoint if that is the action."""
@@ -171,9 +182,10 @@ class NonFiniteGuardCallback(TrainerCallback):
 
     def _report(self, observed: _Observation, model: nn.Module) -> None:
         what = next(_bad_quantities(observed, model), "a loss or gradient of another process")
-        end = {"stop": "the training stops with a checkpoint of the state before it", "skip": "the training goes on"}
+        end = {"stop": "the training stops with a checkpoint of the last good state", "skip": "the training goes on"}
         finding = f"Step {observed.step}: {what} is not finite. The update was left out and {end[self.action]}."
         self.findings.append(finding)
+        self._left_out += 1
         logger.error(finding)
         self._stop = self.action == "stop"
 

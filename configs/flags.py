@@ -44,7 +44,7 @@ class KernelFlags:
             `"off"` does not look. See [`NonFiniteGuardCallback`].
 
     Raises:
-        ValueError: for an unknown component (the nearest valid one is named), a switch that is no boolean, a
+        ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
             configuration that is not a JSON object, or a `logits_memory` that is no size.
     """
 
@@ -75,6 +75,9 @@ class KernelFlags:
     )
 
     def __post_init__(self) -> None:
+        for name in ("use_liger_kernel", "strict_kernels", "kernel_report"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         self.kernel_config()  # errors belong here, where the user wrote the value
         if self.non_finite not in ("stop", "skip", "off"):
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
@@ -98,6 +101,6 @@ def kernel_mapping_of(args: Any) -> dict[str, Any]:
     """As [`kernel_config_of`], but only what was written down, so that `strict` can tell it from the defaults."""
     value = getattr(args, "liger_kernel_config", None)
     KernelConfig.parse(value)  # errors with our words
-    mapping = dict(json.loads(value) if isinstance(value, str) else value or {})
+    mapping = dict((json.loads(value) if isinstance(value, str) else value) or {})
     mapping.setdefault("logits_memory", getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
     return mapping

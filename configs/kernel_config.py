@@ -85,9 +85,9 @@ class KernelConfig:
         valid = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in valid:
-                near = difflib.get_close_matches(str(key), valid, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"`liger_kernel_config` has no key {key!r}; {hint}The keys are {', '.join(valid)}.")
+                near = difflib.get_close_matches(str(key).lower(), valid, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(f"`liger_kernel_config` has no key {key!r}{hint} The keys are {', '.join(valid)}.")
         return cls(**{**values, **overrides})
 
 

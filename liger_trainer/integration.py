@@ -10,6 +10,7 @@ Where the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`]
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib.abc
 import importlib.util
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import Trainer
 
     from liger_trainer.patching.report import KernelReport
 
@@ -35,7 +37,8 @@ _NAME = "apply_liger_kernel"
 _originals: dict[str, Callable] = {}
 _lock = threading.RLock()
 _choice: Literal["liger_trainer", "liger_kernel"] = "liger_trainer"
-_managed: weakref.WeakSet = weakref.WeakSet()
+_reports: weakref.WeakKeyDictionary[nn.Module, KernelReport] = weakref.WeakKeyDictionary()
+_in_charge: contextvars.ContextVar[Trainer | None] = contextvars.ContextVar("liger_trainer_in_charge", default=None)
 
 
 def set_stock_trainer_kernels(which: Literal["liger_trainer", "liger_kernel"]) -> None:
@@ -90,25 +93,20 @@ def installed() -> bool:
 
 
 @contextlib.contextmanager
-def ensure_installed() -> Iterator[None]:
-    """Keeps the hook in place for a while, also where the user has taken it out."""
+def in_charge(trainer: Trainer) -> Iterator[None]:
+    """While a Liger trainer trains, the `Trainer` below it leaves the kernels of its model as they are.
+
+    The hook is in place for that long, also where the user has taken it out.
+    """
     was_installed = installed()
     install()
+    before = _in_charge.set(trainer)
     try:
         yield
     finally:
+        _in_charge.reset(before)
         if not was_installed:
             uninstall()
-
-
-def mark_managed(model: nn.Module) -> None:
-    """Says that a Liger trainer has patched `model` itself, so that `train()` does not do it again."""
-    _managed.add(model)
-
-
-def is_managed(model: nn.Module) -> bool:
-    """Whether a Liger trainer has patched `model`, or what it wraps."""
-    return any(module in _managed for module in model.modules())
 
 
 def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = None) -> KernelReport | None:
@@ -119,12 +117,13 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
         kernel_config: `TrainingArguments.liger_kernel_config`, with our keys or Liger's.
 
     Returns:
-        The report of what was patched; None where something else than this function is in charge of the model.
+        The report of what was patched; None where a Liger trainer, or the `liger-kernel` package, is in charge.
 
     Raises:
         ValueError: for an unknown key, or where `nn.DataParallel` is about to wrap the model.
     """
-    if is_managed(model):
+    trainer = _in_charge.get()
+    if trainer is not None and trainer.model is model:
         return None
     if _choice == "liger_kernel" and liger_kernel_installed():
         logger.warning("use_liger_kernel: the kernels of the liger-kernel package run, as set.")
@@ -135,6 +134,7 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
     from liger_trainer.patching.apply import apply_liger_kernel
 
     report = apply_liger_kernel(model, kernel_config)
+    _reports[model] = report
     if liger_kernel_installed():
         logger.warning(
             "use_liger_kernel: the kernels of liger_trainer run, not those of the liger-kernel package, which is "
@@ -147,6 +147,11 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
         kernels = ", ".join(f"{row.count}x {row.kernel}" for row in report.applied)
         logger.info("use_liger_kernel: the kernels of liger_trainer run: %s.", kernels)
     return report
+
+
+def stock_trainer_report(model: nn.Module) -> KernelReport | None:
+    """What [`apply_for_trainer`] has put into `model`; None where it has not been called with it."""
+    return _reports.get(model)
 
 
 def data_parallel_message(trainer: str) -> str:

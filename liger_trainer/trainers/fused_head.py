@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from liger_trainer.trainers.token_statistics import token_statistics
 
 _IGNORE_INDEX = -100
 _swapping = threading.RLock()
+_fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
 if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedCausalLMOutput"):
     raise ImportError(
@@ -79,7 +81,9 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
 
-    @functools.wraps(type(model).forward)  # `generate` and the Trainer look at the signature
+    inner, native = _fused_over.get(inner, (inner, native))  # an earlier trainer's of the same model
+
+    @functools.wraps(inner)  # `generate` and the Trainer look at the signature, the patching at what is inside
     def forward(
         self: nn.Module,
         *args: Any,
@@ -94,6 +98,7 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
 
+    _fused_over[forward] = inner, native
     model.forward = types.MethodType(forward, model)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +18,9 @@ from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
-from liger_trainer.integration import data_parallel_message, ensure_installed, is_managed, mark_managed
+from liger_trainer.integration import data_parallel_message, in_charge
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+logger = logging.getLogger("liger_trainer")
 
 # Where every process holds all gradients, so that their norms are the model's.
 _WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -48,6 +53,7 @@ class LigerTrainerMixin(_Base):
     """
 
     kernel_report: KernelReport | None = None
+    _patched: weakref.ref[nn.Module] | None = None
 
     def _finish_init(self) -> None:
         """To be called at the end of `__init__`."""
@@ -66,6 +72,11 @@ class LigerTrainerMixin(_Base):
             self._apply_kernels(self.model)
             if self.label_smoother is not None:
                 self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
+        elif any(bound_modules(self.model)):
+            logger.warning(
+                "`use_liger_kernel` is off, but the model carries kernels from before, which stay and run; "
+                "`liger_trainer.revert_liger_kernel(model)` takes them out."
+            )
         self._announce_kernels()
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
@@ -80,11 +91,11 @@ class LigerTrainerMixin(_Base):
         return own
 
     def _apply_kernels(self, model: nn.Module) -> None:
-        if is_managed(model):
+        if self._patched is not None and self._patched() is model:
             return
         strict = getattr(self.args, "strict_kernels", False)
         self.kernel_report = apply_liger_kernel(model, kernel_mapping_of(self.args), strict=strict)
-        mark_managed(model)
+        self._patched = weakref.ref(model)
 
     def _announce_kernels(self) -> None:
         self._show_report.report = self.kernel_report
@@ -100,9 +111,18 @@ class LigerTrainerMixin(_Base):
             self._apply_kernels(model)
         return model
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+        if name is not None and getattr(model, "hf_device_map", None) is None:  # offloaded weights are there too
+            raise ValueError(
+                f"`model` has parameters on the meta device, such as {name!r}, which hold no data to train. Load the "
+                "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
+            )
+        super()._move_model_to_device(model, device)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
-        with ensure_installed():  # the Trainer would otherwise apply the liger-kernel package, or miss it
+        with in_charge(self):  # the Trainer would otherwise apply the liger-kernel package, or miss it
             return super().train(*args, **kwargs)
 
     def compute_loss(

@@ -59,4 +59,5 @@ def _sft_config(args: TrainingArguments | None, model: Any) -> SFTConfig:
         return args
     values = args.to_dict()
     values["hub_token"] = args.hub_token  # to_dict hides it
+    values["use_liger_kernel"] = wants_kernels(args)
     return LigerSFTConfig(**values)

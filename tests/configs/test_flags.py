@@ -37,6 +37,7 @@ def test_mapping_and_json_and_liger_names(cls, tmp_path):
         assert args.liger_kernel_config == {"rms_norm": False}
         assert args.kernel_config().rms_norm is False
         assert args.kernel_config().rope is True
+    assert make(cls, tmp_path, liger_kernel_config="null").kernel_config().rope is True
     args = make(cls, tmp_path, liger_kernel_config={"fused_linear_cross_entropy": False})
     assert args.kernel_config().linear_cross_entropy is False
 
@@ -56,6 +57,10 @@ def test_unknown_key_names_the_nearest(cls, tmp_path):
         ({"logits_memory": "lots"}, "logits_memory"),
         ({"logits_memory": "0"}, "more than 0"),
         ({"non_finite": "maybe"}, "'stop', 'skip' or 'off'"),
+        ({"use_liger_kernel": "no"}, "`use_liger_kernel` is 'no'; it must be true or false"),
+        ({"strict_kernels": "yes"}, "`strict_kernels` is 'yes'"),
+        ({"liger_kernel_config": {"ROPE": True}}, "no key 'ROPE'; did you mean 'rope'"),
+        ({"liger_kernel_config": {"x": True}}, "no key 'x'. The keys are rope"),
     ],
 )
 def test_bad_values(kwargs, message, tmp_path):

@@ -103,6 +103,41 @@ def test_fp32_loss_and_gradients_equal(family):
         assert relative(value, got[name]) <= 1e-5, name
 
 
+SCALINGS = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+}
+VARIANTS = {
+    **{
+        f"llama with {kind} rope": ("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **parameters}})
+        for kind, parameters in SCALINGS.items()
+    },
+    "llama3, tied": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
+    "qwen2.5": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_family(variant):
+    family, overrides = VARIANTS[variant]
+    model = TINY_MODELS[family](**overrides).train()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    assert not apply_liger_kernel(model).left_alone
+    got = loss_and_gradients(model, batch)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(value, got[name]) <= 1e-5 or float(value.norm()) < 1e-6, name
+
+
 @families
 def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
     model = TINY_MODELS[family]().to(torch.bfloat16)
@@ -162,13 +197,21 @@ def test_generate_equal(family):
     assert torch.equal(model.generate(prompt, **options), expected)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl", "mllama"])
 def test_vision_inputs(family):
     model = TINY_MODELS[family]()
     generator = torch.Generator().manual_seed(0)
     if family == "gemma3":
         ids = torch.tensor([[5, 120, 122, 122, 122, 122, 121, 7, 8]])
         batch = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator), "token_type_ids": (ids == 122).long()}
+    elif family == "mllama":
+        ids = torch.tensor([[5, 120, 7, 8, 9, 10]])
+        batch = {
+            "pixel_values": torch.randn(1, 1, 1, 3, 16, 16, generator=generator),
+            "aspect_ratio_ids": torch.tensor([[1]]),
+            "aspect_ratio_mask": torch.tensor([[[1]]]),
+            "cross_attention_mask": torch.ones(1, 6, 1, 1, dtype=torch.long),
+        }
     else:
         ids = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
         batch = {

@@ -95,6 +95,19 @@ def test_nan_in_the_input_is_named(tmp_path):
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
+def test_model_on_the_meta_device(tmp_path):
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ValueError, match=r"meta device, such as 'model.embed_tokens.weight'.*to_empty"):
+        build(tmp_path, token_rows(), model)
+
+
+def test_rows_without_labels(tmp_path):
+    rows = [{key: value for key, value in row.items() if key != "labels"} for row in token_rows()]
+    with pytest.raises(ValueError, match="did not return a loss"):
+        build(tmp_path, rows).train()
+
+
 def test_data_parallel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match=r"nn.DataParallel.*accelerate launch"):

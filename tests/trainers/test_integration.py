@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import integration
+from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 
@@ -41,6 +43,17 @@ def test_stock_trainer_trains_with_our_kernels(tmp_path, caplog):
     for left, right in zip(logged(stock), logged(trainer), strict=True):
         for key in left:
             assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+
+
+def test_report_callback_prints_what_the_stock_trainer_runs(tmp_path, capsys):
+    trainer = build(tmp_path, use_liger_kernel=True, max_steps=1)
+    trainer.add_callback(KernelReportCallback())
+    trainer.train()
+    assert capsys.readouterr().out.count("liger_trainer kernels in LlamaForCausalLM") == 1
+    plain = build(tmp_path, max_steps=1)
+    plain.add_callback(KernelReportCallback())
+    plain.train()
+    assert "liger_trainer kernels" not in capsys.readouterr().out
 
 
 def test_ligers_keys_are_understood(tmp_path):
@@ -99,6 +112,22 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
     assert calls == [{"rope": False}]
     assert "kernels of the liger-kernel package run" in caplog.text
     assert "forward" not in trainer.model.model.norm.__dict__
+
+
+@pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
+def test_stock_trainer_in_a_process_of_its_own(first, tmp_path):
+    code = f"""
+        {first}
+        import liger_trainer
+        from transformers import Trainer, TrainingArguments
+        from tests.trainers.tiny import COMMON, llama, token_rows
+        args = TrainingArguments({str(tmp_path)!r}, use_liger_kernel=True, **{{**COMMON, "max_steps": 1}})
+        trainer = Trainer(llama(), args, train_dataset=token_rows())
+        trainer.train()
+        assert "forward" in trainer.model.model.norm.__dict__
+    """
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, cwd=root)
 
 
 def test_settings_are_checked():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl.trainer.sft_trainer as trl_sft_trainer
 from peft import LoraConfig
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
@@ -192,6 +193,10 @@ def test_kernels_by_arguments(tmp_path):
     trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
     assert isinstance(trainer.args, LigerSFTConfig)
     assert trainer.args.logits_memory == "1MiB"
+    args = TrainingArguments(output_dir=str(tmp_path), **COMMON)
+    trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
+    assert trainer.args.use_liger_kernel
+    assert trainer.kernel_report.applied
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
@@ -37,6 +39,11 @@ def build(trainer_class, args_class, tmp_path, model=llama, rows=None, **case):
     rows = token_rows() if rows is None else rows
     model = None if "model_init" in kwargs else model()
     return trainer_class(model, args, train_dataset=rows, eval_dataset=rows[:4], **kwargs)
+
+
+def lora_llama():
+    model = llama()
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -131,6 +138,82 @@ def test_metrics_get_the_same_logits(tmp_path):
     assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-5)
 
 
+def test_predictions_and_preprocessed_logits(tmp_path):
+    predictions = []
+    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+        trainer = build(trainer_class, args_class, tmp_path)
+        predictions.append([torch.tensor(trainer.predict(token_rows()).predictions)])
+        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        predictions[-1].append(torch.tensor(trainer.predict(token_rows()).predictions))
+    torch.testing.assert_close(predictions[1][0], predictions[0][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(predictions[1][1], predictions[0][1])
+
+
+@pytest.mark.parametrize("where", ["compute_loss_func", "compute_loss"])
+def test_loss_of_the_user(where, tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits[:, :-1].float()
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1), reduction=reduction)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    class Own:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = loss_of(outputs, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    runs = []
+    for base, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+        cls = base if where == "compute_loss_func" else type("OwnTrainer", (Own, base), {})
+        trainer = build(cls, args_class, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+        trainer.compute_loss_func = loss_of if where == "compute_loss_func" else None
+        trainer.train()
+        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lora_with_checkpointing_is_saved_for_plain_peft(reentrant, tmp_path):
+    runs = []
+    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+        trainer = build(
+            trainer_class, args_class, tmp_path, model=lora_llama,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )  # fmt: skip
+        trainer.train()
+        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    trainer.save_model(str(tmp_path / "adapter"))
+    plain = PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    batch = {key: value[None] for key, value in token_rows()[0].items()}
+    assert plain(**batch).loss.item() == pytest.approx(trainer.model.eval()(**batch).loss.item(), abs=1e-5)
+
+
+def test_saved_model_loads_in_plain_transformers(tmp_path):
+    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not any("forward" in module.__dict__ for module in plain.modules())
+    for (name, a), b in zip(trainer.model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_torch_compile_of_the_trainer(tmp_path):
+    runs = []
+    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer = build(trainer_class, args_class, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+        trainer.train()
+        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+    assert trainer.kernel_report.applied
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
 def test_strict_reaches_the_patching(tmp_path):
     with pytest.raises(ValueError, match="strict"):
         build(LigerTrainer, LigerTrainingArguments, tmp_path, strict_kernels=True, liger_kernel_config={"geglu": True})
@@ -165,6 +248,30 @@ def test_users_callbacks_replace_ours(tmp_path):
     trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, callbacks=[memory])
     mine = [c for c in trainer.callback_handler.callbacks if isinstance(c, MemoryCallback)]
     assert mine == [memory]
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_guard_names_the_micro_batch(action, tmp_path):
+    class Poison(LigerTrainer):
+        micro_batches = 0
+
+        def compute_loss(self, *args, **kwargs):
+            self.micro_batches += 1
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.micro_batches == 5 else loss
+
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 4}
+    trainer = build(Poison, LigerTrainingArguments, tmp_path, non_finite=action, **settings)
+    reporter = Reporter()
+    trainer.add_callback(reporter)
+    trainer.train()
+    steps = [log.get("non_finite_updates") for log in reporter.logs if "loss" in log]
+    assert steps == ([None, 1.0] if action == "stop" else [None, 1.0, 1.0, 1.0])
+    assert reporter.logs[-1]["train_non_finite_updates"] == 1.0
+    (finding,) = trainer._guard.findings
+    assert finding.startswith("Step 2: the loss of micro-batch 2 of 3 (nan)")
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert trainer.state.global_step == (2 if action == "stop" else 4)
 
 
 @pytest.mark.parametrize("action", ["stop", "skip", "off"])
