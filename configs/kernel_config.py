@@ -22,7 +22,7 @@ def parse_bytes(value: int | str, name: str = "logits_memory") -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
         unit = match.group(2).lower() if match else "?"
-        if match is None or unit not in _UNITS:
+        if match is None or unit not in _UNITS or (_UNITS[unit] == 1 and "." in match.group(1)):
             raise ValueError(f"`{name}` is {value!r}; give bytes as an int, or a string such as '512MiB' or '1.5GB'.")
         size = int(float(match.group(1)) * _UNITS[unit])
     if size <= 0:

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
-from liger_trainer.patching.apply import apply_liger_kernel, unwrapped
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.report import KernelReport
 
 _TEXT = ("rms_norm", "swiglu")
@@ -96,7 +97,7 @@ def _remove_hook() -> None:
 def _check_model(function: str, model_types: tuple[str, ...], model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; {function} needs a torch.nn.Module, or None.")
-    base = unwrapped(model)
+    base = without_adapters(model)
     model_type = getattr(getattr(base, "config", None), "model_type", None)
     if model_type not in model_types:
         fitting = [name for name, (types, _) in _TABLE.items() if model_type in types]

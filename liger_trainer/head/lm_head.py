@@ -143,6 +143,16 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, whose own forward computes the loss, or `model` itself."""
+    if "peft" in sys.modules:
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            return model.get_base_model()
+    return model
+
+
 def find_lm_heads(model: nn.Module) -> tuple[list[nn.Linear], str]:
     """The ``nn.Linear`` modules that compute `model`'s logits, found through adapters' wrappers.
 

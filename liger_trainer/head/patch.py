@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from liger_trainer.head.compiled import (
 )
 from liger_trainer.head.context import context_of, current_forward, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded
+from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded, without_adapters
 from liger_trainer.head.probe import TOLERANCE, probe_head
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
@@ -139,7 +138,7 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
         A row for the report: what was bound and the probe's error, or why the head was left alone.
     """
     component = "linear_cross_entropy" if fused else "cross_entropy"
-    model = _without_peft(model)
+    model = without_adapters(model)
     heads, reason = find_lm_heads(model)
     target = type(heads[0]).__name__ if heads else type(model).__name__
 
@@ -173,16 +172,6 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
         bind_forward(model, make_model_forward(native))
     kernel = f"linear_cross_entropy (logits_memory={int(logits_memory) / 2**20:g} MiB)" if fused else "cross_entropy"
     return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)
-
-
-def _without_peft(model: nn.Module) -> nn.Module:
-    """The model whose own forward computes the loss."""
-    if "peft" in sys.modules:
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            return model.get_base_model()
-    return model
 
 
 def _layers(model: nn.Module) -> Iterator[Callable]:

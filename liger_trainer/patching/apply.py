@@ -11,6 +11,7 @@ from torch import nn
 
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
+from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
 from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
@@ -115,15 +116,8 @@ def _probe_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, or `model` itself."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        return model.get_base_model()  # type: ignore[operator]
-    return model
-
-
 def _model_name(model: nn.Module) -> str:
-    base = unwrapped(model)
+    base = without_adapters(model)
     return type(base).__name__ if base is model else f"{type(base).__name__} in {type(model).__name__}"
 
 

@@ -56,6 +56,7 @@ def test_unknown_key_names_the_nearest(cls, tmp_path):
         ({"liger_kernel_config": {"rope": "yes"}}, "must be true or false"),
         ({"logits_memory": "lots"}, "logits_memory"),
         ({"logits_memory": "0"}, "more than 0"),
+        ({"logits_memory": "1.5"}, "bytes as an int"),
         ({"non_finite": "maybe"}, "'stop', 'skip' or 'off'"),
         ({"use_liger_kernel": "no"}, "`use_liger_kernel` is 'no'; it must be true or false"),
         ({"strict_kernels": "yes"}, "`strict_kernels` is 'yes'"),
