@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import io
-import logging
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
+from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
 
 if TYPE_CHECKING:
     from argparse import Action, ArgumentParser
@@ -30,16 +28,7 @@ if TYPE_CHECKING:
 
     from liger_trainer.configs.recipe_arguments import CausalLMArguments, RecipeArguments
 
-logger = logging.getLogger(__name__)
-
-LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
-"""The line that makes a recipe runnable as Python; to YAML it is a key, which is dropped."""
-
 TRAINERS = ("sft", "causal_lm")
-
-
-class RecipeError(ValueError):
-    """Something in the recipe or its data that the user can put right; its text is the whole message."""
 
 
 @dataclasses.dataclass
@@ -68,57 +57,6 @@ class Recipe:
     def text_arguments(self) -> Any:
         """The object that holds ``max_length``, ``dataset_text_field`` and ``trust_remote_code``."""
         return self.causal_lm or self.training
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says first, as a sentence; some go on for pages."""
-    text = (str(error).strip() or type(error).__name__).split("\n")[0]
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """The recipes that come with the package: name to file."""
-    return packaged_files("liger_trainer.recipes", "*.yaml")
-
-
-def packaged_files(package: str, pattern: str) -> dict[str, Path]:
-    """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
-    module: Any = importlib.import_module(package)
-    return {file.stem: file for file in sorted(file for place in module.__path__ for file in Path(place).glob(pattern))}
-
-
-def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe given by its path or, for a shipped one, by its bare name.
-
-    Raises:
-        RecipeError: if there is no such file and no such recipe.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    shipped = shipped_recipes()
-    if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
-        return shipped[path.name.removesuffix(".yaml")]
-    near = difflib.get_close_matches(path.stem, shipped, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise RecipeError(f"No recipe file {str(name)!r}.{hint} The shipped recipes are {', '.join(shipped)}.")
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The keys and values of a recipe file.
-
-    Raises:
-        RecipeError: if it cannot be read, is not YAML, or is not a mapping.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}.") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path} holds no `key: value` lines; a recipe is a YAML mapping.")
-    return {str(key): value for key, value in values.items() if not str(key).startswith("if __import__(")}
 
 
 def argument_classes(trainer: str) -> tuple[type, ...]:
@@ -259,12 +197,36 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
     return vars(namespace), given
 
 
+def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Checked values with the defaults that a machine without an accelerator needs: no bf16, no pinned memory.
+
+    Raises:
+        RecipeError: if the recipe itself asks for bf16 or fp16 where there is no accelerator.
+    """
+    import torch
+
+    values = dict(values)
+    if torch.accelerator.is_available() and not values["use_cpu"]:
+        return values
+    values["dataloader_pin_memory"] = False
+    if values["bf16"] is None:
+        values["bf16"] = False
+    asked = [name for name in ("bf16", "fp16") if values[name]]
+    if asked and not values["use_cpu"]:
+        raise RecipeError(
+            f"{source}: `{asked[0]}` is true, but there is no GPU here (`liger-trainer doctor` says why); add "
+            f"`--{asked[0]} false --dtype float32` to train on the CPU, or `--smoke` to try the recipe."
+        )
+    return values
+
+
 def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
     """The dataclasses of a recipe from all its checked values.
 
     Raises:
         RecipeError: where the dataclasses refuse a value or a combination.
     """
+    values = fit_to_device(values, source)
     built = []
     for cls in argument_classes(values["trainer"]):
         chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}

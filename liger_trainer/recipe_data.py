@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer import quickstart, smoke
-from liger_trainer.recipe import Recipe, RecipeError, first_line
+from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_file import RecipeError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,6 +24,14 @@ BUILT_IN: dict[str, Callable[[], Any]] = {
     "smoke_text": lambda: smoke.smoke_data("text"),
 }
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # what `Dataset.save_to_disk` leaves
+_TURNS = "a list of turns, each with `role` and `content`"
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what a column holds; any other holds text
+    "messages": ((list,), _TURNS),
+    "conversations": ((list,), _TURNS),
+    "prompt": ((str, list), f"text or {_TURNS}"),
+    "completion": ((str, list), f"text or {_TURNS}"),
+    "input_ids": ((list,), "a list of token ids"),
+}
 _BUILDERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -38,6 +47,9 @@ def _load_files(files: list[str], key: str) -> Any:
     missing = [file for file in files if not Path(file).is_file()]
     if missing:
         raise RecipeError(f"`{key}`: there is no file {missing[0]!r} (looked from {Path.cwd()}).")
+    empty = [file for file in files if Path(file).stat().st_size == 0]
+    if empty:
+        raise RecipeError(f"`{key}`: {empty[0]!r} is empty.")
     kinds = {_BUILDERS.get(Path(file).suffix.lower()) for file in files}
     if None in kinds or len(kinds) != 1:
         raise RecipeError(f"`{key}` is {files}; give files of one kind out of {', '.join(_BUILDERS)}.")
@@ -126,11 +138,27 @@ def _check_columns(rows: Any, recipe: Recipe) -> None:
     wanted: list[tuple[str, ...]] = [(text,)]
     if recipe.causal_lm is None:
         wanted = [("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",), (text,)]
-    if not any(set(names) <= set(columns) for names in wanted):
+    found = next((names for names in wanted if set(names) <= set(columns)), None)
+    if found is None:
         choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
             "Set `dataset_text_field` to the column that holds the text, or rename a column."
+        )
+    if hasattr(rows, "data"):  # not streamed
+        for name in found:
+            _check_column(rows, name)
+
+
+def _check_column(rows: Dataset, name: str) -> None:
+    nulls = rows.data.column(name).null_count
+    if nulls:
+        raise RecipeError(f"The column `{name}` holds nothing (null) in {nulls} rows; remove or fill them.")
+    wanted, words = _KINDS.get(name, ((str,), "text"))
+    first = rows[0][name]
+    if not isinstance(first, wanted):
+        raise RecipeError(
+            f"The column `{name}` holds {type(first).__name__}, such as {str(first)[:40]!r}, not {words}."
         )
 
 

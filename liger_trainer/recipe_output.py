@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
 
-from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_file import RecipeError
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +42,16 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
         last complete checkpoint in ``output_dir``, and starts at the beginning where there is none yet.
 
     Raises:
-        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, or the
-            checkpoint to resume from is not one.
+        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, if it
+            cannot be written to, or if the checkpoint to resume from is not one.
     """
     from accelerate import PartialState
 
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
     resume = _resume(recipe, folder)
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
     wanted = recipe.training.resume_from_checkpoint not in (None, False, "false", "False", "")
     if not wanted and folder.exists() and any(folder.iterdir()):
         if not recipe.recipe.overwrite_output_dir:
@@ -61,6 +65,14 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
             for path in folder.glob("checkpoint-*"):
                 if re.fullmatch(r"checkpoint-\d+", path.name):
                     shutil.rmtree(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(
+            f"`output_dir` {str(folder)!r} cannot be made: {error.strerror}; give another one."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
     state.wait_for_everyone()  # nobody writes before everybody has looked
     return resume
 

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe import Recipe, RecipeError, first_line
+from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_data import load_data, load_tokenizer, text_blocks
+from liger_trainer.recipe_file import RecipeError, first_line
 from liger_trainer.recipe_output import prepare_output_dir
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def run_recipe(recipe: Recipe) -> Trainer:
     from transformers import set_seed
 
     from liger_trainer.recipe_summary import summarize
+    from liger_trainer.trainers.batch_check import BatchError
 
     args = recipe.training
     if args.n_gpu > 1:
@@ -47,14 +49,19 @@ def run_recipe(recipe: Recipe) -> Trainer:
         trainer = build(recipe, tokenizer, train, evaluation)
     except RecipeError:
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     check_vocabulary(trainer, tokenizer)
 
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+    except BatchError as error:
+        raise RecipeError(f"The data: {first_line(error)}") from error
+    finally:
+        close_progress_bar(trainer)
     metrics = dict(result.metrics)
     if evaluation is not None:
-        metrics.update(trainer.evaluate())
+        metrics.update(last_evaluation(trainer) or trainer.evaluate())
     trainer.save_model(args.output_dir)
     trainer.save_state()
     trainer.save_metrics("all", metrics, combined=False)
@@ -63,6 +70,44 @@ def run_recipe(recipe: Recipe) -> Trainer:
     if trainer.is_world_process_zero():
         summarize(recipe, trainer, metrics)
     return trainer
+
+
+def close_progress_bar(trainer: Trainer) -> None:
+    """Ends the bar's line: left open by an error, it would be drawn once more below the message."""
+    for callback in trainer.callback_handler.callbacks:
+        bar = getattr(callback, "training_bar", None)
+        if bar is not None:
+            bar.close()
+
+
+def last_evaluation(trainer: Trainer) -> dict[str, float]:
+    """What was logged where the last step ended in an evaluation of the model as it is now; else nothing."""
+    if trainer.args.load_best_model_at_end:
+        return {}
+    entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
+    return next((dict(entry) for entry in entries if "eval_loss" in entry), {})
+
+
+def read_config(name: str, key: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the model `name`, which the user gave as `key`.
+
+    Raises:
+        RecipeError: if there is no such folder, or no such model on the Hub.
+    """
+    from transformers import AutoConfig
+
+    if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
+        if not Path(name).exists():
+            raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise RecipeError(f"{key}: the folder {name!r} holds no config.json.")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{key}: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a config.json; a name on "
+            "the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
+        ) from error
 
 
 def check_model(recipe: Recipe) -> None:
@@ -85,17 +130,7 @@ def check_model(recipe: Recipe) -> None:
             raise RecipeError(f"{recipe.source}: `model_config`: {error}") from error
         return
     assert name is not None
-    try:
-        AutoConfig.from_pretrained(
-            name,
-            revision=recipe.model.model_revision,
-            trust_remote_code=recipe.text_arguments.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"`model_name_or_path`: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a "
-            "config.json; a name on the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
-        ) from error
+    read_config(name, "`model_name_or_path`", recipe.model.model_revision, recipe.text_arguments.trust_remote_code)
 
 
 def attention(recipe: Recipe) -> str | None:

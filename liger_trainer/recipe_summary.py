@@ -72,7 +72,7 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     drawn = False
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+    for key, label, style in (("loss", "training", ".-"), ("eval_loss", "evaluation", "o--")):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         if points:
             axes.plot(*zip(*points), style, label=label, markersize=4)

@@ -155,7 +155,7 @@ def family_of(values: Mapping[str, Any]) -> str:
     Raises:
         RecipeError: if none of them tells, or there is no tiny configuration for it.
     """
-    from liger_trainer.recipe import RecipeError
+    from liger_trainer.recipe_file import RecipeError
 
     family, name = values.get("model_family"), values.get("model_name_or_path")
     config = values.get("model_config")

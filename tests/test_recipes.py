@@ -1,6 +1,7 @@
 """Every shipped recipe parses as YAML and as Python to the same values, and every key of it is known."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from liger_trainer.recipe import (
-    LAUNCH_LINE,
-    RecipeError,
-    build_recipe,
-    check_values,
-    find_recipe,
-    load_recipe,
-    read_recipe,
-    shipped_recipes,
-)
+from liger_trainer.recipe import build_recipe, check_values, load_recipe
+from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe_run import chat_template
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -108,6 +102,16 @@ def test_block_style_yaml_is_a_recipe_too(tmp_path):
     assert recipe.recipe.data_files == ["one.jsonl"]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_chat_templates_are_shipped_by_trl_and_mark_the_assistant(name):
+    """``--smoke`` brings its own template, so that a wrong name would only show in the real run."""
+    template = read_recipe(ROOT / "recipes" / f"{name}.yaml").get("chat_template_path")
+    if template is not None:
+        path = chat_template(template)
+        assert path.endswith(f"{template}.jinja")
+        assert "{% generation %}" in Path(path).read_text().replace("{%-", "{%").replace("-%}", "%}")
+
+
 def test_trl_mixture_of_datasets(tmp_path):
     path = write(tmp_path, 'use_cpu: true\nbf16: false\ndatasets: [{"path": "json", "data_files": "a.json"}]\n')
     assert load_recipe(path).mixture.datasets[0].path == "json"
@@ -136,13 +140,43 @@ def test_trl_mixture_of_datasets(tmp_path):
         ("model_config: {hidden_size: 8}", [], "`model_config` has no `model_type`"),
         ("use_cpu: true\nbf16: false\nload_in_8bit: true\nload_in_4bit: true", [], "8 bit and 4 bit"),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
-        ("a: [1", [], "is not valid YAML"),
+        ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),
+        ("trainer: sft\n\tmax_steps: 5", [], "mine.yaml is not valid YAML: line 2, column 1: "),
+        ("trainer: sft\n\tmax_steps: 5", [], "Indent with spaces."),
+        ("max_steps: 5\nseed: 1\nmax_steps: 6", [], "line 3, column 1: the key `max_steps` stands there twice."),
+        ("model_config: {a: 1, a: 2}", [], "line 1, column 22: the key `a` stands there twice."),
     ],
 )
 def test_what_is_wrong_is_told_in_one_message(tmp_path, text, options, message):
     with pytest.raises(RecipeError) as error:
         load_recipe(write(tmp_path, text), options)
     assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_defaults_fit_a_machine_without_a_gpu(tmp_path, monkeypatch, use_cpu):
+    """TRL's own default is bf16, which the Trainer refuses there."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    recipe = load_recipe(write(tmp_path, f"trainer: sft\nuse_cpu: {json.dumps(use_cpu)}\n"))
+    assert recipe.training.bf16 is False
+    assert recipe.training.dataloader_pin_memory is False
+
+
+def test_bf16_without_a_gpu_is_refused_unless_the_cpu_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    path = write(tmp_path, "trainer: sft\nbf16: true\n")
+    with pytest.raises(
+        RecipeError, match=r"`bf16` is true, but there is no GPU here .* `--bf16 false --dtype float32`"
+    ):
+        load_recipe(path)
+    assert load_recipe(path, ["--use_cpu", "true"]).training.bf16 is True
+
+
+def test_merge_keys_of_yaml_are_no_duplicates(tmp_path):
+    path = write(tmp_path, "model_config: &base {model_type: llama}\ntrainer: causal_lm\n")
+    path.write_text(path.read_text() + "liger_kernel_config:\n  <<: *base\n  rope: false\n")
+    assert read_recipe(path)["liger_kernel_config"] == {"model_type": "llama", "rope": False}
 
 
 def test_a_recipe_that_is_not_there():

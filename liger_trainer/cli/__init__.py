@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -47,15 +48,18 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
         arguments: ``--smoke``, ``--debug`` and ``--key value`` options.
 
     Returns:
-        The exit code: 0, or 2 after an error that the user can put right.
+        The exit code: 0, 2 after an error that the user can put right, or 130 after Ctrl-C.
     """
     options = [argument for argument in arguments if argument not in ("--smoke", "--debug")]
     debug = "--debug" in arguments
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Newer transformers call it activation_checkpointing; this is the name that every supported version knows.
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     if "--smoke" in arguments:  # before the first import of a library that reads them
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-    from liger_trainer.recipe import RecipeError, load_recipe
+    from liger_trainer.recipe import load_recipe
+    from liger_trainer.recipe_file import RecipeError
 
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
@@ -68,6 +72,13 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"liger-trainer: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0:
+            again = "the same command with `--resume_from_checkpoint true` goes on from the last checkpoint"
+            print(f"\nliger-trainer: interrupted; {again}.", file=sys.stderr)
+        return 130
     finally:
         _leave_process_group()
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def inspect(arguments: Namespace) -> int:
     """Prints the kernel report of ``arguments.model``; returns the exit code."""
-    from liger_trainer.recipe import RecipeError
+    from liger_trainer.recipe_file import RecipeError
 
     try:
         print(plan(arguments.model, arguments.liger_kernel_config, arguments.trust_remote_code))
@@ -51,14 +52,15 @@ def plan(
     config = model_config(model, trust_remote_code)
     with torch.device("meta"):
         built = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    return apply_liger_kernel(built, switches)
+    return dataclasses.replace(apply_liger_kernel(built, switches), remarks=())  # of the missing weights: on purpose
 
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
     from transformers import AutoConfig
 
-    from liger_trainer.recipe import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
+    from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
+    from liger_trainer.recipe_run import read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
@@ -67,10 +69,4 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
             settings = values["model_config"]
             return AutoConfig.for_model(**(json.loads(settings) if isinstance(settings, str) else settings))
         model = str(values.get("model_name_or_path"))
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"{model!r} is no model: {first_line(error)} "
-            "Give a Hub id, a folder with a config.json, a config.json or a recipe."
-        ) from error
+    return read_config(model, "The model", trust_remote_code=trust_remote_code)

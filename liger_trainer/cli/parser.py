@@ -47,7 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="single_gpu, ddp, fsdp1, fsdp2, zero2, zero3, or the path of an accelerate configuration",
     )
     train.add_argument(
-        "--num_processes", type=int, metavar="N", help="processes to start; default: one for each GPU of this machine"
+        "--num_processes",
+        type=_positive,
+        metavar="N",
+        help="processes to start; default: one for each GPU of this machine",
     )
     train.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
@@ -72,6 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -20,7 +20,8 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     Returns:
         The exit code: 0, or 2 after an error that the user can put right.
     """
-    from liger_trainer.recipe import RecipeError, check_values, find_recipe, read_recipe
+    from liger_trainer.recipe import check_values
+    from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
 
     flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
     try:
@@ -67,7 +68,7 @@ def launch_command(
 
 def accelerate_config(name: str) -> Path:
     """The file of an accelerate configuration given by its path or, for a shipped one, by its bare name."""
-    from liger_trainer.recipe import RecipeError
+    from liger_trainer.recipe_file import RecipeError
 
     if Path(name).is_file():
         return Path(name)
@@ -81,7 +82,7 @@ def accelerate_config(name: str) -> Path:
 
 def shipped_configs() -> dict[str, Path]:
     """The accelerate configurations that come with the package: name to file."""
-    from liger_trainer.recipe import packaged_files
+    from liger_trainer.recipe_file import packaged_files
 
     return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
 

@@ -11,6 +11,10 @@ from torch import nn
 _IGNORE_INDEX = -100
 
 
+class BatchError(ValueError):
+    """A batch that the model has no rows for."""
+
+
 class CheckedCollator:
     """Runs a collator and checks its batch: an id out of range would end in a device-side assert later on.
 
@@ -29,7 +33,7 @@ class CheckedCollator:
         """Collates `features`.
 
         Raises:
-            ValueError: for a label or token id out of range.
+            BatchError: for a label or token id out of range.
         """
         batch = self.collator(features)
         if isinstance(batch, Mapping):
@@ -64,7 +68,7 @@ def _check(batch: Mapping[str, Any], name: str, size: int | None, what: str, ign
     for bad in (int(ids.max()), int(low.min())):
         if not 0 <= bad < size and bad != ignored:
             also = f", or {ignored} for a position without a label" if ignored is not None else ""
-            raise ValueError(
+            raise BatchError(
                 f"`{name}` holds {bad}, and {what} has {size} entries: ids must be 0 to {size - 1}{also}. Use the "
                 "tokenizer that belongs to the model, or call `model.resize_token_embeddings(len(tokenizer))`."
             )

@@ -7,7 +7,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from liger_trainer.cli import train
-from liger_trainer.recipe import RecipeError
+from liger_trainer.recipe_file import RecipeError
 
 NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.cli import main
-from liger_trainer.recipe import RecipeError
+from liger_trainer.recipe_file import RecipeError
 from liger_trainer.recipe_output import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,32 @@ def test_broken_data_file(recipe, capsys):
     assert "['broken.jsonl'] cannot be read" in refused(capsys, recipe(data_files="broken.jsonl"))
 
 
+def test_empty_data_file(recipe, capsys):
+    Path("empty.jsonl").touch()
+    assert "`data_files`: 'empty.jsonl' is empty." in refused(capsys, recipe(data_files="empty.jsonl"))
+
+
+def rows(*values):
+    Path("rows.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    return "rows.jsonl"
+
+
+def test_columns_that_hold_something_else(recipe, capsys):
+    file = recipe(data_files=rows({"text": "a"}, {"text": None}))
+    assert "The column `text` holds nothing (null) in 1 rows" in refused(capsys, file)
+    file = recipe(data_files=rows({"text": 5}))
+    assert "The column `text` holds int, such as '5', not text." in refused(capsys, file)
+    file = recipe(trainer="sft", data_files=rows({"messages": "hello"}))
+    assert "The column `messages` holds str, such as 'hello', not a list of turns" in refused(capsys, file)
+
+
+def test_labels_beyond_the_vocabulary(recipe, capsys):
+    assert main(["train", recipe(output_dir="first")]) == 0
+    ids = rows(*[{"input_ids": [5, 6, 9000], "labels": [5, 6, 9000]}] * 8)
+    file = recipe(trainer="sft", data_files=ids, tokenizer_name_or_path="first", tokenizer_vocab_size=None)
+    assert "`labels` holds 9000, and the model's vocabulary has 300 entries" in refused(capsys, file)
+
+
 def test_missing_column(recipe, capsys):
     message = refused(capsys, recipe(dataset_text_field="body"))
     assert "has the columns text" in message
@@ -119,6 +145,13 @@ def test_model_that_is_not_there(recipe, capsys):
     message = refused(capsys, recipe(model_config=None, model_name_or_path="nobody/nothing"))
     assert "'nobody/nothing' cannot be loaded" in message
     assert "HF_TOKEN" in message
+
+
+def test_model_folder_that_is_not_there_or_holds_none(recipe, capsys):
+    assert "there is no folder './nope'" in refused(capsys, recipe(model_config=None, model_name_or_path="./nope"))
+    Path("folder").mkdir()
+    message = refused(capsys, recipe(model_config=None, model_name_or_path="folder"))
+    assert "the folder 'folder' holds no config.json" in message
 
 
 def test_two_models_and_none(recipe, capsys):
@@ -161,6 +194,13 @@ def test_output_folder_of_the_user_is_not_touched(recipe, capsys):
     assert [path.name for path in Path("run").iterdir()] == ["notes.txt"]
 
 
+def test_output_folder_that_cannot_be_written(recipe, capsys, monkeypatch):
+    assert "'data.jsonl', which is a file" in refused(capsys, recipe(output_dir="data.jsonl"))
+    assert "'data.jsonl/run' cannot be made" in refused(capsys, recipe(output_dir="data.jsonl/run"))
+    monkeypatch.setattr("os.access", lambda *arguments: False)  # permissions do not bind the administrator
+    assert "'run' cannot be written to" in refused(capsys, recipe())
+
+
 def test_overwriting_deletes_only_checkpoints(recipe):
     for name in ("checkpoint-7", "checkpoint-mine", "old"):
         Path("run", name).mkdir(parents=True)
@@ -200,6 +240,29 @@ def test_several_gpus_in_one_process_are_refused(recipe, capsys, monkeypatch):
 
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     assert "One process sees 2 GPUs" in refused(capsys, recipe())
+
+
+def test_ctrl_c_says_how_to_go_on(recipe, capsys, monkeypatch):
+    def interrupted(self, *arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.Trainer.train", interrupted)
+    assert main(["train", recipe()]) == 130
+    assert "interrupted; the same command with `--resume_from_checkpoint true`" in capsys.readouterr().err
+
+
+def test_the_last_evaluation_is_not_made_twice(recipe):
+    options = {"test_split_size": 0.2, "eval_strategy": "steps", "eval_steps": 1}
+    assert main(["train", recipe(**options)]) == 0
+    state = json.loads(Path("run/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [1, 2]
+    assert "eval_loss" in json.loads(Path("run/all_results.json").read_text())
+
+
+def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
+    assert main(["train", recipe(trainer="sft", data_files=rows(*[{"text": "one two " * 9}] * 8))]) == 0
+    texts = [str(warning.message) for warning in recwarn]
+    assert not [text for text in texts if "gradient_checkpointing" in text or "pin_memory" in text]
 
 
 def test_exit_code_of_the_process(tmp_path):

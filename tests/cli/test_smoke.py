@@ -7,7 +7,8 @@ import pytest
 
 from liger_trainer import smoke
 from liger_trainer.cli import main
-from liger_trainer.recipe import RecipeError, load_recipe, shipped_recipes
+from liger_trainer.recipe import load_recipe
+from liger_trainer.recipe_file import RecipeError, shipped_recipes
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))

@@ -1,0 +1,89 @@
+"""Finding and reading recipe files."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
+"""The line that makes a recipe runnable as Python; to YAML it is a key, which is dropped."""
+
+
+class RecipeError(ValueError):
+    """Something in the recipe or its data that the user can put right; its text is the whole message."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, as a sentence; some go on for pages."""
+    text = (str(error).strip() or type(error).__name__).split("\n")[0]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package: name to file."""
+    return packaged_files("liger_trainer.recipes", "*.yaml")
+
+
+def packaged_files(package: str, pattern: str) -> dict[str, Path]:
+    """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
+    module: Any = importlib.import_module(package)
+    return {file.stem: file for file in sorted(file for place in module.__path__ for file in Path(place).glob(pattern))}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe given by its path or, for a shipped one, by its bare name.
+
+    Raises:
+        RecipeError: if there is no such file and no such recipe.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
+        return shipped[path.name.removesuffix(".yaml")]
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise RecipeError(f"No recipe file {str(name)!r}.{hint} The shipped recipes are {', '.join(shipped)}.")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, where a key that stands twice is an error and not the last of the two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key `{key.value}` stands there twice", problem_mark=key.start_mark
+                )
+            if key.tag == "tag:yaml.org,2002:str":
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The keys and values of a recipe file.
+
+    Raises:
+        RecipeError: if it cannot be read, is not YAML, has a key twice, or is not a mapping.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}.") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = " Indent with spaces." if "'\\t'" in what else ""
+        raise RecipeError(f"{path} is not valid YAML:{place} {what}.{hint}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no `key: value` lines; a recipe is a YAML mapping.")
+    return {str(key): value for key, value in values.items() if not str(key).startswith("if __import__(")}
