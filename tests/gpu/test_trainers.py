@@ -14,7 +14,11 @@ from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # One process that sees several is refused, which is tested elsewhere.
+    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
+]
 
 ON_DEVICE = {**COMMON, "use_cpu": False}
 
