@@ -50,8 +50,8 @@ def _accumulation_dtype(chunks: int, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which dW is summed over `chunks` chunks.
 
     A half-precision sum of c chunks rounds c times, and its error is that of one matmul's single rounding times
-    sqrt((c + 1) / 2), added in quadrature to what the rounding of the logits has already cost. With logits of standard
-    deviation 3 that is 1.1 times eager's error of dW for 4 chunks and 1.25 times for 8; beyond them the sum is fp32.
+    sqrt((c + 1) / 2), added in quadrature to what the rounding of the logits has already cost: at the shapes of
+    `docs/performance.md` 1.2 to 1.4 times eager's error of dW, for 4 to 8 chunks. Beyond 8 the sum is fp32.
     """
     return torch.float32 if chunks > _MAX_HALF_CHUNKS and dtype.itemsize == 2 else dtype
 
