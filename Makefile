@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-test
-	$(BIN)/mypy liger_trainer kernels configs callbacks
+	$(BIN)/mypy liger_trainer kernels configs callbacks benchmarks
 
 # One thread a process: the tensors are tiny, and the workers already use the cores.
 unit: $(VENV)/.installed-test

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -56,19 +57,20 @@ def model_config(name: str) -> PretrainedConfig:
             head_dim=256,
             sliding_window=1024,
         )
-    return Qwen3MoeConfig(
+    qwen3 = Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=12,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,
     )
+    qwen3.head_dim = 128  # read by the model, though not a declared field
+    return qwen3
 
 
 class StepTimes(TrainerCallback):
@@ -100,7 +102,7 @@ class RandomTokens(torch.utils.data.Dataset):
 
 
 def build_trainer(
-    kind: str, kernels: str, model: torch.nn.Module, arguments: dict, dataset: RandomTokens, times: StepTimes
+    kind: str, kernels: str, model: PreTrainedModel, arguments: dict, dataset: RandomTokens, times: StepTimes
 ) -> Trainer:
     """The trainer of one kind with one set of kernels."""
     if kind == "sft":
