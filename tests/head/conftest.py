@@ -1,0 +1,35 @@
+"""A small head and its input for the tests of deferred logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from liger_trainer.head import DeferredLogits, deferred_logits
+from tests.head.deferring import B, H, S, V
+
+
+@pytest.fixture(autouse=True)
+def _nothing_announced():
+    deferred_logits._announced.clear()
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(0)
+    return nn.Linear(H, V)
+
+
+@pytest.fixture
+def hidden():
+    torch.manual_seed(1)
+    return torch.randn(B, S, H, requires_grad=True)
+
+
+@pytest.fixture
+def never_built(monkeypatch):
+    def fail(self):
+        raise AssertionError("the logits were built")
+
+    monkeypatch.setattr(DeferredLogits, "_compute", fail)
