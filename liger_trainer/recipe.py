@@ -227,6 +227,8 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
         RecipeError: where the dataclasses refuse a value or a combination.
     """
     values = fit_to_device(values, source)
+    if values["eval_strategy"] == "no":
+        values["eval_on_start"] = False  # a command line that switches evaluation off means the file's first one too
     built = []
     for cls in argument_classes(values["trainer"]):
         chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}

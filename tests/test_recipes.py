@@ -89,6 +89,11 @@ def test_command_line_wins_over_the_file(tmp_path):
     assert recipe.training.logging_steps == 3
 
 
+def test_switching_evaluation_off_switches_off_the_first_one_too():
+    assert load_recipe("quickstart", ["--use_cpu", "true"]).training.eval_on_start
+    assert not load_recipe("quickstart", ["--use_cpu", "true", "--eval_strategy", "no"]).training.eval_on_start
+
+
 def test_block_style_yaml_is_a_recipe_too(tmp_path):
     path = write(
         tmp_path,
