@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.cross_entropy_options import CrossEntropyOutput
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -54,33 +56,47 @@ def deferred_cross_entropy(
     )
     if not is_ours:
         return NotImplemented
-    call, hidden = input.recorded.call, input.recorded.hidden
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
-        "softcap": form.softcap,  # type: ignore[union-attr]
-        "logit_scale": form.logit_scale,  # type: ignore[union-attr]
         "class_weights": weight,
     }
-    target = target.to(hidden.device)
-    device = hidden.device.type
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
-    dtype = torch.float32 if torch.is_autocast_enabled(device) else input.meta.dtype
-    input.recorded.check()
+    autocast = torch.is_autocast_enabled(input.recorded.hidden.device.type)
+    return head_loss(input, target, **options).to(torch.float32 if autocast else input.meta.dtype)
+
+
+def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
+    """The loss of deferred `logits` by the kernels: fused with the head, or on logits built for it alone.
+
+    Args:
+        logits: `(..., V)`, deferred; what was recorded is a soft-cap and a scale (`fused_form` is not None).
+        target: `(...)` class ids.
+        options: Of the kernels; soft-cap, scale, memory and the expected gradient are added here.
+
+    Returns:
+        What the kernel returns: the loss, or a `CrossEntropyOutput` where `outputs` are asked for.
+    """
+    call, hidden, form = logits.recorded.call, logits.recorded.hidden, logits.recorded.chain.fused_form()
+    options |= {"softcap": form.softcap, "logit_scale": form.logit_scale}
+    target = target.to(hidden.device)
+    logits.recorded.check()
     with gathered(call) as (matrix, bias):
-        if not input.has_graph:
+        if not logits.has_graph:
             hidden, matrix = hidden.detach(), matrix.detach()
             bias = None if bias is None else bias.detach()
         if call.fused:
             cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
             options["logits_memory"] = call.logits_memory
-            options["expected_grad"] = expected_gradient(reduction)
-            with torch.autocast(device, enabled=False):
-                loss = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
+            options["expected_grad"] = expected_gradient(options["reduction"])
+            with torch.autocast(hidden.device.type, enabled=False):
+                result = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
         else:
-            logits = linear(hidden, matrix, bias, call.dtype)
-            with torch.autocast(device, enabled=False):
-                loss = cross_entropy(logits, target, **options)
+            built = linear(hidden, matrix, bias, call.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                result = cross_entropy(built, target, **options)
+    loss = result.loss if isinstance(result, CrossEntropyOutput) else result
     call.has_loss = call.has_loss or loss.requires_grad
-    return through_owner(call.head, loss).to(dtype)
+    loss = through_owner(call.head, loss)
+    return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss

@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import gathered
-from liger_trainer.kernels.cross_entropy_options import CrossEntropyOutput
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.head.fused_loss import head_loss
 
 
 class TokenStatistics(NamedTuple):
@@ -51,27 +48,15 @@ def _from_head(
     logits: DeferredLogits, labels: torch.Tensor, uniform_gradient: bool, ignore_index: int
 ) -> TokenStatistics | None:
     """The statistics by the fused head; None where the model does more to its logits than a soft-cap and a scale."""
-    call, hidden = logits.recorded.call, logits.recorded.hidden
-    form = logits.recorded.chain.fused_form()
-    if form is None or hidden.shape[:-1] != labels.shape:
+    if logits.recorded.chain.fused_form() is None or logits.recorded.hidden.shape[:-1] != labels.shape:
         return None
-    with gathered(call) as (weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        fused = linear_cross_entropy(
-            hidden.to(call.dtype),
-            weight.to(call.dtype),
-            labels,
-            bias=None if bias is None else bias.to(call.dtype),
-            ignore_index=ignore_index,
-            reduction="sum" if uniform_gradient else "none",
-            softcap=form.softcap,
-            logit_scale=form.logit_scale,
-            outputs=("token_nll", "entropy", "predicted_tokens"),
-            logits_memory=call.logits_memory,
-            expected_grad=expected_gradient("sum") if uniform_gradient else None,
-        )
-    assert isinstance(fused, CrossEntropyOutput)
-    assert fused.token_nll is not None
-    assert fused.entropy is not None
+    fused = head_loss(
+        logits,
+        labels,
+        ignore_index=ignore_index,
+        reduction="sum" if uniform_gradient else "none",
+        outputs=("token_nll", "entropy", "predicted_tokens"),
+    )
     log_probs = _PerToken.apply(fused.loss, fused.token_nll, labels, ignore_index) if uniform_gradient else -fused.loss
     is_top1 = (fused.predicted_tokens == labels) & (labels != ignore_index)
     return TokenStatistics(log_probs, fused.entropy.detach(), is_top1)

@@ -6,7 +6,6 @@ import torch
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.head import fused_loss
-from liger_trainer.trainers import token_statistics
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
@@ -25,7 +24,6 @@ def told_and_got(monkeypatch):
         return result
 
     monkeypatch.setattr(fused_loss, "linear_cross_entropy", spy)
-    monkeypatch.setattr(token_statistics, "linear_cross_entropy", spy)
     return pairs
 
 

@@ -1,5 +1,9 @@
 """Per-token statistics, and the view that gives a summed loss's gradient to them."""
 
+import contextlib
+import sys
+import types
+
 import pytest
 import torch
 
@@ -92,3 +96,34 @@ def test_deferred_logits(uniform_gradient, build):
         torch.testing.assert_close(left, right.detach(), rtol=1e-5, atol=1e-5)
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.grad, expected_parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("uniform_gradient", [True, False])
+def test_zero3_gathers_the_head_again_for_the_backward(uniform_gradient, monkeypatch):
+    """The owner of a partitioned head is asked for it once gradients arrive; DeepSpeed is emulated."""
+    asked = []
+
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, outputs):
+            return outputs.detach()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            asked.append("backward")
+            return grads
+
+    deepspeed = types.ModuleType("deepspeed")
+    deepspeed.zero = types.SimpleNamespace(GatheredParameters=lambda parameters, enabled: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    model = llama().train()
+    apply_liger_kernel(model)
+    ids = torch.randint(3, 128, (2, 9))
+    logits = model(ids).logits
+    assert type(logits) is DeferredLogits
+    model.lm_head.weight.ds_id, model.lm_head.weight.ds_status = 0, types.SimpleNamespace(name="AVAILABLE")
+    model.lm_head.pre_bwd_fn = PreBackwardFunctionForModule
+    statistics = token_statistics(logits, ids.roll(-1, 1), uniform_gradient)
+    assert not asked
+    statistics.log_probs.sum().backward()
+    assert asked == ["backward"]
