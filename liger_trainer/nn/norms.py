@@ -1,0 +1,105 @@
+"""The norms as modules, with the call signatures of Liger's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from liger_trainer.functional import layer_norm, rms_norm
+
+_CASTINGS = ("llama", "gemma", "olmo2", "none")
+
+
+def _initial_weight(size: int, init_fn: str) -> nn.Parameter:
+    if init_fn not in ("ones", "zeros"):
+        raise ValueError(f"`init_fn` is {init_fn!r}; it must be 'ones' or 'zeros'.")
+    return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
+
+
+class LigerRMSNorm(nn.Module):
+    """RMSNorm over the last dimension; see [`liger_trainer.functional.rms_norm`] for the formula.
+
+    Args:
+        hidden_size: Size of the last dimension.
+        eps: Added to the mean square.
+        offset: Added to the weight (1.0 in Gemma).
+        casting_mode: Where the result is rounded: ``"llama"``, ``"gemma"``, ``"olmo2"`` or ``"none"``.
+        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
+        in_place: No effect: the caller's gradient tensor is never overwritten.
+        row_mode: No effect: the launch follows from the shape.
+        elementwise_affine: Whether there is a weight.
+
+    Raises:
+        ValueError: for an unknown `init_fn` or `casting_mode`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        if casting_mode not in _CASTINGS:
+            raise ValueError(f"`casting_mode` is {casting_mode!r}; it must be one of {', '.join(_CASTINGS)}.")
+        weight = _initial_weight(hidden_size, init_fn)
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self.elementwise_affine = elementwise_affine
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalises `hidden_states`, (..., hidden_size)."""
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}, casting={self.casting_mode}"
+
+
+class LigerLayerNorm(nn.Module):
+    """LayerNorm over the last dimension; it always has a bias, which starts at zero unless `bias` is set.
+
+    Args:
+        hidden_size: Size of the last dimension.
+        eps: Added to the variance.
+        bias: Start the bias from random values, as Liger does, and not from zero.
+        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
+        impl: No effect: there is one implementation.
+        mode: No effect.
+        backend: No effect; Liger's old name of `impl`.
+
+    Raises:
+        ValueError: for an unknown `init_fn`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.weight = _initial_weight(hidden_size, init_fn)
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+        self.eps = self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalises `hidden_states`, (..., hidden_size)."""
+        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"{self.hidden_size}, eps={self.variance_epsilon}"
