@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,6 +34,7 @@ _DTYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.int16: "i16",
 }
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "grid", "warmup")
 
@@ -66,6 +68,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + _DTYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_DTYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):

@@ -28,6 +28,21 @@ if INTERPRETED:
 
     interpreter._convert_float = _convert_like_hardware
 
+    _create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def _create_dot_of_values(self, a, b, *rest):
+        """The interpreter keeps bf16 as 16-bit integers and would multiply those."""
+
+        def values(operand):
+            if operand.dtype.scalar != tl.bfloat16:
+                return operand
+            wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+            return interpreter.TensorHandle(wide, tl.float32)
+
+        return _create_dot(self, values(a), values(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = _create_dot_of_values
+
 
 def pytest_sessionfinish(session, exitstatus):
     """Nothing collected here is no failure: pytest's exit code 5 becomes 0."""

@@ -419,10 +419,3 @@ def test_weight_gradient_of_few_chunks_has_the_documented_error(count: int) -> N
     eager, ours = _weight_gradient_errors(count)
     assert ours <= 1.03 * (eager**2 + (count - 1) / 2 * 1.7e-3**2) ** 0.5
     assert ours <= 1.3 * eager
-
-
-def test_accumulation_dtype() -> None:
-    assert chunks._accumulation_dtype(8, torch.bfloat16) == torch.bfloat16
-    assert chunks._accumulation_dtype(9, torch.bfloat16) == torch.float32
-    assert chunks._accumulation_dtype(9, torch.float16) == torch.float32
-    assert chunks._accumulation_dtype(99, torch.float64) == torch.float64

@@ -1,0 +1,205 @@
+"""The weight gradient of a head summed over chunks of tokens, in 16 bits an element and yet rounded once.
+
+    dW (V, H) = sum over chunks of dZ_c.T @ X_c,        dZ_c (n, V) the gradient of the logits, X_c (n, H) hidden states
+
+A sum kept in bf16 is rounded at every chunk; an fp32 sum takes twice the memory of dW. Here the sum lives in dW's own
+memory as block floating point until the last chunk: 128 elements of a row share one power of two 2**e, and each is an
+integer of 16 bits in units of it (15 bits below the largest of the block, where bf16 has 8). The matmul's tile is in
+fp32 registers; its epilogue adds the stored integers and either stores new ones or, in the last chunk, rounds to dW's
+dtype. So dW has the error of one matmul over all tokens.
+
+    encode: peak = max |a| of the block;  e = exponent of peak, one more where rounding would carry;  m = a / 2**(e-14)
+    decode: a = m * 2**(e-14);  an infinite or NaN peak has e = 255 and decodes to NaN
+
+Integers become floats and back through the low bits of a float near 2**23, where they stand as they are: the GPU's
+conversion instructions run at an eighth of the speed of an addition.
+
+Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, as a half-
+precision accumulation moves. Memory: dW, and V*H/128 bytes of exponents.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, num_sms, on_device, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+_TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+MAX_HALF_CHUNKS = 8
+"""A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
+
+
+@triton.jit
+def _decode(mantissas, exponents):
+    scale = tl.where(exponents == 255, float("nan"), ((exponents.to(tl.int32) - 14) << 23).to(tl.float32, bitcast=True))
+    # The low 16 bits of 2**23 + 2**15 + m; what lies past the end of a row is read as zeros, and is m = 0.
+    bits = mantissas.to(tl.uint16, bitcast=True).to(tl.uint32) ^ 0x4B008000
+    return (bits.to(tl.float32, bitcast=True) - 8421376.0) * scale[:, None]
+
+
+@triton.jit
+def _finish(sums, stored_desc, dw_desc, exponents_ptr, row, column, vocab_size, KEEP: tl.constexpr, ROWS: tl.constexpr):
+    """Stores one block of sums: with KEEP as integers with their exponents, else in dW's dtype."""
+    if KEEP:
+        rows = row + tl.arange(0, ROWS)
+        peak = tl.max(tl.abs(sums), 1).to(tl.int32, bitcast=True)
+        peak = tl.minimum(peak, 0x7F800000)  # NaN as infinity
+        exponents = tl.maximum((peak + 256) >> 23, 15)
+        tl.store(exponents_ptr + rows, exponents.to(tl.uint8), mask=rows < vocab_size)
+        inverse = ((268 - exponents) << 23).to(tl.float32, bitcast=True)
+        bits = (sums * inverse[:, None] + 12582912.0).to(tl.uint32, bitcast=True)  # 1.5 * 2**23
+        stored_desc.store([row, column], bits.to(tl.uint16).to(tl.int16, bitcast=True))
+    else:
+        dw_desc.store([row, column], sums.to(dw_desc.dtype))
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    dz_desc,
+    x_desc,
+    stored_desc,  # dW's memory as integers
+    dw_desc,
+    exponents_ptr,  # (2 * tiles of columns, V)
+    tokens,
+    vocab_size,
+    hidden_size,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = COLUMNS // 2
+    row_tiles = tl.cdiv(vocab_size, ROWS)
+    column_tiles = tl.cdiv(hidden_size, COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        # GROUP tiles of rows together, so that the columns of dZ they read stay in L2.
+        first = tile // (GROUP * column_tiles) * GROUP
+        height = tl.minimum(row_tiles - first, GROUP)
+        within = tile % (GROUP * column_tiles)
+        row = (first + within % height) * ROWS
+        column = within // height * COLUMNS
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(tokens, DEPTH)):
+            dz = dz_desc.load([step * DEPTH, row])
+            x = x_desc.load([step * DEPTH, column])
+            sums = tl.dot(dz.T, x, sums)
+        halves = tl.permute(tl.reshape(sums, (ROWS, 2, BLOCK)), (0, 2, 1))
+        left, right = tl.split(halves)
+        left_exponents = exponents_ptr + (column // BLOCK).to(tl.int64) * vocab_size
+        right_exponents = left_exponents + vocab_size
+        if ADD:
+            rows = row + tl.arange(0, ROWS)
+            left_old = tl.load(left_exponents + rows, mask=rows < vocab_size, other=15)
+            right_old = tl.load(right_exponents + rows, mask=rows < vocab_size, other=15)
+            left += _decode(stored_desc.load([row, column]), left_old)
+        _finish(left, stored_desc, dw_desc, left_exponents, row, column, vocab_size, KEEP, ROWS)
+        if ADD:
+            right += _decode(stored_desc.load([row, column + BLOCK]), right_old)
+        _finish(right, stored_desc, dw_desc, right_exponents, row, column + BLOCK, vocab_size, KEEP, ROWS)
+
+
+@functools.cache
+def _kernel_serves(device: torch.device) -> bool:
+    """Whether matmuls written in Triton keep up with the vendor's there: tensor cores fed by a bulk copy engine."""
+    if device.type == "cuda" and HAS_TRITON and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return INTERPRETED
+
+
+class WeightGradientSum:
+    """``dW = sum of dZ.T @ X`` over `chunks` calls of [`add`][WeightGradientSum.add], left in `weight_gradient`.
+
+    How the sum is kept between chunks depends on what the device offers:
+
+    - one chunk, or fp32 and float64: in dW itself;
+    - fp16 and bf16 on NVIDIA GPUs from Hopper on: in dW's memory as block floating point, rounded once at the end;
+    - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
+
+    Args:
+        weight_gradient: dW, (V, H) contiguous; written to, its contents do not matter.
+        chunks: How many chunks there will be.
+    """
+
+    def __init__(self, weight_gradient: torch.Tensor, chunks: int) -> None:
+        self.weight_gradient = weight_gradient
+        self.chunks = chunks
+        self.added = 0
+        half = weight_gradient.dtype in (torch.float16, torch.bfloat16)
+        self.exponents: torch.Tensor | None = None
+        self.total = weight_gradient
+        if half and chunks > 1:
+            vocab_size, hidden_size = weight_gradient.shape
+            if hidden_size % 8 == 0 and _kernel_serves(weight_gradient.device):
+                blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
+                self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
+            elif chunks > MAX_HALF_CHUNKS:
+                self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
+
+    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous."""
+        first = self.added == 0
+        self.added += 1
+        if self.exponents is not None:
+            self._launch(logits_gradient, hidden, add=not first, keep=self.added < self.chunks)
+        elif self.total.dtype == logits_gradient.dtype:
+            if first:
+                torch.mm(logits_gradient.t(), hidden, out=self.total)
+            else:
+                torch.addmm(self.total, logits_gradient.t(), hidden, out=self.total)
+        else:
+            _add_in_float32(self.total, logits_gradient.t(), hidden, first)
+
+    def finish(self) -> None:
+        """Rounds the sum into dW, where it is not there already."""
+        assert self.added == self.chunks, "every chunk adds once"
+        if self.total is not self.weight_gradient:
+            self.weight_gradient.copy_(self.total)
+
+    def _launch(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, add: bool, keep: bool) -> None:
+        (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
+        rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
+        if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
+            hidden = hidden.clone()
+        programs = num_sms(hidden.device)
+        with on_device(hidden):
+            _weight_gradient_kernel[(programs,)](
+                TensorDescriptor.from_tensor(logits_gradient, [depth, rows]),
+                TensorDescriptor.from_tensor(hidden, [depth, columns]),
+                TensorDescriptor.from_tensor(self.weight_gradient.view(torch.int16), [rows, columns // 2]),
+                TensorDescriptor.from_tensor(self.weight_gradient, [rows, columns // 2]),
+                self.exponents,
+                tokens,
+                vocab_size,
+                hidden_size,
+                ADD=add,
+                KEEP=keep,
+                PROGRAMS=programs,
+                **_TILE,
+            )
+
+
+def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
+    """``total = left @ right`` or ``total += left @ right`` for an fp32 `total` of half-precision operands."""
+    if total.device.type == "cuda" and torch.version.hip is None:
+        if first:
+            torch.mm(left, right, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
+    # No matmul sums half precision into fp32 here. On the CPU the operands are widened; elsewhere the product is
+    # rounded to half precision once a chunk, but the sum is not.
+    if total.device.type == "cpu":
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    product = torch.mm(left, right)
+    if first:
+        total.copy_(product)
+    else:
+        total.add_(product)

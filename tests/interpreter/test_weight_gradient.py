@@ -1,0 +1,139 @@
+"""The block floating point sum of a head's weight gradient, under the interpreter or on a GPU."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from liger_trainer.kernels import weight_gradient
+from liger_trainer.kernels.runtime import INTERPRETED
+from liger_trainer.kernels.weight_gradient import WeightGradientSum, _kernel_serves
+
+if not INTERPRETED and not _kernel_serves(torch.device("cuda", 0)):
+    pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)", allow_module_level=True)
+
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def chunks_of(chunks, tokens, vocab_size, hidden_size, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    # Rows of very different size, as those of frequent and rare words are.
+    rows = torch.exp2(torch.linspace(-8, 4, vocab_size)).to(dtype).to(device)
+    return [(randn(tokens, vocab_size) * rows, randn(tokens, hidden_size)) for _ in range(chunks)]
+
+
+def summed(parts, dtype, device):
+    (_, vocab_size), (_, hidden_size) = parts[0][0].shape, parts[0][1].shape
+    total = WeightGradientSum(
+        torch.full((vocab_size, hidden_size), float("nan"), dtype=dtype, device=device), len(parts)
+    )
+    assert total.exponents is not None
+    for left, right in parts:
+        total.add(left, right)
+    total.finish()
+    return total.weight_gradient
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(70, 130, 264), (16, 8, 8), (1, 3, 520)], ids=str)
+def test_error_is_that_of_one_rounding(dtype, shape, device):
+    parts = chunks_of(4, *shape, dtype, device)
+    # Rows of the gradient start at multiples of 16 bytes, as in the head's padded buffer.
+    parts = [(torch.nn.functional.pad(left, (0, -left.shape[1] % 8))[:, : left.shape[1]], x) for left, x in parts]
+    exact = sum(left.double().t() @ right.double() for left, right in parts)
+    gradient = summed(parts, dtype, device).double()
+    # In every row by itself, however small it is beside the others.
+    error, rounded = (gradient - exact).norm(dim=1), (exact.to(dtype).double() - exact).norm(dim=1)
+    # The sum keeps 15 bits below the largest of a block: 7 more than bf16, 4 more than fp16.
+    assert error.sum() <= (1.01 if dtype == torch.bfloat16 else 1.05) * rounded.sum()
+    assert (error <= 1.1 * rounded + 1e-4 * exact.norm(dim=1)).all()
+
+
+@dtypes
+def test_two_runs_are_equal(dtype, device):
+    parts = chunks_of(3, 64, 40, 24, dtype, device)
+    assert torch.equal(summed(parts, dtype, device), summed(parts, dtype, device))
+
+
+def test_large_small_and_zero_rows(device):
+    left = torch.zeros(16, 24)
+    left[0] = torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e30, 3e38] * 3)
+    right = torch.ones(16, 8)
+    parts = [
+        (left.bfloat16().to(device), right.bfloat16().to(device)),
+        (torch.zeros_like(left).bfloat16().to(device),) * 2,
+    ]
+    parts[1] = (parts[1][0], right.bfloat16().to(device))
+    gradient = summed(parts, torch.bfloat16, device)
+    expected = left[0].bfloat16().to(device)[:, None].expand(-1, 8)
+    # The smallest unit of a block is the smallest normal number: below it there is nothing to keep.
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=2.0**-126)
+
+
+def test_rounding_that_carries_into_the_next_power(device):
+    """The largest integers: one more must become twice the unit, not wrap around."""
+    right = torch.zeros(16, 8)
+    right[0, 0] = right[1, 1] = 1.0
+    left = torch.zeros(16, 8)
+    left[0], left[1] = 2.0 - 2.0**-8, -(2.0 - 2.0**-8)
+    half = [(left.half().to(device), right.half().to(device))] * 3
+    left16 = left.clone()
+    left16[0] = left16[1] = 1.9990234375  # largest fp16 below 2
+    half += [(left16.half().to(device), right.half().to(device))]
+    exact = sum(a.double().t() @ b.double() for a, b in half)
+    torch.testing.assert_close(summed(half, torch.float16, device).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_what_lies_past_the_end_of_a_row_does_not_count(device):
+    """8 chunks in blocks of which 8 columns of 128 exist: their shared exponent is that of the 8."""
+    parts = chunks_of(8, 16, 8, 136, torch.bfloat16, device)
+    exact = sum(left.double().t() @ right.double() for left, right in parts)[:, 128:]
+    gradient = summed(parts, torch.bfloat16, device)[:, 128:].double()
+    assert (gradient - exact).norm() <= 1.01 * (exact.bfloat16().double() - exact).norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad, device):
+    parts = chunks_of(3, 16, 24, 16, torch.bfloat16, device)
+    parts[0][0][3] = bad
+    assert not summed(parts, torch.bfloat16, device).isfinite().any()
+
+
+def test_views_that_are_not_aligned(device):
+    parts = chunks_of(2, 16, 24, 16, torch.bfloat16, device)
+    shifted = []
+    for left, right in parts:
+        storage = right.new_empty(right.numel() + 1)
+        storage[1:] = right.flatten()
+        shifted.append((left, storage[1:].view_as(right)))
+    assert torch.equal(summed(shifted, torch.bfloat16, device), summed(parts, torch.bfloat16, device))
+
+
+def test_narrow_hidden_states_take_the_other_way(device):
+    total = WeightGradientSum(torch.empty(8, 12, dtype=torch.bfloat16, device=device), 2)
+    assert total.exponents is None
+
+
+def test_linear_cross_entropy_rounds_its_weight_gradient_once(device):
+    from liger_trainer.functional import linear_cross_entropy
+
+    torch.manual_seed(0)
+    hidden = torch.randn(96, 32, device=device).bfloat16()
+    weight = (torch.randn(70, 32, device=device) * 0.3).bfloat16().requires_grad_()
+    target = torch.randint(70, (96,), device=device)
+
+    def error(**options):
+        (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, **options), weight)
+        weight64 = weight.detach().double().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(hidden.double() @ weight64.t(), target)
+        (exact,) = torch.autograd.grad(loss, weight64)
+        return ((gradient.double() - exact).norm() / exact.norm()).item()
+
+    in_one, four_chunks = error(), 24 * 128 * 2
+    with mock.patch.object(weight_gradient, "_kernel_serves", return_value=False):
+        in_bf16 = error(logits_memory=four_chunks)
+    assert error(logits_memory=four_chunks) < 1.02 * in_one < in_bf16
