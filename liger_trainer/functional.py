@@ -5,18 +5,21 @@ from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 
 __all__ = [
     "CrossEntropyOutput",
+    "LogProbsOutput",
     "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "geglu_fused",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
     "rms_norm",
     "rope",
     "swiglu",
