@@ -5,8 +5,8 @@ The gradient of a row of logits needs the upstream gradient of its token, which 
     kept       the logits of the last tokens, as many as a budget in bytes holds, stay in memory until the backward:
                3 matmuls for these, in all
     recomputed the logits of the other tokens are computed again in the backward, a chunk at a time: 4 matmuls
-    unit       for a frozen head, the gradient of each log-probability to its hidden state, (N, H), is computed in the
-               forward and multiplied by the upstream gradient in the backward: 2 matmuls, whatever the upstream is
+    unit       for a frozen head, the gradient of each log-probability to its hidden state, (N, H) in fp32, is computed
+               in the forward and multiplied by the upstream gradient in the backward: 2 matmuls for any upstream
 
 The forward runs the tokens that are not kept first, in the memory that the kept logits fill last, and the backward the
 kept ones first, and then the others in their memory: with equal budgets for both, keeping costs nothing at the peak.
@@ -56,9 +56,10 @@ def _rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, weight
 def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain_memory: int | None) -> int:
     """How many of the last tokens keep their logits: a chunk of them, or what `retain_memory` bytes hold."""
     if retain_memory is None:
-        return _rows(hidden, weight, logits_memory, weight_gradient=True)
-    rows = retain_memory // (_width(weight) * hidden.element_size())
-    rows -= rows % _ROW_MULTIPLE if rows >= _ROW_MULTIPLE else 0
+        rows = _chunk_rows(hidden, weight, logits_memory, weight_gradient=True)
+    else:
+        rows = retain_memory // (_width(weight) * hidden.element_size())
+        rows -= rows % _ROW_MULTIPLE if rows >= _ROW_MULTIPLE else 0
     return torch.sym_min(hidden.shape[0], rows)
 
 
@@ -113,7 +114,7 @@ def linear_statistics_(
         labels, part = target[start:stop], stats.rows(start, stop)
         row_statistics_(logits, labels, part, options, bias, None, one, logits.stride(0), extra=extra.rows(start, stop))
         if one is not None:
-            torch.mm(logits, weight, out=unit_gradient[start:stop])
+            _accumulate_(unit_gradient[start:stop], logits, weight, first=True)
     return kept[0]
 
 

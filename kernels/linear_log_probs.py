@@ -11,7 +11,7 @@ budget, recomputed beyond it, or, for a frozen head, a gradient of size (N, H) m
 
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
 2*V*H*b for every chunk after the first, to accumulate dW. Saved for the backward are the inputs, two to three fp32
-numbers a token, and the kept logits or the (N, H) gradient.
+numbers a token, and the kept logits or the (N, H) gradient in fp32.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _allocate_rows(
     return (
         RowStats.allocate(hidden, tokens, entropy, predicted),
         ExtraStats.allocate(hidden, tokens, mean_logit, sum_squared_probs),
-        torch.empty_like(hidden) if unit_gradient else hidden.new_empty(0),
+        # Not in the dtype of `hidden`: the product with the upstream gradient would be rounded a second time.
+        torch.empty_like(hidden, dtype=compute_dtype(hidden)) if unit_gradient else hidden.new_empty(0),
     )
 
 
@@ -182,11 +183,11 @@ def _attach_backward(
         refuse_double_backward()
         unit_gradient, *saved = ctx.saved_tensors
         needs = Needs(*(ctx.needs_input_grad[index] for index in (2, 3, 5)))
-        retain = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
         if unit_gradient.dim() == 2 and grad_entropy is None:
-            gradients[0] = _scaled_rows(unit_gradient, given, saved[2] != ctx.options[0], retain)
+            gradients[0] = _scaled_rows(unit_gradient, given, saved[2] != ctx.options[0], saved[0])
         else:
             grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
+            retain = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
             compute = _gradients if retain else _gradients_
             computed = compute(grad, grad_entropy, *saved, *ctx.options, *needs)
             gradients = [gradient if need else None for gradient, need in zip(computed, needs)]
@@ -196,10 +197,10 @@ def _attach_backward(
     return (None, None, d_hidden, d_weight, None, d_bias, *(None,) * 14)
 
 
-def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, retain: bool) -> torch.Tensor:
-    """`rows` times a factor each, computed in fp32, in the memory of `rows` unless they are to be retained."""
+def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`rows` times a factor each, rounded once, to the dtype of `like`."""
     factor = torch.where(valid, factor, 0.0).unsqueeze(-1)
-    return (rows * factor).to(rows.dtype) if retain else rows.detach().mul_(factor)
+    return torch.mul(rows, factor, out=torch.empty_like(like))
 
 
 def _all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
