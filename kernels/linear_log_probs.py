@@ -203,9 +203,8 @@ def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, 
     return torch.mul(rows, factor, out=torch.empty_like(like))
 
 
-def _all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    from torch.distributed import _functional_collectives as collectives
-
+def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))
 
 
@@ -294,10 +293,12 @@ def linear_log_probs(
             nll, unit_gradient, flat, weight, labels, bias, nll, lse, entropy, kept, *options, logits_memory,
             0, weight.shape[0], "",
         )  # fmt: skip
-    return with_outputs(nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape)
+    return log_probs_with_outputs(
+        nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
+    )
 
 
-def with_outputs(
+def log_probs_with_outputs(
     nll: torch.Tensor,
     entropy: torch.Tensor,
     predicted: torch.Tensor,

@@ -9,6 +9,11 @@ from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_pr
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.vocab_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_log_probs,
+)
 
 __all__ = [
     "CrossEntropyOutput",
@@ -24,4 +29,7 @@ __all__ = [
     "rope",
     "swiglu",
     "swiglu_fused",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_log_probs",
 ]

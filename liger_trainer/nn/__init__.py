@@ -7,6 +7,7 @@ from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCross
 from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
 from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 
 __all__ = [
     "LigerCrossEntropyLoss",
@@ -15,5 +16,6 @@ __all__ = [
     "LigerLayerNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "LigerVocabParallelCrossEntropy",
     "liger_rotary_pos_emb",
 ]
