@@ -62,6 +62,57 @@ class RowStats(NamedTuple):
         return RowStats(*(field[start:stop] for field in self))
 
 
+class ExtraStats(NamedTuple):
+    """Statistics that log-probabilities offer besides `RowStats`; empty where not asked for, 0 at ignored tokens.
+
+    `mean_logit` is the mean of z over the vocabulary, `sum_squared_probs` the logarithm of the sum of p**2.
+    """
+
+    mean_logit: torch.Tensor
+    sum_squared_probs: torch.Tensor
+
+    @classmethod
+    def allocate(cls, logits: torch.Tensor, tokens: int, mean_logit: bool, sum_squared_probs: bool) -> ExtraStats:
+        """Uninitialised statistics of `tokens` tokens on the device of `logits`."""
+        sizes = (tokens if asked else 0 for asked in (mean_logit, sum_squared_probs))
+        return cls(*(logits.new_empty(size, dtype=compute_dtype(logits)) for size in sizes))
+
+    def rows(self, start: int, stop: int) -> ExtraStats:
+        """The statistics of tokens `start` to `stop`, as views."""
+        return ExtraStats(*(field[start:stop] for field in self))
+
+
+class Shard(NamedTuple):
+    """Which columns of a vocabulary of `vocab_size` the logits are: as many as they have, from `vocab_start` on."""
+
+    vocab_start: int
+    vocab_size: int
+
+
+class RowPartials(NamedTuple):
+    """What one shard of the vocabulary gives to a row's statistics; "rest" are its columns but the label's.
+
+    Attributes:
+        rest: logsumexp of z over the rest, -inf where there is none.
+        rest_mean: Mean of z under the softmax of the rest.
+        rest_squares: logsumexp of 2 z over the rest.
+        label_z: z of the label, 0 where another shard holds it.
+        found: 1 where the label is here, else 0.
+        total: Sum of z.
+        best: The largest z, in a unit that is the same on every shard.
+        best_id: Its id in the whole vocabulary, the lowest of equals.
+    """
+
+    rest: torch.Tensor
+    rest_mean: torch.Tensor
+    rest_squares: torch.Tensor
+    label_z: torch.Tensor
+    found: torch.Tensor
+    total: torch.Tensor
+    best: torch.Tensor
+    best_id: torch.Tensor
+
+
 @dataclasses.dataclass
 class CrossEntropyOutput:
     """The loss and the outputs that were asked for; the others are None. Only `loss` carries a gradient.

@@ -5,6 +5,10 @@ With x a row of logits (bias added), z its transform (`cross_entropy_options`), 
     dL/dz[c] = p[c] * ((1 - e) * w[t] + e / V * sum(w) + 2 * z_loss * lse) - (1 - e) * w[t] * [c == t] - e / V * w[c]
     dL/dx[c] = dL/dz[c] * logit_scale / temperature * (1 - tanh(x[c] * logit_scale / softcap)**2)
 
+The entropy H of p may have an upstream gradient of its own, then -p[c] * (log p[c] + H) times it joins dL/dz[c].
+Where the row is one shard of a vocabulary that lies over several processes, `row_partials_` gives what the shard
+contributes (`RowPartials`), and the gradient takes the statistics of the whole row.
+
 One program takes a row. Pass 1 reads it once and keeps a running maximum and sum of exponentials *per lane*, so that
 its loop holds no barrier, and one exponential an element: with d = exp(-|z - m|) the sum becomes s + d, or s * d + 1
 where z is the new maximum. Pass 2 goes through the tiles backwards, as the last ones are still in cache, and writes the
@@ -21,8 +25,12 @@ import math
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.cross_entropy_reference import row_statistics_torch_
+from liger_trainer.kernels.cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.cross_entropy_reference import (
+    row_gradient_torch_,
+    row_partials_torch_,
+    row_statistics_torch_,
+)
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 _LOG2E = math.log2(math.e)
@@ -74,6 +82,13 @@ def _cross_entropy_rows_kernel(
     lse_ptr,
     entropy_ptr,
     predicted_ptr,
+    mean_logit_ptr,
+    squares_ptr,
+    entropy_coefficient_ptr,
+    entropy_coefficient_stride,
+    partials_ptr,
+    vocab_start,  # of the columns in the whole vocabulary, which has `classes` of them
+    classes,
     ignore_index,
     label_smoothing,
     z_loss,
@@ -88,6 +103,10 @@ def _cross_entropy_rows_kernel(
     BIAS: tl.constexpr,
     ENTROPY: tl.constexpr,
     PREDICTED: tl.constexpr,
+    MEAN_LOGIT: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ENTROPY_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -101,7 +120,9 @@ def _cross_entropy_rows_kernel(
     label = tl.load(target_ptr + row).to(tl.int64)
 
     if label == ignore_index:
-        if STATS:
+        if PARTIALS:
+            tl.store(partials_ptr + row * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32))
+        elif STATS:
             tl.store(loss_ptr + row, 0.0)
             tl.store(nll_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
@@ -109,6 +130,10 @@ def _cross_entropy_rows_kernel(
                 tl.store(entropy_ptr + row, 0.0)
             if PREDICTED:
                 tl.store(predicted_ptr + row, tl.full([], -1, tl.int64))
+            if MEAN_LOGIT:
+                tl.store(mean_logit_ptr + row, 0.0)
+            if SQUARES:
+                tl.store(squares_ptr + row, 0.0)
         if GRADIENT:
             for start in tl.range(0, width, BLOCK):
                 columns = start + lanes
@@ -116,30 +141,32 @@ def _cross_entropy_rows_kernel(
                 tl.store(gradient_ptr + columns, zeros, mask=columns < width)
         return
 
+    label -= vocab_start
     in_range = (label >= 0) & (label < vocab_size)
-    target = tl.where(in_range, label, 0).to(tl.int32)
+    target = tl.where(in_range, label, -1).to(tl.int32)
     label_weight = 1.0
-    weight_sum = vocab_size * 1.0
+    weight_sum = classes * 1.0
     if WEIGHTS:
-        label_weight = tl.load(weights_ptr + target)
+        label_weight = tl.load(weights_ptr + tl.maximum(target, 0))
         weight_sum = tl.load(weight_sum_ptr)
     hard = (1.0 - label_smoothing) * label_weight
-    soft = label_smoothing / (vocab_size * 1.0)
+    soft = label_smoothing / (classes * 1.0)
 
     if STATS:
-        label_logit = _load_logits(row_ptr, bias_ptr, target, width, vocab_size, BIAS)
+        label_logit = _load_logits(row_ptr, bias_ptr, tl.maximum(target, 0), width, vocab_size, BIAS)
         label_z, _ = _transform(label_logit, inner, outer, SOFTCAP)
-        label_z = tl.where(in_range, label_z, float("nan"))
+        label_z = tl.where(in_range, label_z, float("-inf") if PARTIALS else float("nan"))
         peaks = tl.full([BLOCK], LOWEST, tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         moments = tl.zeros([BLOCK], tl.float32)
         totals = tl.zeros([BLOCK], tl.float32)
+        squares = tl.zeros([BLOCK], tl.float32)
         best = tl.zeros([BLOCK], tl.int32)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + lanes
             x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
             z, slope = _transform(x, inner, outer, SOFTCAP)
-            if SMOOTHING:
+            if SMOOTHING or MEAN_LOGIT:
                 weighted = z
                 if WEIGHTS:
                     weighted = z * tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0.0)
@@ -150,36 +177,58 @@ def _cross_entropy_rows_kernel(
             sums = tl.where(grows, sums * decay + 1.0, sums + decay)
             if ENTROPY:
                 moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
+            if SQUARES:
+                squares = tl.where(grows, squares * decay * decay + 1.0, squares + decay * decay)
             if PREDICTED:
                 best = tl.where(grows, columns, best)
             peaks = tl.where(grows, z, peaks)
 
         peak = tl.max(peaks, 0)
-        top = tl.maximum(peak, label_z)
-        lane_scale = tl.exp2(peaks - top)
-        rest = tl.sum(sums * lane_scale, 0)
-        label_exp = tl.exp2(label_z - top)
-        total = rest + label_exp
-        lse2 = top + tl.log2(total)
-        lse = lse2 * LN2
-        # log1p(rest) by its series while 1 + rest would lose digits (the next term is below fp32 there).
-        series = rest * (1.0 - rest * (0.5 - rest * (0.3333333333333333 - rest * 0.25)))
-        confident = tl.where(rest < 0.015625, series, tl.log(1.0 + rest))
-        nll = tl.where(label_z >= top, confident, (top - label_z) * LN2 + tl.log(total))
-        label_error = -rest / total  # p[t] - 1
-        loss = hard * nll + z_loss * lse * lse
-        if SMOOTHING:
-            loss += soft * (weight_sum * lse - tl.sum(totals, 0) * LN2)
-        tl.store(loss_ptr + row, loss)
-        tl.store(nll_ptr + row, nll)
-        tl.store(lse_ptr + row, lse)
-        if ENTROPY:
-            mean2 = (tl.sum(moments * lane_scale, 0) + tl.maximum(label_z, LOWEST) * label_exp) / total
-            tl.store(entropy_ptr + row, (lse2 - mean2) * LN2)
+        first = vocab_size
         if PREDICTED:
             first = tl.min(tl.where(peaks == peak, best, 2147483647), 0)
             label_wins = (label_z > peak) | ((label_z == peak) & (target < first))
-            tl.store(predicted_ptr + row, tl.where(label_wins, target, first).to(tl.int64))
+            first = tl.where(label_wins, target, first)
+        top = peak if PARTIALS else tl.maximum(peak, label_z)
+        lane_scale = tl.exp2(peaks - top)
+        rest = tl.sum(sums * lane_scale, 0)
+        mean2 = tl.sum(moments * lane_scale, 0)
+        square = tl.sum(squares * lane_scale * lane_scale, 0)
+        if PARTIALS:
+            partials_ptr += row * 8
+            tl.store(partials_ptr, (top + tl.log2(rest)) * LN2)
+            tl.store(partials_ptr + 1, tl.where(rest > 0.0, mean2 / rest, 0.0) * LN2)
+            tl.store(partials_ptr + 2, (2.0 * top + tl.log2(square)) * LN2)
+            tl.store(partials_ptr + 3, tl.where(in_range, label_z * LN2, 0.0))
+            tl.store(partials_ptr + 4, in_range.to(tl.float32))
+            tl.store(partials_ptr + 5, tl.sum(totals, 0) * LN2)
+            tl.store(partials_ptr + 6, tl.maximum(peak, label_z))
+            tl.store(partials_ptr + 7, (first + vocab_start).to(tl.float32))
+        else:
+            label_exp = tl.exp2(label_z - top)
+            total = rest + label_exp
+            lse2 = top + tl.log2(total)
+            lse = lse2 * LN2
+            # log1p(rest) by its series while 1 + rest would lose digits (the next term is below fp32 there).
+            series = rest * (1.0 - rest * (0.5 - rest * (0.3333333333333333 - rest * 0.25)))
+            confident = tl.where(rest < 0.015625, series, tl.log(1.0 + rest))
+            nll = tl.where(label_z >= top, confident, (top - label_z) * LN2 + tl.log(total))
+            label_error = -rest / total  # p[t] - 1
+            loss = hard * nll + z_loss * lse * lse
+            if SMOOTHING:
+                loss += soft * (weight_sum * lse - tl.sum(totals, 0) * LN2)
+            tl.store(loss_ptr + row, loss)
+            tl.store(nll_ptr + row, nll)
+            tl.store(lse_ptr + row, lse)
+            if ENTROPY:
+                mean2 = (mean2 + tl.maximum(label_z, LOWEST) * label_exp) / total
+                tl.store(entropy_ptr + row, (lse2 - mean2) * LN2)
+            if PREDICTED:
+                tl.store(predicted_ptr + row, first.to(tl.int64))
+            if MEAN_LOGIT:
+                tl.store(mean_logit_ptr + row, tl.sum(totals, 0) * LN2 / classes)
+            if SQUARES:
+                tl.store(squares_ptr + row, (tl.log2(square + label_exp * label_exp) - 2.0 * tl.log2(total)) * LN2)
     else:
         nll = tl.load(nll_ptr + row)
         lse = tl.load(lse_ptr + row)
@@ -193,6 +242,13 @@ def _cross_entropy_rows_kernel(
         if SMOOTHING:
             spread += soft * weight_sum
         at_label = coefficient * (hard * label_error + spread * (label_error + 1.0) - soft * label_weight)
+        entropy = 0.0
+        entropy_head = 0.0
+        if ENTROPY_GRADIENT:
+            entropy = tl.load(entropy_ptr + row)
+            entropy_head = tl.load(entropy_coefficient_ptr + row * entropy_coefficient_stride).to(tl.float32)
+            entropy_head *= slope_scale
+            at_label -= entropy_head * (label_error + 1.0) * (entropy - nll)
         head = coefficient * (hard + spread)
         soft = coefficient * soft
         tiles = tl.cdiv(width, BLOCK)
@@ -200,7 +256,11 @@ def _cross_entropy_rows_kernel(
             columns = (tiles - 1 - tile) * BLOCK + lanes
             x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
             z, slope = _transform(x, inner, outer, SOFTCAP)
-            gradient = head * tl.exp2(z - lse2)
+            probability = tl.exp2(z - lse2)
+            gradient = head * probability
+            if ENTROPY_GRADIENT:
+                surprise = (tl.maximum(z, -3.0e38) - lse2) * LN2  # finite, as p * log p is 0 where p is
+                gradient -= entropy_head * probability * (surprise + entropy)
             if SMOOTHING:
                 if WEIGHTS:
                     gradient -= soft * tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0.0)
@@ -240,17 +300,23 @@ def _launch_rows(
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor | None,
-    width: int,
+    width: int | None,
     with_stats: bool,
+    extra: ExtraStats | None = None,
+    entropy_coefficient: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+    shard: Shard | None = None,
 ) -> None:
     if target.numel() == 0:
         return
     softcap = options.softcap
+    width = width or logits.shape[-1]
     scale = options.logit_scale / options.temperature
     block, warps, stages = _row_config(width)
     destination = logits if gradient is None else gradient
     smoothing = options.label_smoothing > 0.0
     weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
+    everything = partials is not None
     with on_device(logits):
         _cross_entropy_rows_kernel[(target.numel(),)](
             logits,
@@ -270,6 +336,13 @@ def _launch_rows(
             stats.lse,
             stats.entropy,
             stats.predicted,
+            None if extra is None else extra.mean_logit,
+            None if extra is None else extra.sum_squared_probs,
+            entropy_coefficient,
+            0 if entropy_coefficient is None else entropy_coefficient.stride(0),
+            partials,
+            0 if shard is None else shard.vocab_start,
+            logits.shape[-1] if shard is None else shard.vocab_size,
             options.ignore_index,
             options.label_smoothing,
             options.z_loss,
@@ -282,8 +355,12 @@ def _launch_rows(
             SMOOTHING=smoothing,
             WEIGHTS=class_weights is not None,
             BIAS=bias is not None,
-            ENTROPY=with_stats and stats.entropy.numel() > 0,
-            PREDICTED=with_stats and stats.predicted.numel() > 0,
+            ENTROPY=everything or (with_stats and stats.entropy.numel() > 0),
+            PREDICTED=everything or (with_stats and stats.predicted.numel() > 0),
+            MEAN_LOGIT=everything or (extra is not None and extra.mean_logit.numel() > 0),
+            SQUARES=everything or (extra is not None and extra.sum_squared_probs.numel() > 0),
+            PARTIALS=everything,
+            ENTROPY_GRADIENT=entropy_coefficient is not None,
             BLOCK=block,
             STAGES=stages,
             num_warps=warps,
@@ -299,6 +376,7 @@ def row_statistics_(
     class_weights: torch.Tensor | None = None,
     coefficient: torch.Tensor | None = None,
     width: int | None = None,
+    extra: ExtraStats | None = None,
 ) -> None:
     """Fills `stats`; with a `coefficient` it also overwrites `logits` with their gradient times it.
 
@@ -311,12 +389,12 @@ def row_statistics_(
         class_weights: `(V,)` of the computing dtype.
         coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
         width: Columns of memory each row owns, at least V (the default); those from V on are scratch.
+        extra: More statistics, filled; not together with class weights.
     """
     if use_triton(logits):
-        width = width or logits.shape[-1]
-        _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, with_stats=True)
+        _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, True, extra)
     else:
-        row_statistics_torch_(logits, target, stats, options, bias, class_weights, coefficient)
+        row_statistics_torch_(logits, target, stats, options, bias, class_weights, coefficient, extra)
 
 
 def row_gradient_(
@@ -329,15 +407,46 @@ def row_gradient_(
     class_weights: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     width: int | None = None,
+    entropy_coefficient: torch.Tensor | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Writes the gradient of `logits` to `out`, else over `logits`; of `stats` it reads `nll` and `lse`.
 
-    The other arguments are those of `row_statistics_`; `out` has the shape of `logits` and last stride 1.
+    `entropy_coefficient`, `(N,)`, is the upstream gradient of the entropies, which are then read from `stats` too.
+    With a `shard` the logits are its columns of the vocabulary, and the statistics those of all of it. The other
+    arguments are those of `row_statistics_`; `out` has the shape of `logits` and last stride 1.
     """
     if use_triton(logits):
-        width = width or logits.shape[-1]
-        _launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, with_stats=False)
+        _launch_rows(
+            logits, out, target, stats, options, bias, class_weights, coefficient, width, False,
+            entropy_coefficient=entropy_coefficient, shard=shard,
+        )  # fmt: skip
     else:
-        fresh = RowStats.allocate(logits, target.numel(), entropy=False, predicted=False)
         destination = logits if out is None else out.copy_(logits)
-        row_statistics_torch_(destination, target, fresh, options, bias, class_weights, coefficient)
+        row_gradient_torch_(
+            destination, target, stats, options, bias, class_weights, coefficient, entropy_coefficient, shard
+        )
+
+
+def row_partials_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    partials: torch.Tensor,
+    options: RowOptions,
+    shard: Shard,
+    bias: torch.Tensor | None = None,
+    width: int | None = None,
+) -> None:
+    """Fills `partials`, `(N, 8)` of the computing dtype, with what a shard of the vocabulary gives to its rows.
+
+    The fields are those of `RowPartials`; a row with the label `ignore_index` is 0. The labels are ids of the whole
+    vocabulary, and most lie in another shard.
+    """
+    if use_triton(logits):
+        unused = partials.new_empty(0)
+        stats = RowStats(unused, unused, unused, unused, target)
+        _launch_rows(
+            logits, None, target, stats, options, bias, None, None, width, True, partials=partials, shard=shard
+        )
+    else:
+        row_partials_torch_(logits, target, partials, options, shard, bias)

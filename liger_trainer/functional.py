@@ -3,22 +3,37 @@
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
 from liger_trainer.kernels.geglu import geglu, geglu_fused
+from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.vocab_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_log_probs,
+)
 
 __all__ = [
     "CrossEntropyOutput",
+    "GRPOLossOutput",
+    "LogProbsOutput",
     "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "geglu_fused",
+    "grpo_loss",
+    "grpo_loss_from_log_probs",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
     "rms_norm",
     "rope",
     "swiglu",
     "swiglu_fused",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_log_probs",
 ]

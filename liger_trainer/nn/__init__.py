@@ -6,7 +6,9 @@ Arguments that only steer how Liger's kernels work inside are accepted and have 
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
+from liger_trainer.nn.policy import triton_grpo_loss
 from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 
 __all__ = [
     "LigerCrossEntropyLoss",
@@ -15,5 +17,7 @@ __all__ = [
     "LigerLayerNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "LigerVocabParallelCrossEntropy",
     "liger_rotary_pos_emb",
+    "triton_grpo_loss",
 ]
