@@ -31,12 +31,11 @@ from liger_trainer.kernels.linear_cross_entropy_chunks import (
     _COLUMN_MULTIPLE,
     _ROW_MULTIPLE,
     Needs,
-    _accumulate_,
-    _accumulation_dtype,
     _chunk_rows,
     _round_up,
     allocate_gradients,
 )
+from liger_trainer.kernels.weight_gradient import WeightGradientSum, matmul_into
 
 _WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor, as tiles of 128 by 256
 
@@ -114,7 +113,7 @@ def linear_statistics_(
         labels, part = target[start:stop], stats.rows(start, stop)
         row_statistics_(logits, labels, part, options, bias, None, one, logits.stride(0), extra=extra.rows(start, stop))
         if one is not None:
-            _accumulate_(unit_gradient[start:stop], logits, weight, first=True)
+            matmul_into(unit_gradient[start:stop], logits, weight)
     return kept[0]
 
 
@@ -167,10 +166,9 @@ def linear_gradients(
     buffer = kept
     if not overwrite or (others > 0 and kept.shape[0] < rows):
         buffer = hidden.new_empty(min(rows, tokens), kept.shape[1])
-    total_dtype = _accumulation_dtype(len(spans), weight.dtype)
-    total = d_weight if total_dtype == weight.dtype else torch.empty_like(d_weight, dtype=total_dtype)
+    weight_sum = WeightGradientSum(d_weight, len(spans)) if needs.weight else None
     bias_total = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
-    for index, (start, stop) in enumerate(spans):
+    for start, stop in spans:
         part, labels = hidden[start:stop], target[start:stop]
         logits = gradient = buffer[: stop - start, :vocab_size]
         if start < others:
@@ -192,8 +190,10 @@ def linear_gradients(
         )
         if needs.hidden:
             torch.mm(gradient, weight, out=d_hidden[start:stop])
-        if needs.weight:
-            _accumulate_(total, gradient.t(), part, first=index == 0)
+        if weight_sum is not None:
+            weight_sum.add(gradient, part)
         if needs.bias:
             bias_total += gradient.sum(0, dtype=bias_total.dtype)
-    return d_hidden, d_weight if total is d_weight else d_weight.copy_(total), d_bias.copy_(bias_total)
+    if weight_sum is not None:
+        weight_sum.finish()
+    return d_hidden, d_weight, d_bias.copy_(bias_total)

@@ -34,20 +34,24 @@ from liger_trainer.kernels.cross_entropy_reference import (
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 _LOG2E = math.log2(math.e)
+_LARGEST_BOUND = 60.0  # of log2(e) * |z| with a soft-cap, so that exp(z - cap) is well above fp32's smallest number
 
 
 @triton.jit
 def _transform(x, inner, outer, SOFTCAP: tl.constexpr):
-    """log2(e) * z of the logits `x`, and the slope of the soft-cap (unused, and then removed, without one)."""
+    """log2(e) * z of the logits `x`, and a quarter of the soft-cap's slope (unused, and then removed, without one).
+
+    tanh(a) = 1 - 2 r with r = 1 / (1 + exp(2 a)), and 1 - tanh(a)**2 = 4 (r - r**2): what cancels there is small beside
+    the cap and beside 1, by which logits and gradients are measured. r is a square, as the GPU's reciprocal square root
+    costs less than its division.
+    """
     z = x * outer
     slope = z
     if SOFTCAP:
-        angle = x * inner
-        decay = tl.exp2(-2.8853900817779268 * tl.abs(angle))  # exp(-2|a|), so tanh|a| = (1 - decay) / (1 + decay)
-        reciprocal = 1.0 / (1.0 + decay)
-        tanh = (1.0 - decay) * reciprocal
-        z = tl.where(angle < 0.0, -tanh, tanh) * outer
-        slope = 4.0 * decay * reciprocal * reciprocal  # 1 - tanh**2 without its cancellation
+        root = tl.math.rsqrt(1.0 + tl.exp2(x * inner))
+        r = root * root
+        z = outer - 2.0 * outer * r
+        slope = r - r * r
     return z, slope
 
 
@@ -107,6 +111,7 @@ def _cross_entropy_rows_kernel(
     SQUARES: tl.constexpr,
     PARTIALS: tl.constexpr,
     ENTROPY_GRADIENT: tl.constexpr,
+    BOUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -172,25 +177,29 @@ def _cross_entropy_rows_kernel(
                     weighted = z * tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0.0)
                 totals += tl.where(columns < vocab_size, weighted, 0.0)
             z = tl.where((columns < vocab_size) & (columns != target), z, float("-inf"))
-            grows = z > peaks
-            decay = tl.exp2(-tl.abs(z - peaks))
-            sums = tl.where(grows, sums * decay + 1.0, sums + decay)
-            if ENTROPY:
-                moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
-            if SQUARES:
-                squares = tl.where(grows, squares * decay * decay + 1.0, squares + decay * decay)
-            if PREDICTED:
-                best = tl.where(grows, columns, best)
-            peaks = tl.where(grows, z, peaks)
+            if BOUNDED:
+                sums += tl.exp2(z - outer)
+            else:
+                grows = z > peaks
+                decay = tl.exp2(-tl.abs(z - peaks))
+                sums = tl.where(grows, sums * decay + 1.0, sums + decay)
+                if ENTROPY:
+                    moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
+                if SQUARES:
+                    squares = tl.where(grows, squares * decay * decay + 1.0, squares + decay * decay)
+                if PREDICTED:
+                    best = tl.where(grows, columns, best)
+                peaks = tl.where(grows, z, peaks)
 
-        peak = tl.max(peaks, 0)
+        # Below a soft-cap no term overflows; the sum itself then says how large the largest is.
+        peak = outer + tl.log2(tl.sum(sums, 0)) if BOUNDED else tl.max(peaks, 0)
         first = vocab_size
         if PREDICTED:
             first = tl.min(tl.where(peaks == peak, best, 2147483647), 0)
             label_wins = (label_z > peak) | ((label_z == peak) & (target < first))
             first = tl.where(label_wins, target, first)
         top = peak if PARTIALS else tl.maximum(peak, label_z)
-        lane_scale = tl.exp2(peaks - top)
+        lane_scale = tl.exp2((outer if BOUNDED else peaks) - top)
         rest = tl.sum(sums * lane_scale, 0)
         mean2 = tl.sum(moments * lane_scale, 0)
         square = tl.sum(squares * lane_scale * lane_scale, 0)
@@ -317,6 +326,12 @@ def _launch_rows(
     smoothing = options.label_smoothing > 0.0
     weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
     everything = partials is not None
+    inner, outer = 0.0, scale * _LOG2E
+    if softcap is not None:
+        inner, outer = 2.0 * options.logit_scale / softcap * _LOG2E, softcap / options.temperature * _LOG2E
+    entropy = everything or (with_stats and stats.entropy.numel() > 0)
+    predicted = everything or (with_stats and stats.predicted.numel() > 0)
+    squares = everything or (extra is not None and extra.sum_squared_probs.numel() > 0)
     with on_device(logits):
         _cross_entropy_rows_kernel[(target.numel(),)](
             logits,
@@ -346,21 +361,22 @@ def _launch_rows(
             options.ignore_index,
             options.label_smoothing,
             options.z_loss,
-            0.0 if softcap is None else options.logit_scale / softcap,
-            (scale if softcap is None else softcap / options.temperature) * _LOG2E,
-            scale,
+            inner,
+            outer,
+            scale if softcap is None else 4.0 * scale,
             STATS=with_stats,
             GRADIENT=coefficient is not None,
             SOFTCAP=softcap is not None,
             SMOOTHING=smoothing,
             WEIGHTS=class_weights is not None,
             BIAS=bias is not None,
-            ENTROPY=everything or (with_stats and stats.entropy.numel() > 0),
-            PREDICTED=everything or (with_stats and stats.predicted.numel() > 0),
+            ENTROPY=entropy,
+            PREDICTED=predicted,
             MEAN_LOGIT=everything or (extra is not None and extra.mean_logit.numel() > 0),
-            SQUARES=everything or (extra is not None and extra.sum_squared_probs.numel() > 0),
+            SQUARES=squares,
             PARTIALS=everything,
             ENTROPY_GRADIENT=entropy_coefficient is not None,
+            BOUNDED=softcap is not None and outer <= _LARGEST_BOUND and not (entropy or predicted or squares),
             BLOCK=block,
             STAGES=stages,
             num_warps=warps,

@@ -149,13 +149,8 @@ class WeightGradientSum:
         self.added += 1
         if self.exponents is not None:
             self._launch(logits_gradient, hidden, add=not first, keep=self.added < self.chunks)
-        elif self.total.dtype == logits_gradient.dtype:
-            if first:
-                torch.mm(logits_gradient.t(), hidden, out=self.total)
-            else:
-                torch.addmm(self.total, logits_gradient.t(), hidden, out=self.total)
         else:
-            _add_in_float32(self.total, logits_gradient.t(), hidden, first)
+            matmul_into(self.total, logits_gradient.t(), hidden, add=not first)
 
     def finish(self) -> None:
         """Rounds the sum into dW, where it is not there already."""
@@ -186,20 +181,26 @@ class WeightGradientSum:
             )
 
 
-def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
-    """``total = left @ right`` or ``total += left @ right`` for an fp32 `total` of half-precision operands."""
-    if total.device.type == "cuda" and torch.version.hip is None:
-        if first:
-            torch.mm(left, right, out_dtype=total.dtype, out=total)
+def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
+    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision."""
+    if out.dtype == left.dtype:
+        if add:
+            torch.addmm(out, left, right, out=out)
         else:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            torch.mm(left, right, out=out)
+        return
+    if out.device.type == "cuda" and torch.version.hip is None:
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
         return
     # No matmul sums half precision into fp32 here. On the CPU the operands are widened; elsewhere the product is
-    # rounded to half precision once a chunk, but the sum is not.
-    if total.device.type == "cpu":
-        left, right = left.to(total.dtype), right.to(total.dtype)
+    # rounded to half precision, but the sum is not.
+    if out.device.type == "cpu":
+        left, right = left.to(out.dtype), right.to(out.dtype)
     product = torch.mm(left, right)
-    if first:
-        total.copy_(product)
+    if add:
+        out.add_(product)
     else:
-        total.add_(product)
+        out.copy_(product)
