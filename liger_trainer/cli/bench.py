@@ -1,0 +1,162 @@
+"""``liger-trainer bench``: operations side by side with their peers, and training steps from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from liger_trainer.cli.parser import complain, positive
+
+_QUICK_ROUNDS, _QUICK_SECONDS = 5, 15.0
+_LIST = "all_that_there_is"
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "bench",
+        help="time, memory and gradient error of every operation, beside other libraries",
+        description="Measures operations with every provider that is installed, in turns: time of forward and "
+        "backward, peak memory, gradient error against float64, and the share of what the machine could do. "
+        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider.",
+    )
+    parser.add_argument("operations", nargs="*", metavar="OPS", help="names of operations, `all`, or `training`")
+    parser.add_argument("--model", type=_names, metavar="NAME[,...]", help="whose shapes; default: llama3-8b")
+    parser.add_argument("--tokens", type=_counts, metavar="N[,...]", help="token counts; default: each operation's own")
+    parser.add_argument("--providers", type=_names, metavar="NAME[,...]", help="libraries to compare; default: all")
+    parser.add_argument(
+        "--provider_file", type=Path, metavar="FILE", help="Python file with `@provider` functions of your own"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["forward", "backward", "both"],
+        default="both",
+        help="the time that percentages and plots are of; all three are always measured",
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--device", help="default: the accelerator, else cpu")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, results.csv and plots here")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, and 15 seconds an operation")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="samples of each provider; default: 12")
+    parser.add_argument("--seconds", type=positive, metavar="S", help="time box of an operation; default: 60")
+    parser.add_argument("--no_accuracy", action="store_true", help="leave the comparison with float64 out")
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(name) for name in _names(text)]
+
+
+def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Measures what was asked for; returns the exit code.
+
+    Args:
+        arguments: The parsed command line.
+        argv: The command line, which is written beside the results.
+    """
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    command = shlex.join(["liger-trainer", *argv])
+    try:
+        if not arguments.operations:
+            return _show_what_there_is(arguments)
+        return _measure(arguments, command)
+    except BenchmarkError as error:
+        if arguments.debug:
+            raise
+        return complain(error)
+
+
+def _show_what_there_is(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.registry import OPERATIONS
+
+    _load(arguments)
+    table = Table("operation", "what it is", "providers")
+    for operation in OPERATIONS.values():
+        table.add_row(operation.name, operation.title, ", ".join(operation.providers))
+    console = Console()
+    console.print(table)
+    console.print(f"models: {', '.join(MODELS)}")
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> None:
+    from liger_trainer.benchmarks.registry import load_operations, load_provider_file
+
+    load_operations()
+    if arguments.provider_file is not None:
+        load_provider_file(arguments.provider_file)
+
+
+def _measure(arguments: argparse.Namespace, command: str) -> int:
+    import torch
+    from rich.console import Console
+
+    from liger_trainer.benchmarks.measure import Device, DeviceLost
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.records import Machine, Run
+    from liger_trainer.benchmarks.registry import OPERATIONS, closest, family
+    from liger_trainer.benchmarks.report import table
+    from liger_trainer.benchmarks.suite import Settings, run_operation
+
+    _load(arguments)
+    names = list(OPERATIONS) if arguments.operations == ["all"] else arguments.operations
+    operations = [OPERATIONS[closest(name, [*OPERATIONS, "all", "training"], "operation")] for name in names]
+    libraries = {name for operation in operations for known in operation.providers for name in (known, family(known))}
+    device = Device(_device(arguments.device))
+    small = device.module is None
+    settings = Settings(
+        models=tuple(
+            MODELS[closest(name, MODELS, "model")] for name in arguments.model or ["tiny" if small else "llama3-8b"]
+        ),
+        tokens=tuple(arguments.tokens or ([128] if small else [])),
+        providers=tuple(closest(name, sorted(libraries), "provider") for name in arguments.providers or []),
+        dtype=getattr(torch, arguments.dtype),
+        rounds=arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 12),
+        seconds=arguments.seconds or (_QUICK_SECONDS if arguments.quick else 60.0),
+        accuracy=not arguments.no_accuracy,
+    )
+    console = Console(width=None if Console().is_terminal else 150, highlight=False)
+    run = Run.begin(command, Machine.measure(device, settings.dtype))
+    console.print(str(run.machine), run.versions)
+    try:
+        for operation in operations:
+            for records in run_operation(operation, settings, device, run.machine, console.print):
+                run.records += records
+                console.print(table(records, arguments.mode))
+            if arguments.output is not None:  # after every operation, so that nothing is lost to a later one
+                run.write(arguments.output)
+    except DeviceLost as error:
+        console.print(f"The device is lost to this process, and the rest is not measured: {error}")
+        return 1
+    if arguments.output is not None:
+        from liger_trainer.benchmarks.plots import draw
+
+        console.print(*(f"wrote {file}" for file in draw(run, arguments.output, arguments.mode)), sep="\n")
+    return 0
+
+
+def _device(name: str | None) -> object:
+    import torch
+
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BenchmarkError(f"No device {name!r}.") from None
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        raise BenchmarkError(f"This machine has no {name!r}; it has {accelerator or 'no accelerator'}.")
+    return device
