@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -141,7 +142,17 @@ class Runner:
             gradient if gradient.dtype == output.dtype else gradient.to(output.dtype)
             for gradient, output in zip(self.upstream, outputs)
         )
-        return torch.autograd.grad(outputs, list(self.inputs.values()), self.upstream or None)
+        inputs = list(self.inputs.values())
+        found = torch.autograd.grad(outputs, inputs, self.upstream or None, allow_unused=True)
+        return tuple(self._gradient(*named) for named in zip(self.inputs, inputs, found))
+
+    @staticmethod
+    def _gradient(name: str, tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """`gradient`, or what a backward that runs another one inside left in `tensor.grad`."""
+        gradient, tensor.grad = tensor.grad if gradient is None else gradient, None
+        if gradient is None:
+            raise ValueError(f"gave no gradient of {name}")
+        return gradient
 
     def step(self) -> None:
         """Forward and backward."""
@@ -201,7 +212,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"skipped: {error.name.split('.')[0]} is not installed"
     if isinstance(error, ImportError):
-        return f"skipped: {error}".splitlines()[0][:120]
+        lacks = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        return f"skipped: {f'{lacks[2]} has no {lacks[1]}' if lacks else error}"[:120]
     if isinstance(error, TimeoutError):
         return "skipped: no time left"
     if isinstance(error, torch.OutOfMemoryError):

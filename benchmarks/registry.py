@@ -62,11 +62,11 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The least an operation must do: bytes it cannot avoid moving, or matmuls it cannot avoid running.
+    """The least an operation must do: memory it cannot avoid moving, or matmuls it cannot avoid running.
 
     Attributes:
-        forward: Bytes of the forward pass.
-        backward: Bytes of the backward pass.
+        forward: Numbers of the inputs' dtype that the forward pass reads and writes.
+        backward: Those of the backward pass.
         matmuls: Runs the matmuls of both passes; where given they are the floor, timed among the providers.
     """
 
@@ -92,6 +92,21 @@ class Case:
     floor: Floor
     upstream: tuple[torch.Tensor, ...] = ()
     variant: str = ""
+
+
+def row_case(data: Data, rows: int, width: int, variant: str = "", **others: Any) -> Case:
+    """A case of an operation on rows: it reads x and writes y, and backward reads x and dy and writes dx.
+
+    Args:
+        data: Makes x and the gradient of y.
+        rows: Of x.
+        width: Of a row.
+        variant: Tells cases apart.
+        others: The arguments beside x, which are small.
+    """
+    size = rows * width
+    arguments = {"x": data.normal(rows, width), **others}
+    return Case(arguments, f"{rows}×{width}", Floor(2 * size, 3 * size), (data.upstream(rows, width),), variant)
 
 
 Cases = Callable[[Data, Model, int], Iterator[Case]]

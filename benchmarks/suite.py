@@ -94,9 +94,8 @@ def run_case(
     providers = choose_providers(operation, settings.providers)
     plan = Plan(settings.rounds, deadline, settings.accuracy)
     measurements, matmuls = measure(case, providers, operation.exact(), device, plan)
-    forward, backward = (
-        amount / machine.copy_rate * 1e3 or None for amount in (case.floor.forward, case.floor.backward)
-    )
+    rate = machine.copy_rate / settings.dtype.itemsize / 1e3
+    forward, backward = case.floor.forward / rate or None, case.floor.backward / rate or None
     floor = matmuls.median if matmuls is not None else (forward or 0.0) + (backward or 0.0)
     records = [
         Record(
