@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from liger_trainer.benchmarks.records import Record, Run
+from liger_trainer.benchmarks.records import Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 
 _COLOURS = {
+    "hf": "#b8b8b8",
     "torch": "#9a9a9a",
     "torch.compile": "#5f5f5f",
     "liger-kernel": "#f2a65a",
@@ -120,4 +121,37 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
         axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)
     axis.set_xlabel("peak above the inputs, GiB")
     axis.set_ylabel("ms")
+    return _save(figure, file)
+
+
+def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
+    """Tokens/s and peak memory of each model under the Trainer, one bar a provider."""
+    from liger_trainer.benchmarks.models import MODELS
+
+    labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}
+    shown = [records for records in tasks.values() if records[0].trainer == "causal_lm" and records[0].checkpointing]
+    first = shown[0][0]
+    title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
+    figure, axes = _axes(2, title)
+    for axis, field, heading in (
+        (axes[0], "tokens_per_second", "tokens/s (higher is better)"),
+        (axes[1], "peak_gibibytes", "peak memory, GiB (lower is better)"),
+    ):
+        for offset, (provider, label) in enumerate(labels.items()):
+            found = [
+                (place, getattr(record, field))
+                for place, records in enumerate(shown)
+                for record in records
+                if record.provider == provider and getattr(record, field) is not None
+            ]
+            places = [place + (offset - 1) * 0.27 for place, _ in found]
+            bars = axis.bar(places, [value for _, value in found], 0.26, label=label, color=_COLOURS[provider])
+            axis.bar_label(bars, fmt="{:,.0f}", fontsize=7)
+        names = [
+            MODELS[record.model].title + (f"\n({record.layers} layers)" if record.layers else "")
+            for record, *_ in shown
+        ]
+        axis.set_xticks(range(len(shown)), names)
+        axis.set_title(heading, fontsize=10)
+    axes[0].legend(frameon=False, fontsize=8)
     return _save(figure, file)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from liger_trainer.benchmarks.measure import Device, Measurement, Timing
+from liger_trainer.benchmarks.registry import BenchmarkError
 
-_PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+_PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy", "quack-kernels")
 
 
 @dataclasses.dataclass
@@ -29,8 +30,8 @@ class Machine:
     """
 
     device: str
-    copy_rate: float
-    matmul_rate: float
+    copy_rate: float = 0.0
+    matmul_rate: float = 0.0
 
     @classmethod
     def measure(cls, device: Device, dtype: torch.dtype, rounds: int = 10) -> Machine:
@@ -126,6 +127,37 @@ def compare_with_eager(records: list[Record]) -> None:
 
 
 @dataclasses.dataclass
+class TrainingRecord:
+    """Training steps of one provider; see `training_step.Task` for what was trained.
+
+    Attributes:
+        tokens_per_second: Of the median step.
+        mfu: Share of the device's published peak; None where that is not known.
+        peak_gibibytes: The most that was allocated.
+        losses: Of every step; the providers of one task must agree.
+        failure: Why there is no result.
+    """
+
+    model: str
+    layers: int
+    trainer: str
+    batch: int
+    length: int
+    checkpointing: bool
+    provider: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_gibibytes: float | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def group(self) -> tuple[str, int, str, int, int, bool]:
+        """The task: what records must share to be compared."""
+        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing
+
+
+@dataclasses.dataclass
 class Run:
     """The records of one command."""
 
@@ -134,32 +166,52 @@ class Run:
     versions: dict[str, str]
     date: str
     records: list[Record] = dataclasses.field(default_factory=list)
+    training: list[TrainingRecord] = dataclasses.field(default_factory=list)
 
     @classmethod
     def begin(cls, command: str, machine: Machine) -> Run:
         """An empty run of today on this machine."""
         return cls(command, machine, versions(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
-    def write(self, folder: Path, name: str = "results") -> None:
-        """Writes `name`.json, which holds everything, and `name`.csv, one line a record."""
+    def write(self, folder: Path, name: str = "results") -> list[Path]:
+        """Writes `name`.json, which holds everything, and `name`.csv, one line a record; returns the files."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        columns = [field.name for field in dataclasses.fields(Record) if field.name != "errors"]
-        errors = sorted({key for record in self.records for key in record.errors})
+        whole, lines = folder / f"{name}.json", folder / f"{name}.csv"
+        whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         setting = {"device": self.machine.device, "date": self.date, "command": self.command, **self.versions}
-        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow([*columns, *(f"error of {key}" for key in errors), *setting])
-            for record in self.records:
-                values = [getattr(record, column) for column in columns]
-                writer.writerow([*values, *(record.errors.get(key) for key in errors), *setting.values()])
+        rows = [_flat(record) | setting for record in (*self.records, *self.training)]
+        with lines.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+        return [whole, lines]
 
     @classmethod
     def read(cls, file: Path) -> Run:
-        """What `write` wrote."""
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        records = [Record(**record) for record in content.pop("records")]
-        return cls(**content | {"machine": Machine(**content["machine"]), "records": records})
+        """What `write` wrote.
+
+        Raises:
+            BenchmarkError: if it is something else.
+        """
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            content["machine"] = Machine(**content["machine"])
+            content["records"] = [Record(**record) for record in content["records"]]
+            content["training"] = [TrainingRecord(**record) for record in content["training"]]
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BenchmarkError(f"{file} holds no results: {type(error).__name__}: {error}") from None
+
+
+def _flat(record: Record | TrainingRecord) -> dict[str, Any]:
+    """The fields as cells of a table: a number of errors or losses becomes as many."""
+    values = dataclasses.asdict(record)
+    errors, losses = values.pop("errors", {}), values.pop("losses", [])
+    return (
+        values
+        | {f"error of {key}": value for key, value in errors.items()}
+        | {f"loss of step {step}": value for step, value in enumerate(losses, 1)}
+    )
 
 
 def versions() -> dict[str, str]:

@@ -117,11 +117,16 @@ class Operation:
     """Everything the suite knows of one operation; the providers' order is the order of the table."""
 
     name: str
-    title: str
+    description: str
     tokens: int
     cases: Cases
     providers: dict[str, Callable] = dataclasses.field(default_factory=dict)
     reference: Callable | None = None
+
+    @property
+    def title(self) -> str:
+        """What stands before the colon of its description."""
+        return self.description.split(":")[0]
 
     def exact(self) -> Callable:
         """The function that gives the true result in float64: the reference, or torch's own code."""
@@ -132,7 +137,10 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(name: str, tokens: int = 16384) -> Callable[[Cases], Cases]:
-    """Registers a generator of cases as the operation `name`, measured at `tokens` tokens unless others are asked."""
+    """Registers a generator of cases as the operation `name`, measured at `tokens` tokens unless others are asked.
+
+    The first line of the module's docstring describes it, ``"Title: what exactly is computed."``.
+    """
 
     def register(cases: Cases) -> Cases:
         documentation = importlib.import_module(cases.__module__).__doc__ or name

@@ -76,7 +76,7 @@ def run_operation(
                     break
                 yield records
                 del case
-                device.empty_cache()
+                device.collect()
                 torch._dynamo.reset()
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy on given logits, mean over the tokens."""
+"""Cross entropy: on given logits, mean over the tokens."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Dynamic tanh: gamma * tanh(alpha * x) + beta."""
+"""DyT: gamma * tanh(alpha * x) + beta."""
 
 from collections.abc import Iterator
 

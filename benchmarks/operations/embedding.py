@@ -1,4 +1,4 @@
-"""Token embedding."""
+"""Embedding: of tokens, with the gradient of the whole table."""
 
 from collections.abc import Iterator
 

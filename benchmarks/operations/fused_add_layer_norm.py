@@ -1,4 +1,4 @@
-"""Residual add, then LayerNorm; both results are used."""
+"""Residual add + LayerNorm: both results are used."""
 
 from collections.abc import Iterator
 

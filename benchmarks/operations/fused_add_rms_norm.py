@@ -1,4 +1,4 @@
-"""Residual add, then RMSNorm; both results are used."""
+"""Residual add + RMSNorm: both results are used."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""GeGLU on separate gate and up: gelu_tanh(gate) * up."""
+"""GeGLU: gelu_tanh(gate) * up, given apart."""
 
 from collections.abc import Iterator
 

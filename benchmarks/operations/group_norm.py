@@ -1,4 +1,4 @@
-"""GroupNorm of images of 256 pixels, the hidden size their channels."""
+"""GroupNorm: images of 256 pixels, the hidden size their channels."""
 
 from collections.abc import Iterator
 

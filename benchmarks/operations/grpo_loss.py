@@ -1,4 +1,4 @@
-"""GRPO's loss of each token, from given logits of the policy."""
+"""GRPO: the loss of each token, from given logits of the policy."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence of two given log-probabilities, mean over the tokens."""
+"""JSD: Jensen-Shannon divergence of given log-probabilities, mean over the tokens."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""KL divergence of given log-probabilities from target probabilities, summed and divided by the tokens."""
+"""KL divergence: of given log-probabilities from target probabilities, summed and divided by the tokens."""
 
 from collections.abc import Iterator
 

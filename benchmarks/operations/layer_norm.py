@@ -1,4 +1,4 @@
-"""LayerNorm with weight and bias."""
+"""LayerNorm: with weight and bias."""
 
 from collections.abc import Iterator
 

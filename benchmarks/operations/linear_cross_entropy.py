@@ -1,4 +1,4 @@
-"""The LM head with its cross entropy, mean over the tokens."""
+"""LM head + cross entropy: mean over the tokens."""
 
 from collections.abc import Iterator
 

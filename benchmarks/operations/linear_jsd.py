@@ -1,4 +1,4 @@
-"""Distillation: Jensen-Shannon divergence of a student's and a teacher's LM head, mean over the tokens."""
+"""LM heads + JSD: distillation of a teacher's head into a student's, mean over the tokens."""
 
 from collections.abc import Iterator
 

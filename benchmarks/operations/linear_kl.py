@@ -1,4 +1,4 @@
-"""Distillation: forward KL divergence of a teacher's LM head from a student's, mean over the tokens."""
+"""LM heads + KL: forward divergence of a teacher's head from a student's, mean over the tokens."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The LM head with the log-probability of each token, whose gradients differ."""
+"""LM head + log-probabilities: one a token, each with its own gradient."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""RMSNorm with a scale and a shift for each sample (adaLN)."""
+"""Modulated RMSNorm: a scale and a shift for each sample (adaLN)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Multi-token attention: causal weights, convolved over queries, keys and heads."""
+"""Multi-token attention: causal weights, convolved over queries and keys."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys, then their rotary embedding (Qwen3, Gemma3)."""
+"""QK-norm + RoPE: RMSNorm of queries and keys, then their rotary embedding (Qwen3, Gemma3)."""
 
 from collections.abc import Iterator
 

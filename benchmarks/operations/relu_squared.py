@@ -1,4 +1,4 @@
-"""Squared ReLU."""
+"""ReLU²: the squared ReLU."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""RMSNorm, cast as Llama casts."""
+"""RMSNorm: cast as Llama casts."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, halves rotated as in Llama."""
+"""RoPE: rotary embedding of queries and keys, halves rotated as in Llama."""
 
 from collections.abc import Iterator
 

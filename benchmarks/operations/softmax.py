@@ -1,4 +1,4 @@
-"""Softmax over the last dimension."""
+"""Softmax: over the last dimension."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Sparsemax over the last dimension."""
+"""Sparsemax: over the last dimension."""
 
 from collections.abc import Iterator
 

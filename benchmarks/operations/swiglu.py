@@ -1,4 +1,4 @@
-"""SwiGLU on separate gate and up: silu(gate) * up."""
+"""SwiGLU: silu(gate) * up, given apart."""
 
 from collections.abc import Iterator
 

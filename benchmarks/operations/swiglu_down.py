@@ -1,4 +1,4 @@
-"""SwiGLU with its down projection; `liger_trainer` rebuilds the product in backward instead of keeping it."""
+"""SwiGLU + down projection: `liger_trainer` rebuilds the product in backward instead of keeping it."""
 
 from collections.abc import Iterator
 

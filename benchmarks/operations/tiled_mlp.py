@@ -1,4 +1,4 @@
-"""A gated MLP in tiles of the sequence, recomputed in backward tile by tile."""
+"""Tiled MLP: tiles of the sequence, recomputed in backward one by one."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Total variation distance of two given probabilities, mean over the tokens."""
+"""TVD: total variation distance of given probabilities, mean over the tokens."""
 
 from collections.abc import Iterator
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from liger_trainer.cli.parser import complain, positive
 
-_QUICK_ROUNDS, _QUICK_SECONDS = 5, 15.0
-_LIST = "all_that_there_is"
+_QUICK_ROUNDS, _QUICK_SECONDS, _TRAINING_SECONDS = 5, 15.0, 600.0
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -42,6 +41,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seconds", type=positive, metavar="S", help="time box of an operation; default: 60")
     parser.add_argument("--no_accuracy", action="store_true", help="leave the comparison with float64 out")
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    training = parser.add_argument_group("training", "only for `bench training`")
+    training.add_argument("--trainer", choices=["causal_lm", "sft"], default="causal_lm", help="Trainer or SFTTrainer")
+    training.add_argument("--batch", type=positive, default=4, metavar="N", help="sequences of a step; default: 4")
+    training.add_argument("--length", type=positive, default=4096, metavar="N", help="their tokens; default: 4096")
+    training.add_argument("--steps", type=positive, default=6, metavar="N", help="steps, two to warm up; default: 6")
+    training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
+    training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
 
 
 def _names(text: str) -> list[str]:
@@ -65,6 +71,8 @@ def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         if not arguments.operations:
             return _show_what_there_is(arguments)
+        if arguments.operations == ["training"]:
+            return _train(arguments, command)
         return _measure(arguments, command)
     except BenchmarkError as error:
         if arguments.debug:
@@ -82,10 +90,11 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     _load(arguments)
     table = Table("operation", "what it is", "providers")
     for operation in OPERATIONS.values():
-        table.add_row(operation.name, operation.title, ", ".join(operation.providers))
+        table.add_row(operation.name, operation.description, ", ".join(operation.providers))
     console = Console()
     console.print(table)
     console.print(f"models: {', '.join(MODELS)}")
+    console.print("training: Trainer steps of a whole model, one process a provider")
     return 0
 
 
@@ -138,10 +147,49 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     except DeviceLost as error:
         console.print(f"The device is lost to this process, and the rest is not measured: {error}")
         return 1
-    if arguments.output is not None:
+    if arguments.output is not None and run.records:
         from liger_trainer.benchmarks.plots import draw
 
         console.print(*(f"wrote {file}" for file in draw(run, arguments.output, arguments.mode)), sep="\n")
+    return 0
+
+
+def _train(arguments: argparse.Namespace, command: str) -> int:
+    """Measures training steps, one process a provider."""
+    from rich.console import Console
+
+    from liger_trainer.benchmarks.measure import Device
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.records import Machine, Run
+    from liger_trainer.benchmarks.registry import closest
+    from liger_trainer.benchmarks.training import run_provider, table
+    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task
+
+    _load(arguments)
+    known = list(TRAINING_PROVIDERS)
+    providers = [closest(name, known, "provider") for name in arguments.providers or known]
+    device = Device(_device(arguments.device))
+    run = Run.begin(command, Machine(device.name()))
+    console = Console(width=None if Console().is_terminal else 150, highlight=False)
+    for name in arguments.model or ["tiny" if device.module is None else "llama3-8b"]:
+        task = Task(
+            closest(name, MODELS, "model"),
+            arguments.layers,
+            arguments.trainer,
+            arguments.batch,
+            arguments.length,
+            arguments.steps,
+            not arguments.no_checkpointing,
+            str(device.device),
+        )
+        seconds = arguments.seconds or _TRAINING_SECONDS
+        records = []
+        for provider in providers:
+            records.append(run_provider(task, provider, arguments.provider_file, seconds))
+            run.training.append(records[-1])
+            if arguments.output is not None:
+                run.write(arguments.output)
+        console.print(table(records))
     return 0
 
 
