@@ -171,21 +171,27 @@ class Runner:
 
 
 class Pristine:
-    """The inputs of a case as they were: some providers write over their caller's tensors."""
+    """The tensors of a case as they were: some providers write over what they are given."""
 
     def __init__(self, case: Case) -> None:
-        tensors = [value for value in case.arguments.values() if isinstance(value, torch.Tensor)]
-        self.tensors = [tensor.detach() for tensor in (*tensors, *case.upstream)]
-        self.copies = [tensor.clone() for tensor in self.tensors]
+        inputs = [value for value in case.arguments.values() if isinstance(value, torch.Tensor)]
+        kinds = {"its inputs": inputs, "the gradient it is given": case.upstream}
+        self._pairs = {
+            kind: [(tensor.detach(), tensor.detach().clone()) for tensor in tensors] for kind, tensors in kinds.items()
+        }
 
-    def changed(self) -> bool:
-        """Whether any of them is not what it was."""
-        return not all(torch.equal(tensor, copy) for tensor, copy in zip(self.tensors, self.copies))
+    def changed(self) -> str:
+        """What is not what it was, in words; empty if nothing."""
+        kinds = [
+            kind for kind, pairs in self._pairs.items() if not all(torch.equal(tensor, copy) for tensor, copy in pairs)
+        ]
+        return " and ".join(kinds)
 
     def restore(self) -> None:
         """Makes them what they were."""
-        for tensor, copy in zip(self.tensors, self.copies):
-            tensor.copy_(copy)
+        for pairs in self._pairs.values():
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
 
 
 def exact_results(function: Callable, case: Case) -> dict[str, torch.Tensor]:
@@ -308,9 +314,10 @@ def measure(
         found = runners[name].results()
         results[name].errors = {key: relative_error(value, truth[key]) for key, value in found.items() if key in truth}
         results[name].remark = lacking
-        if pristine.changed():
+        changed = pristine.changed()
+        if changed:
             overwriting.add(name)
-            results[name].remark = "writes over its inputs"
+            results[name].remark = f"writes over {changed}"
 
     def memory(name: str) -> None:
         results[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)

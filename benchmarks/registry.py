@@ -48,7 +48,7 @@ class Data:
         self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normal random numbers of deviation `scale`, a leaf that gets a gradient unless told otherwise."""
-        tensor = torch.randn(*shape, device=self.device, dtype=dtype or self.dtype, generator=self._generator)
+        tensor = torch.randn(shape, device=self.device, dtype=dtype or self.dtype, generator=self._generator)
         return tensor.mul_(scale).requires_grad_(grad)
 
     def upstream(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -217,9 +217,7 @@ def choose_providers(operation: Operation, wanted: Iterable[str]) -> Mapping[str
     """The providers of an operation that belong to the wanted libraries; all of them where none is named."""
     libraries = set(wanted)
     return {
-        name: function
-        for name, function in operation.providers.items()
-        if not libraries or name in libraries or family(name) in libraries
+        name: function for name, function in operation.providers.items() if not libraries or family(name) in libraries
     }
 
 

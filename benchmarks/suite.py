@@ -56,6 +56,9 @@ def run_operation(
     Raises:
         DeviceLost: if a provider left the device unusable.
     """
+    if not choose_providers(operation, settings.providers):
+        complain(f"{operation.name}: none of these providers")
+        return
     for model in settings.models:
         for tokens in settings.tokens or (operation.tokens,):
             deadline = time.monotonic() + settings.seconds

@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider, r
 
 @operation("poly_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.hidden, weight=data.normal(3), bias=data.normal(1), eps=1e-6)
+    yield row_case(data, tokens, model.hidden, weight=data.normal(3), bias=data.normal(), eps=1e-6)
 
 
 @provider("poly_norm", "torch")

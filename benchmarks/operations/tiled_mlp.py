@@ -18,6 +18,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     hidden = data.normal(1, tokens, model.hidden)
     weights = {name: data.normal(*narrow, scale=scale) for name in ("gate_weight", "up_weight")}
     weights["down_weight"] = data.normal(model.hidden, model.intermediate, scale=model.intermediate**-0.5)
+    weights = {name: torch.nn.Parameter(weight.detach()) for name, weight in weights.items()}
     upstream = data.upstream(1, tokens, model.hidden)
     rows, gradient = hidden.detach()[0], upstream[0]
     gate_weight, down_weight = weights["gate_weight"].detach(), weights["down_weight"].detach()
@@ -46,19 +47,30 @@ def eager(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     return checkpoint(mlp, hidden, gate_weight, up_weight, down_weight, use_reentrant=False)
 
 
+class MLP(torch.nn.Module):
+    """The weights as a module, which the tiled versions of libraries take."""
+
+    def __init__(self, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
+        super().__init__()
+        self.gate_weight, self.up_weight, self.down_weight = gate_weight, up_weight, down_weight
+
+
 @provider("tiled_mlp", "liger-kernel")
 def liger(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
     from liger_kernel.transformers.functional import liger_swiglu
 
-    def tile(_: torch.nn.Module, x: Tensor) -> Tensor:
-        return F.linear(liger_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+    def tile(mlp: MLP, x: Tensor) -> Tensor:
+        return F.linear(liger_swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
 
-    return apply_tiled_mlp(tile, torch.nn.Module(), hidden)
+    return apply_tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden)
 
 
 @provider("tiled_mlp", "liger_trainer")
 def ours(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    from liger_trainer.functional import tiled_mlp
+    from liger_trainer.functional import swiglu, tiled_mlp
 
-    return tiled_mlp(hidden, gate_weight, up_weight, down_weight)
+    def tile(mlp: torch.nn.Module, x: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
+
+    return tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden, preserve_rng_state=False)

@@ -120,7 +120,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     _load(arguments)
     names = list(OPERATIONS) if arguments.operations == ["all"] else arguments.operations
     operations = [OPERATIONS[closest(name, [*OPERATIONS, "all", "training"], "operation")] for name in names]
-    libraries = {name for operation in operations for known in operation.providers for name in (known, family(known))}
+    libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
     device = Device(_device(arguments.device))
     small = device.module is None
     settings = Settings(
@@ -128,7 +128,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
             MODELS[closest(name, MODELS, "model")] for name in arguments.model or ["tiny" if small else "llama3-8b"]
         ),
         tokens=tuple(arguments.tokens or ([128] if small else [])),
-        providers=tuple(closest(name, sorted(libraries), "provider") for name in arguments.providers or []),
+        providers=tuple(closest(name, libraries, "provider") for name in arguments.providers or []),
         dtype=getattr(torch, arguments.dtype),
         rounds=arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 12),
         seconds=arguments.seconds or (_QUICK_SECONDS if arguments.quick else 60.0),
