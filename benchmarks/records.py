@@ -179,11 +179,11 @@ class Run:
         whole, lines = folder / f"{name}.json", folder / f"{name}.csv"
         whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         setting = {"device": self.machine.device, "date": self.date, "command": self.command, **self.versions}
-        rows = [_flat(record) | setting for record in (*self.records, *self.training)]
+        rows = [*map(_flat, self.records), *map(_flat, self.training)]
         with lines.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in (*rows, setting) for key in row)))
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(row | setting for row in rows)
         return [whole, lines]
 
     @classmethod

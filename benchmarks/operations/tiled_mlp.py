@@ -1,6 +1,7 @@
 """Tiled MLP: tiles of the sequence, recomputed in backward one by one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,7 @@ def liger(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
     from liger_kernel.transformers.functional import liger_swiglu
 
-    def tile(mlp: MLP, x: Tensor) -> Tensor:
+    def tile(mlp: Any, x: Tensor) -> Tensor:
         return F.linear(liger_swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
 
     return apply_tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden)
@@ -70,7 +71,7 @@ def liger(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
 def ours(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     from liger_trainer.functional import swiglu, tiled_mlp
 
-    def tile(mlp: torch.nn.Module, x: Tensor) -> Tensor:
+    def tile(mlp: Any, x: Tensor) -> Tensor:
         return F.linear(swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
 
     return tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden, preserve_rng_state=False)

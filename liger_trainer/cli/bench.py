@@ -73,6 +73,8 @@ def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
             return _show_what_there_is(arguments)
         if arguments.operations == ["training"]:
             return _train(arguments, command)
+        if "training" in arguments.operations:
+            raise BenchmarkError("`training` is measured by itself; leave the other operations out.")
         return _measure(arguments, command)
     except BenchmarkError as error:
         if arguments.debug:
