@@ -115,7 +115,11 @@ class Device:
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
     def _prepare(self) -> None:
-        """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed."""
+        """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.
+
+        The cache is left full of written lines, as the kernel before leaves it in training: what is timed writes them
+        back, and leaves as much of its own.
+        """
         if self._flush is None:
             self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
         self._flush.zero_()

@@ -25,6 +25,7 @@ class Settings:
         dtype: Of the inputs.
         rounds: Samples of each provider.
         seconds: Time box of one operation on one model and token count.
+        deadline: `time.monotonic()` after which nothing further is begun.
         accuracy: Whether to compare with float64.
     """
 
@@ -34,6 +35,7 @@ class Settings:
     dtype: torch.dtype = torch.bfloat16
     rounds: int = 12
     seconds: float = 60.0
+    deadline: float = float("inf")
     accuracy: bool = True
 
 
@@ -61,7 +63,7 @@ def run_operation(
         return
     for model in settings.models:
         for tokens in settings.tokens or (operation.tokens,):
-            deadline = time.monotonic() + settings.seconds
+            deadline = min(time.monotonic() + settings.seconds, settings.deadline)
             cases = operation.cases(Data(device.device, settings.dtype), model, tokens)
             while True:
                 if time.monotonic() > deadline:

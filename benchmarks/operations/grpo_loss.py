@@ -73,11 +73,18 @@ def liger(
     return triton_grpo_loss(*arguments, temperature=1.0, beta=0.04, eps_low=0.2, eps_high=0.2)[0]
 
 
+@provider("grpo_loss", "liger_trainer", inplace_backward=True)
 @provider("grpo_loss", "liger_trainer")
 def ours(
-    logits: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, completion_ids: Tensor, advantages: Tensor
+    logits: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    inplace_backward: bool = False,
 ) -> Tensor:
     from liger_trainer.functional import grpo_loss
 
-    arguments = logits, old_log_probs, ref_log_probs, completion_ids, advantages
-    return grpo_loss(*arguments, temperature=1.0, beta=0.04, eps_low=0.2, eps_high=0.2, reduce=False)[0]
+    policies = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+    options = {"beta": 0.04, "reduction": "none", "inplace_backward": inplace_backward}
+    return grpo_loss(logits, completion_ids, advantages, **policies, **options).loss

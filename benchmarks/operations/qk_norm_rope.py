@@ -59,4 +59,4 @@ def apart(
 def ours(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Pair:
     from liger_trainer.functional import qk_norm_rope
 
-    return qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), q_weight, k_weight, cos, sin, eps=eps)
+    return qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), q_weight, k_weight, cos, sin, eps, unsqueeze_dim=1)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liger_trainer.cli.parser import complain, positive
 
-_QUICK_ROUNDS, _QUICK_SECONDS, _TRAINING_SECONDS = 5, 15.0, 600.0
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from liger_trainer.benchmarks.measure import Device
+
+_ROUNDS, _QUICK_ROUNDS = 12, 5
+_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS = 60.0, 15.0, 600.0
+_QUICK_TOTAL_SECONDS = 420.0
+_CPU_TOKENS = 128
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", help="default: the accelerator, else cpu")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, results.csv and plots here")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, and 15 seconds an operation")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, 15 seconds an operation, 7 minutes in all")
     parser.add_argument("--rounds", type=positive, metavar="N", help="samples of each provider; default: 12")
     parser.add_argument("--seconds", type=positive, metavar="S", help="time box of an operation; default: 60")
     parser.add_argument("--no_accuracy", action="store_true", help="leave the comparison with float64 out")
@@ -110,7 +121,6 @@ def _load(arguments: argparse.Namespace) -> None:
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     import torch
-    from rich.console import Console
 
     from liger_trainer.benchmarks.measure import Device, DeviceLost
     from liger_trainer.benchmarks.models import MODELS
@@ -120,23 +130,21 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     from liger_trainer.benchmarks.suite import Settings, run_operation
 
     _load(arguments)
-    names = list(OPERATIONS) if arguments.operations == ["all"] else arguments.operations
-    operations = [OPERATIONS[closest(name, [*OPERATIONS, "all", "training"], "operation")] for name in names]
+    names = [closest(name, [*OPERATIONS, "all", "training"], "operation") for name in arguments.operations]
+    operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
     libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
     device = Device(_device(arguments.device))
-    small = device.module is None
     settings = Settings(
-        models=tuple(
-            MODELS[closest(name, MODELS, "model")] for name in arguments.model or ["tiny" if small else "llama3-8b"]
-        ),
-        tokens=tuple(arguments.tokens or ([128] if small else [])),
+        models=tuple(MODELS[name] for name in _models(arguments.model, device)),
+        tokens=tuple(arguments.tokens or ([_CPU_TOKENS] if device.module is None else [])),
         providers=tuple(closest(name, libraries, "provider") for name in arguments.providers or []),
         dtype=getattr(torch, arguments.dtype),
-        rounds=arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 12),
-        seconds=arguments.seconds or (_QUICK_SECONDS if arguments.quick else 60.0),
+        rounds=arguments.rounds or (_QUICK_ROUNDS if arguments.quick else _ROUNDS),
+        seconds=arguments.seconds or (_QUICK_SECONDS if arguments.quick else _SECONDS),
+        deadline=time.monotonic() + _QUICK_TOTAL_SECONDS if arguments.quick else float("inf"),
         accuracy=not arguments.no_accuracy,
     )
-    console = Console(width=None if Console().is_terminal else 150, highlight=False)
+    console = _console()
     run = Run.begin(command, Machine.measure(device, settings.dtype))
     console.print(str(run.machine), run.versions)
     try:
@@ -144,8 +152,8 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
             for records in run_operation(operation, settings, device, run.machine, console.print):
                 run.records += records
                 console.print(table(records, arguments.mode))
-            if arguments.output is not None:  # after every operation, so that nothing is lost to a later one
-                run.write(arguments.output)
+                if arguments.output is not None:  # after every case, so that nothing is lost to a later one
+                    run.write(arguments.output)
     except DeviceLost as error:
         console.print(f"The device is lost to this process, and the rest is not measured: {error}")
         return 1
@@ -158,10 +166,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
 
 def _train(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, one process a provider."""
-    from rich.console import Console
-
     from liger_trainer.benchmarks.measure import Device
-    from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.records import Machine, Run
     from liger_trainer.benchmarks.registry import closest
     from liger_trainer.benchmarks.training import run_provider, table
@@ -172,10 +177,10 @@ def _train(arguments: argparse.Namespace, command: str) -> int:
     providers = [closest(name, known, "provider") for name in arguments.providers or known]
     device = Device(_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
-    console = Console(width=None if Console().is_terminal else 150, highlight=False)
-    for name in arguments.model or ["tiny" if device.module is None else "llama3-8b"]:
+    console = _console()
+    for name in _models(arguments.model, device):
         task = Task(
-            closest(name, MODELS, "model"),
+            name,
             arguments.layers,
             arguments.trainer,
             arguments.batch,
@@ -195,7 +200,20 @@ def _train(arguments: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _device(name: str | None) -> object:
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else 150, highlight=False)
+
+
+def _models(wanted: list[str] | None, device: Device) -> list[str]:
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.registry import closest
+
+    return [closest(name, MODELS, "model") for name in wanted or ["tiny" if device.module is None else "llama3-8b"]]
+
+
+def _device(name: str | None) -> torch.device:
     import torch
 
     from liger_trainer.benchmarks.registry import BenchmarkError

@@ -176,3 +176,61 @@ def test_relative_error_in_slices(monkeypatch):
     assert relative_error(truth * 1.5, truth) == pytest.approx(0.5)
     assert relative_error(torch.tensor(3.0), torch.tensor(2.0, dtype=torch.float64)) == pytest.approx(0.5)
     assert relative_error(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.float64)) == 0
+
+
+class FakeAccelerator:
+    """Notes what a device is asked to do, in order; every event lies 2 ms after the one before."""
+
+    def __init__(self):
+        self.log, self.clock, self.allocated, self.peak = [], 0, 100 * 2**20, 0
+        accelerator = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                accelerator.log.append("record")
+                accelerator.clock += 2
+                self.at = accelerator.clock
+
+            def elapsed_time(self, other):
+                return other.at - self.at
+
+        self.Event = Event
+
+    def _sleep(self, cycles):
+        self.log.append("sleep")
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def memory_allocated(self):
+        return self.allocated
+
+    def reset_peak_memory_stats(self):
+        self.peak = self.allocated
+
+    def max_memory_allocated(self):
+        return self.peak
+
+
+def test_events_surround_each_part():
+    device = Device(torch.device("cpu"))
+    device.module = fake = FakeAccelerator()
+    seen = []
+    times = device.time(lambda given: seen.append(given) or "outputs", lambda given: seen.append(given))
+    assert times == [2, 2]
+    assert seen == [None, "outputs"]
+    assert fake.log == ["sleep", "record", "record", "record", "synchronize"]
+
+
+def test_peak_memory_is_above_what_was_there():
+    device = Device(torch.device("cpu"))
+    device.module = fake = FakeAccelerator()
+
+    def work():
+        fake.peak = fake.allocated + 2**29
+
+    assert device.peak_gibibytes(work) == 0.5
+    assert CPU.peak_gibibytes(work) is None
