@@ -74,6 +74,13 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
+    def works(self) -> bool:
+        """Whether the device still computes; after some errors every later call of the process fails too."""
+        try:
+            return torch.ones(2, device=self.device).sum().item() == 2
+        except RuntimeError:
+            return False
+
     def empty_cache(self) -> None:
         """Gives memory back that nothing uses."""
         if self.module is not None:
@@ -237,12 +244,6 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:120]
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether the device is lost to this process: every later call would fail too."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("illegal memory access" in text or "unspecified launch failure" in text)
-
-
 class DeviceLost(RuntimeError):
     """A provider broke the device for this process."""
 
@@ -296,7 +297,7 @@ def measure(
             work()
         except Exception as error:  # a peer that cannot run the case is a result, not a crash
             results[name].failure = explain(error)
-            if is_fatal(error):
+            if not device.works():
                 raise DeviceLost(f"{name}: {explain(error)}") from error
             if not isinstance(error, (ImportError, TimeoutError)):
                 device.collect()

@@ -21,6 +21,18 @@ def milliseconds(value: float | None) -> str:
     return number(value, ".1f" if value and value >= 100 else ".2f" if value and value >= 10 else ".3f")
 
 
+def _skipped(records: Sequence[Record]) -> str | None:
+    """Which providers are not in the table, and why; a library all of whose settings are missing by its name alone."""
+    measured = {family(record.provider) for record in records if record.both is not None}
+    reasons: dict[str, dict[str, None]] = {}
+    for record in records:
+        if record.skipped:
+            library = family(record.provider)
+            name = record.provider if library in measured else library
+            reasons.setdefault(record.failure.removeprefix("skipped: "), {})[name] = None
+    return "skipped: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()) if reasons else None
+
+
 def table(records: Sequence[Record], mode: str = "both") -> Table:
     """The records of one case, one line a provider.
 
@@ -38,10 +50,7 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
     for heading in ("forward ms", "backward ms", "both ms", "± ms", "% of floor", "GiB", "gradient error", "× eager"):
         result.add_column(heading, justify="right")
     result.add_column("remark", overflow="fold")
-    skipped = {family(record.provider): record.failure for record in records if record.skipped}
-    result.caption = ", ".join(f"{name} ({why.removeprefix('skipped: ')})" for name, why in skipped.items())
-    result.caption = f"skipped: {result.caption}" if skipped else None
-    result.caption_justify = "left"
+    result.caption, result.caption_justify = _skipped(records), "left"
     for record in records:
         if record.skipped:
             continue

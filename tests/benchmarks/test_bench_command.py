@@ -19,6 +19,11 @@ def mine(x, alpha, gamma, beta, slope):
 @provider("dyt", "mine")
 def broken(x, alpha, gamma, beta):
     raise RuntimeError("not on this machine")
+
+@provider("dyt", "absent", fast=1)
+@provider("dyt", "absent")
+def absent(x, alpha, gamma, beta, fast=0):
+    from no_such_package_at_all import dyt
 """
 
 
@@ -40,20 +45,21 @@ def bench(*arguments):
 def test_a_run_with_a_provider_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "out"
-    arguments = ["dyt", "--provider_file", tmp_path / "mine.py", "--providers", "torch,mine", "--device", "cpu"]
+    arguments = ["dyt", "--provider_file", tmp_path / "mine.py", "--providers", "torch,mine,absent", "--device", "cpu"]
     arguments += ["--tokens", "8,16", "--rounds", "2", "--output", out, "--dtype", "float32"]
     assert bench(*arguments) == 0
     shown = capsys.readouterr().out
     assert "dyt · tiny · 8×64 · float32" in shown
     assert "mine slope=2" in shown
     assert "not on this machine" in shown
+    assert "skipped: absent (no_such_package_at_all is not installed)" in shown
 
     run = Run.read(out / "results.json")
     assert run.command.startswith("liger-trainer bench dyt --provider_file")
     assert run.machine.device == "CPU"
     assert run.machine.copy_rate > 0
     assert {"torch", "liger-trainer", "python"} <= set(run.versions)
-    names = ["torch", "mine slope=2", "mine"]
+    names = ["torch", "mine slope=2", "mine", "absent", "absent fast=1"]
     assert [(record.tokens, record.provider) for record in run.records] == [
         (n, name) for n in (8, 16) for name in names
     ]
@@ -62,7 +68,7 @@ def test_a_run_with_a_provider_file(tmp_path, capsys):
 
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 6
+    assert len(rows) == 10
     assert float(rows[1]["both"]) == run.records[1].both
     assert float(rows[1]["error of dgamma"]) == run.records[1].errors["dgamma"]
     assert rows[2]["both"] == ""

@@ -137,10 +137,12 @@ def test_time_runs_out(case):
     assert late["right"].failure == "skipped: no time left"
 
 
-def test_a_lost_device_ends_it(case):
+def test_a_lost_device_ends_it(case, monkeypatch):
     def breaks(x, factor):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    assert measured(case, breaks=breaks)["breaks"].failure.startswith("RuntimeError: CUDA error")
+    monkeypatch.setattr(Device, "works", lambda self: False)
     with pytest.raises(DeviceLost, match="breaks: RuntimeError: CUDA error"):
         measured(case, breaks=breaks)
 
