@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart test lint types unit interpreter clean
+.PHONY: help quickstart test lint types unit interpreter tables clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -46,6 +46,10 @@ unit: $(VENV)/.installed-test
 
 interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
+
+# Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
+tables: $(VENV)/.installed
+	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,62 +1,361 @@
-"""Time and peak memory of one forward and backward, measured the same way for every provider."""
+"""Time, peak memory and gradient error of one case, measured the same way for every provider."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
+import re
 import statistics
+import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-Step = Callable[[], object]
+from liger_trainer.benchmarks.registry import Case
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds: the median of the samples, and the width of their middle half."""
+
+    median: float
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        """The summary of a list of samples."""
+        if len(samples) < 2:
+            return cls(samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, high - low)
 
 
 @dataclasses.dataclass
-class Result:
-    """What one provider did on one workload: median milliseconds, peak GiB above the inputs, or why it failed."""
+class Measurement:
+    """What one provider did on one case, or why it did not.
 
-    milliseconds: float = float("nan")
-    gibibytes: float = float("nan")
+    Attributes:
+        forward: The pass that saves for backward.
+        backward: The gradients of every input that wants one.
+        both: The two together.
+        peak_gibibytes: Peak memory above the inputs; None where the device does not count.
+        errors: Relative distance of each output and gradient from float64's, by name.
+        remark: What is worth knowing about the run.
+        failure: Why there is no measurement; empty if there is one.
+    """
+
+    forward: Timing | None = None
+    backward: Timing | None = None
+    both: Timing | None = None
+    peak_gibibytes: float | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    remark: str = ""
     failure: str = ""
 
 
-def peak_gibibytes(step: Step) -> float:
-    """Peak device memory of one warm `step` above what was allocated before it."""
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+class Device:
+    """Clock and memory counter of one device: events where it has them, the wall clock on a CPU."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._flush: torch.Tensor | None = None
 
-def _one_time(step: Step, flush: torch.Tensor) -> float:
-    flush.zero_()  # evicts the workload's data from L2
-    torch.cuda._sleep(10_000_000)  # some 5 ms in which the host queues the step, so that its own time does not count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    def name(self) -> str:
+        """The device's name, as the tables print it."""
+        return "CPU" if self.module is None else self.module.get_device_name(self.device)
 
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.module is not None:
+            self.module.synchronize()
 
-def measure(steps: Mapping[str, Step], rounds: int = 12) -> dict[str, Result]:
-    """Measures all providers of one workload in turns, so that clocks and power treat them alike."""
-    results = {name: Result() for name in steps}
-    for name, step in steps.items():
+    def works(self) -> bool:
+        """Whether the device still computes; after some errors every later call of the process fails too."""
         try:
-            step()
-            results[name].gibibytes = peak_gibibytes(step)
-        except Exception as error:  # a peer that cannot run the workload is a result, not a crash
-            results[name].failure = f"{type(error).__name__}: {error}".splitlines()[0][:90]
-            torch.cuda.empty_cache()
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name, result in results.items() if not result.failure}
-    for _ in range(rounds):
-        for name in times:
-            times[name].append(_one_time(steps[name], flush))
-    for name, samples in times.items():
-        results[name].milliseconds = statistics.median(samples)
-    return results
+            return torch.ones(2, device=self.device).sum().item() == 2
+        except RuntimeError:
+            return False
+
+    def empty_cache(self) -> None:
+        """Gives memory back that nothing uses."""
+        if self.module is not None:
+            self.module.empty_cache()
+
+    def collect(self) -> None:
+        """Gives memory back that only cycles of objects use, such as what an error's traceback refers to."""
+        if self.module is not None:  # it takes a third of a second
+            gc.collect()
+            self.module.empty_cache()
+
+    def peak_gibibytes(self, work: Callable[[], object]) -> float | None:
+        """Peak memory of `work` above what is allocated before it."""
+        if self.module is None:
+            return None
+        self.synchronize()
+        before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+        work()
+        self.synchronize()
+        return (self.module.max_memory_allocated() - before) / 2**30
+
+    def time(self, *parts: Callable[[Any], Any]) -> list[float]:
+        """Milliseconds of each part, one right after the other; each is given what the one before it returned."""
+        result: Any = None
+        if self.module is None:
+            marks = [time.perf_counter()]
+            for part in parts:
+                result = part(result)
+                marks.append(time.perf_counter())
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+        self._prepare()
+        events = [self.module.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            result = part(result)
+            event.record()
+        self.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+    def _prepare(self) -> None:
+        """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.
+
+        The cache is left full of written lines, as the kernel before leaves it in training: what is timed writes them
+        back, and leaves as much of its own.
+        """
+        if self._flush is None:
+            self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
+        self._flush.zero_()
+        if hasattr(self.module, "_sleep"):
+            self.module._sleep(10_000_000)  # some 5 ms
+
+
+class Runner:
+    """One provider on one case."""
+
+    def __init__(self, function: Callable, arguments: Mapping[str, Any], upstream: Tensors) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.upstream = upstream
+        self.inputs = {
+            name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.requires_grad
+        }
+
+    def forward(self, _: object = None) -> Tensors:
+        """The outputs."""
+        output = self.function(**self.arguments)
+        return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+    def backward(self, outputs: Tensors) -> Tensors:
+        """The gradients of the inputs."""
+        if self.upstream and len(outputs) != len(self.upstream):
+            raise ValueError(f"returned {len(outputs)} outputs where {len(self.upstream)} are expected")
+        self.upstream = tuple(  # in the provider's own dtype, cast once
+            gradient if gradient.dtype == output.dtype else gradient.to(output.dtype)
+            for gradient, output in zip(self.upstream, outputs)
+        )
+        inputs = list(self.inputs.values())
+        found = torch.autograd.grad(outputs, inputs, self.upstream or None, allow_unused=True)
+        return tuple(self._gradient(*named) for named in zip(self.inputs, inputs, found))
+
+    @staticmethod
+    def _gradient(name: str, tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """`gradient`, or what a backward that runs another one inside left in `tensor.grad`."""
+        gradient, tensor.grad = tensor.grad if gradient is None else gradient, None
+        if gradient is None:
+            raise ValueError(f"gave no gradient of {name}")
+        return gradient
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.backward(self.forward())
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Outputs and gradients by name."""
+        outputs = self.forward()
+        named = {f"output {i}" if i else "output": output.detach() for i, output in enumerate(outputs)}
+        return named | {f"d{name}": value for name, value in zip(self.inputs, self.backward(outputs))}
+
+
+class Pristine:
+    """The tensors of a case as they were: some providers write over what they are given."""
+
+    def __init__(self, case: Case) -> None:
+        inputs = [value for value in case.arguments.values() if isinstance(value, torch.Tensor)]
+        kinds = {"its inputs": inputs, "the gradient it is given": case.upstream}
+        self._pairs = {
+            kind: [(tensor.detach(), tensor.detach().clone()) for tensor in tensors] for kind, tensors in kinds.items()
+        }
+
+    def changed(self) -> str:
+        """What is not what it was, in words; empty if nothing."""
+        kinds = [
+            kind for kind, pairs in self._pairs.items() if not all(torch.equal(tensor, copy) for tensor, copy in pairs)
+        ]
+        return " and ".join(kinds)
+
+    def restore(self) -> None:
+        """Makes them what they were."""
+        for pairs in self._pairs.values():
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
+
+
+def exact_results(function: Callable, case: Case) -> dict[str, torch.Tensor]:
+    """Outputs and gradients in float64, from the same values."""
+
+    def double(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().double().requires_grad_(value.requires_grad)
+        return value
+
+    arguments = {name: double(value) for name, value in case.arguments.items()}
+    return Runner(function, arguments, tuple(double(gradient) for gradient in case.upstream)).results()
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """The norm of the difference over the norm of `truth`, taken in slices so that it needs little memory."""
+    if value.shape != truth.shape:
+        raise ValueError(f"a result is shaped {tuple(value.shape)}, not {tuple(truth.shape)}")
+    flat, true = (
+        tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.view(1, 1) for tensor in (value, truth)
+    )
+    rows = max(1, 2**26 // flat.shape[1])
+    squares = [(a.double() - b).square().sum() for a, b in zip(flat.split(rows), true.split(rows))]
+    return (torch.stack(squares).sum().sqrt() / truth.norm().clamp_min(torch.finfo(torch.double).tiny)).item()
+
+
+def explain(error: BaseException) -> str:
+    """One line of why a provider did not run."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"skipped: {error.name.split('.')[0]} is not installed"
+    if isinstance(error, ImportError):
+        lacks = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        return f"skipped: {f'{lacks[2]} has no {lacks[1]}' if lacks else error}"[:120]
+    if isinstance(error, TimeoutError):
+        return "skipped: no time left"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text}"[:120]
+
+
+class DeviceLost(RuntimeError):
+    """A provider broke the device for this process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        rounds: Samples of each provider.
+        deadline: `time.monotonic()` after which no further provider is begun.
+        accuracy: Whether gradients are compared with float64.
+    """
+
+    rounds: int = 12
+    deadline: float = float("inf")
+    accuracy: bool = True
+
+    def late(self) -> bool:
+        """Whether the time is used up."""
+        return time.monotonic() > self.deadline
+
+
+def measure(
+    case: Case, providers: Mapping[str, Callable], exact: Callable | None, device: Device, plan: Plan
+) -> tuple[dict[str, Measurement], Timing | None]:
+    """Measures every provider on one case, in turns, so that clocks and power treat them alike.
+
+    Args:
+        case: The inputs.
+        providers: Name to function.
+        exact: What is right in float64; None leaves the errors out.
+        device: Where it runs.
+        plan: How often, and until when.
+
+    Returns:
+        The measurements by provider, and the time of the case's matmuls where they are its floor.
+
+    Raises:
+        DeviceLost: if a provider left the device unusable.
+    """
+    pristine = Pristine(case)
+    results = {name: Measurement() for name in providers}
+    runners = {name: Runner(function, case.arguments, case.upstream) for name, function in providers.items()}
+    overwriting: set[str] = set()
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
+        if results[name].failure:
+            return
+        try:
+            work()
+        except Exception as error:  # a peer that cannot run the case is a result, not a crash
+            results[name].failure = explain(error)
+            if not device.works():
+                raise DeviceLost(f"{name}: {explain(error)}") from error
+            if not isinstance(error, (ImportError, TimeoutError)):
+                device.collect()
+        if name in overwriting:
+            pristine.restore()
+
+    truth: dict[str, torch.Tensor] = {}
+    lacking = ""
+    if exact is not None and plan.accuracy:
+        try:
+            truth = exact_results(exact, case)
+        except torch.OutOfMemoryError:
+            lacking = "no memory for float64"
+        device.empty_cache()
+
+    def warm_up(name: str) -> None:
+        if plan.late():
+            raise TimeoutError
+        found = runners[name].results()
+        results[name].errors = {key: relative_error(value, truth[key]) for key, value in found.items() if key in truth}
+        results[name].remark = lacking
+        changed = pristine.changed()
+        if changed:
+            overwriting.add(name)
+            results[name].remark = f"writes over {changed}"
+
+    def memory(name: str) -> None:
+        results[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)
+
+    # What takes longest to begin with comes last, should the time run out.
+    for name in sorted(runners, key=lambda name: (name == "torch.compile", name != "liger_trainer")):
+        attempt(name, lambda name=name: warm_up(name))  # type: ignore[misc]
+        device.empty_cache()
+    truth.clear()
+    device.empty_cache()
+    for name in runners:
+        attempt(name, lambda name=name: memory(name))  # type: ignore[misc]
+
+    samples: dict[str, list[list[float]]] = {name: [] for name in runners}
+    matmuls: list[float] = []
+
+    def floor(_: object) -> None:
+        assert case.floor.matmuls is not None
+        case.floor.matmuls()
+
+    def sample(name: str) -> None:
+        samples[name].append(device.time(runners[name].forward, runners[name].backward))
+
+    for turn in range(plan.rounds):
+        if turn and plan.late():
+            break
+        for name in runners:
+            attempt(name, lambda name=name: sample(name))  # type: ignore[misc]
+        if case.floor.matmuls is not None:
+            matmuls += device.time(floor)
+    for name, rows in samples.items():
+        if rows and not results[name].failure:
+            results[name].forward = Timing.of([forward for forward, _ in rows])
+            results[name].backward = Timing.of([backward for _, backward in rows])
+            results[name].both = Timing.of([sum(row) for row in rows])
+    return results, Timing.of(matmuls) if matmuls else None

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"liger_trainer": "liger_trainer"} | {
-    name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes")
+    name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes", "benchmarks")
 }
 
 
@@ -40,7 +40,8 @@ def test_wheel_holds_everything(wheel):
     expected = set()
     for folder, place in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed") and path.is_file():
+            # The sweeps choose launch configurations: tools for this repository alone.
+            if path.suffix in (".py", ".yaml", ".typed") and path.is_file() and "sweeps" not in path.parts:
                 expected.add(f"{place}/{path.relative_to(ROOT / folder)}")
     assert held == expected
 
@@ -53,6 +54,8 @@ def test_wheel_works_on_its_own(wheel, tmp_path):
         "from liger_trainer.cli.train import shipped_configs\n"
         "print(liger_trainer.__file__, len(shipped_recipes()), len(shipped_configs()))\n"
         "load_recipe('quickstart', ['--use_cpu', 'true'])\n"
+        "from liger_trainer.benchmarks.registry import OPERATIONS, load_operations; load_operations()\n"
+        "assert 'rms_norm' in OPERATIONS\n"
         "print(liger_trainer.__version__)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -68,7 +71,8 @@ def test_wheel_works_on_its_own(wheel, tmp_path):
 
 def test_every_package_of_the_tree_is_declared():
     declared = set(project_file()["tool"]["setuptools"]["packages"])
-    found = {f"liger_trainer.{name}" for name in FOLDERS if name != "liger_trainer"} | {
+    found = {"liger_trainer.benchmarks.operations"}
+    found |= {f"liger_trainer.{name}" for name in FOLDERS if name != "liger_trainer"} | {
         ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "liger_trainer").rglob("__init__.py")
     }
     assert declared == found

@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --learning_rate 2e-5            a recipe of your own, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated, without training
+  liger-trainer bench rms_norm --model llama3-8b              an operation beside other libraries, on this machine
 """
 
 
@@ -48,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--num_processes",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes to start; default: one for each GPU of this machine",
     )
@@ -74,10 +75,15 @@ def make_parser() -> argparse.ArgumentParser:
         "recipes", help="the shipped recipes", description="Lists the shipped recipes, or copies one to change it."
     )
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
+
+    from liger_trainer.cli.bench import add_parser
+
+    add_parser(commands)
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument that counts something."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
@@ -100,6 +106,10 @@ def run(argv: Sequence[str]) -> int:
         from liger_trainer.cli.inspect import inspect
 
         return inspect(arguments)
+    if arguments.command == "bench":
+        from liger_trainer.cli.bench import bench
+
+        return bench(arguments, list(argv))
     from liger_trainer.cli.recipes import recipes
 
     return recipes(arguments.name)

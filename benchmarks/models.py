@@ -1,0 +1,75 @@
+"""The models whose shapes are benchmarked, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of one published model that its kernels see."""
+
+    name: str
+    title: str
+    hidden: int
+    intermediate: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None = None  # of the final logits
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    sliding_window: int | None = None
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("tiny", "Tiny", 64, 128, 512, 2, 4, 2, 16, softcap=30.0, qk_norm=True),
+        Model("llama3-8b", "Llama-3 8B", 4096, 14336, 128256, 32, 32, 8, 128),
+        Model("llama3-70b", "Llama-3 70B", 8192, 28672, 128256, 80, 64, 8, 128),
+        Model("llama3-405b", "Llama-3 405B", 16384, 53248, 128256, 126, 128, 8, 128),
+        Model("qwen3-8b", "Qwen3 8B", 4096, 12288, 151936, 36, 32, 8, 128, qk_norm=True),
+        Model(
+            *("qwen3-30b-a3b", "Qwen3-30B-A3B", 2048, 6144, 151936, 48, 32, 4, 128),
+            qk_norm=True,
+            experts=128,
+            experts_per_token=8,
+            expert_intermediate=768,
+        ),
+        # Gemma 3's own checkpoints leave `final_logit_softcapping` unset; Gemma 2's and later ones set 30. The shapes
+        # are measured with it, as the harder case.
+        Model(
+            "gemma3-4b",
+            "Gemma3 4B",
+            2560,
+            10240,
+            262208,
+            34,
+            8,
+            4,
+            256,
+            softcap=30.0,
+            qk_norm=True,
+            sliding_window=1024,
+        ),
+        Model(
+            "gemma3-27b",
+            "Gemma3 27B",
+            5376,
+            21504,
+            262208,
+            62,
+            32,
+            16,
+            128,
+            softcap=30.0,
+            qk_norm=True,
+            sliding_window=1024,
+        ),
+    )
+}

@@ -1,0 +1,34 @@
+"""LayerNorm: with weight and bias."""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case
+
+
+@operation("layer_norm")
+def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    parameters = {"weight": data.normal(model.hidden), "bias": data.normal(model.hidden)}
+    yield row_case(data, tokens, model.hidden, **parameters, eps=1e-5)
+
+
+@provider("layer_norm", "torch")
+def eager(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@provider("layer_norm", "liger-kernel")
+def liger(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return liger_layer_norm(x, weight, bias, eps)
+
+
+@provider("layer_norm", "liger_trainer")
+def ours(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    from liger_trainer.functional import layer_norm
+
+    return layer_norm(x, weight, bias, eps)

@@ -1,0 +1,46 @@
+"""Modulated RMSNorm: a scale and a shift for each sample (adaLN)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+
+
+@operation("modulated_rms_norm")
+def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Samples of up to 4096 tokens, a row of modulation each."""
+    length = min(tokens, 4096)
+    samples = tokens // length
+    shape = samples, length, model.hidden
+    modulation = {name: data.normal(samples, 1, model.hidden) for name in ("scale", "shift")}
+    size = samples * length * model.hidden
+    yield Case(
+        {"x": data.normal(*shape), "weight": data.normal(model.hidden), **modulation, "eps": 1e-6},
+        "×".join(map(str, shape)),
+        Floor(2 * size, 3 * size),
+        (data.upstream(*shape),),
+    )
+
+
+@provider("modulated_rms_norm", "torch")
+def eager(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    exact = wide(x)
+    normed = weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed * (1 + scale) + shift
+
+
+@provider("modulated_rms_norm", "liger-kernel")
+def liger(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    from liger_kernel.transformers.functional import liger_modulated_rms_norm
+
+    return liger_modulated_rms_norm(x, weight, scale, shift, eps)
+
+
+@provider("modulated_rms_norm", "liger_trainer")
+def ours(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    from liger_trainer.functional import modulated_rms_norm
+
+    return modulated_rms_norm(x, weight, scale, shift, eps)

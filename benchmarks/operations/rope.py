@@ -1,0 +1,70 @@
+"""RoPE: rotary embedding of queries and keys, halves rotated as in Llama."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+
+
+@operation("rope")
+def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Queries and keys as models have them: transposed views, and gradients laid out alike."""
+    length = min(tokens, 4096)
+    q, k, dq, dk = (
+        data.upstream(tokens // length, length, heads, model.head_dim).transpose(1, 2)
+        for heads in (model.heads, model.kv_heads) * 2
+    )
+    cos, sin = rotary_tables(data, length, model.head_dim)
+    size = q.numel() + k.numel()
+    yield Case(
+        {"q": q.requires_grad_(), "k": k.requires_grad_(), "cos": cos, "sin": sin},
+        f"{tokens // length}×{length}, {model.heads}+{model.kv_heads} heads of {model.head_dim}",
+        Floor(2 * size, 2 * size),
+        (dq, dk),
+    )
+
+
+def rotary_tables(data: Data, length: int, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines shaped (1, length, width)."""
+    rates = 1e4 ** (-torch.arange(0, 1, 2 / width, device=data.device))
+    angles = torch.outer(torch.arange(length, device=data.device), rates)
+    angles = torch.cat((angles, angles), -1)[None]
+    return angles.cos().to(data.dtype), angles.sin().to(data.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One tensor of heads, as transformers rotates it."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(1)
+
+
+@provider("rope", "torch")
+def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
+@provider("rope", "liger-kernel")
+def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.transformers.functional import liger_rope
+
+    return liger_rope(q, k, cos, sin)
+
+
+@provider("rope", "quack")
+def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.rotary import apply_rotary_emb
+
+    half = cos.shape[-1] // 2
+    tables = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+    rotated_q, rotated_k = (apply_rotary_emb(x.transpose(1, 2), *tables).transpose(1, 2) for x in (q, k))
+    return rotated_q, rotated_k
+
+
+@provider("rope", "liger_trainer")
+def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_trainer.functional import rope
+
+    return rope(q, k, cos, sin)

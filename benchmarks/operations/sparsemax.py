@@ -1,0 +1,37 @@
+"""Sparsemax: over the last dimension."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case, wide
+
+
+@operation("sparsemax", tokens=8192)
+def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    yield row_case(data, tokens, model.hidden)
+
+
+@provider("sparsemax", "torch")
+def eager(x: Tensor) -> Tensor:
+    ordered = wide(x).sort(-1, descending=True).values
+    excess = ordered.cumsum(-1) - 1
+    size = (ordered * torch.arange(1, x.shape[-1] + 1, device=x.device) > excess).sum(-1, keepdim=True)
+    threshold = excess.gather(-1, size - 1) / size
+    return (wide(x) - threshold).clamp(min=0).to(x.dtype)
+
+
+@provider("sparsemax", "liger-kernel")
+def liger(x: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_sparsemax
+
+    return liger_sparsemax(x)
+
+
+@provider("sparsemax", "liger_trainer")
+def ours(x: Tensor) -> Tensor:
+    from liger_trainer.functional import sparsemax
+
+    return sparsemax(x)

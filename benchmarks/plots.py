@@ -1,0 +1,157 @@
+"""Pictures of a run: time and memory over the token count, and speed against memory for the LM head."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from liger_trainer.benchmarks.records import Record, Run, TrainingRecord
+from liger_trainer.benchmarks.registry import family
+
+_COLOURS = {
+    "hf": "#b8b8b8",
+    "torch": "#9a9a9a",
+    "torch.compile": "#5f5f5f",
+    "liger-kernel": "#f2a65a",
+    "trl": "#8f6bb3",
+    "cut-cross-entropy": "#4f9d69",
+    "quack": "#c44e52",
+    "liger_trainer": "#2a6f97",
+}
+
+
+def draw(run: Run, folder: Path, mode: str = "both") -> list[Path]:
+    """Draws what the run has enough records for.
+
+    Args:
+        run: The results.
+        folder: Where the pictures go.
+        mode: Which time: ``"forward"``, ``"backward"`` or ``"both"``.
+
+    Returns:
+        The files.
+    """
+    series: defaultdict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in run.records:
+        if getattr(record, mode) is not None:
+            series[record.operation, record.model, record.variant].append(record)
+    files = []
+    for (operation, model, variant), records in series.items():
+        name = "-".join(filter(None, (operation, model, variant)))
+        if len({record.tokens for record in records}) > 1:
+            files.append(over_tokens(records, folder / f"{name}-tokens.png", mode, run.machine.device))
+        settings = [record for record in records if record.provider != family(record.provider)]
+        if settings and any(record.peak_gibibytes is not None for record in records):
+            largest = max(record.tokens for record in records)
+            chosen = [record for record in records if record.tokens == largest]
+            files.append(speed_and_memory(chosen, folder / f"{name}-memory.png", mode, run.machine.device))
+    return files
+
+
+def _axes(count: int, title: str) -> tuple:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, count, figsize=(5.5 * count, 4), squeeze=False)
+    figure.suptitle(title, fontsize=10)
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def _save(figure, file: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(file, dpi=140)
+    plt.close(figure)
+    return file
+
+
+def _colour(provider: str) -> str | None:
+    return _COLOURS.get(family(provider))
+
+
+def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
+    found: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        found[record.provider].append(record)
+    return found
+
+
+def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
+    """Time and peak memory over the token count, a line a provider, and the floor below them."""
+    first = records[0]
+    figure, (left, right) = _axes(2, " · ".join(filter(None, (first.operation, first.variant, first.model, device))))
+    for provider, own in _by_provider(records).items():
+        own = sorted(own, key=lambda record: record.tokens)
+        style = {"marker": "o", "markersize": 4, "label": provider, "color": _colour(provider)}
+        style["linestyle"] = "-" if provider == family(provider) else ":"
+        left.plot([record.tokens for record in own], [getattr(record, mode) for record in own], **style)
+        kept = [record for record in own if record.peak_gibibytes is not None]
+        right.plot([record.tokens for record in kept], [record.peak_gibibytes for record in kept], **style)
+    name = "floor" if mode == "both" else f"{mode}_floor"
+    floors = sorted({(record.tokens, getattr(record, name)) for record in records if getattr(record, name)})
+    if floors:
+        left.plot(*zip(*floors), color="black", linestyle="--", linewidth=1, label="floor")
+    for axis, title in ((left, f"{mode}, ms" if mode != "both" else "forward and backward, ms"), (right, "peak, GiB")):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("tokens")
+        axis.set_title(title, fontsize=10)
+    left.set_yscale("log")
+    left.legend(frameon=False, fontsize=7)
+    return _save(figure, file)
+
+
+def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
+    """Time against peak memory, a point a provider and setting: the nearer to the lower left, the better."""
+    first = records[0]
+    title = " · ".join(filter(None, (first.operation, first.variant, first.model, first.shape, device)))
+    figure, (axis,) = _axes(1, title)
+    for provider, (record,) in _by_provider(records).items():
+        if record.peak_gibibytes is not None:
+            time = getattr(record, mode)
+            axis.scatter(record.peak_gibibytes, time, color=_colour(provider), s=28)
+            axis.annotate(provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6)
+    if mode == "both" and first.floor:
+        axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)
+    axis.set_xlabel("peak above the inputs, GiB")
+    axis.set_ylabel("ms")
+    return _save(figure, file)
+
+
+def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
+    """Tokens/s and peak memory of each model under the Trainer, one bar a provider."""
+    from liger_trainer.benchmarks.models import MODELS
+
+    labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}
+    shown = [records for records in tasks.values() if records[0].trainer == "causal_lm" and records[0].checkpointing]
+    first = shown[0][0]
+    title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
+    figure, axes = _axes(2, title)
+    for axis, field, heading in (
+        (axes[0], "tokens_per_second", "tokens/s (higher is better)"),
+        (axes[1], "peak_gibibytes", "peak memory, GiB (lower is better)"),
+    ):
+        for offset, (provider, label) in enumerate(labels.items()):
+            found = [
+                (place, getattr(record, field))
+                for place, records in enumerate(shown)
+                for record in records
+                if record.provider == provider and getattr(record, field) is not None
+            ]
+            places = [place + (offset - 1) * 0.27 for place, _ in found]
+            bars = axis.bar(places, [value for _, value in found], 0.26, label=label, color=_COLOURS[provider])
+            axis.bar_label(bars, fmt="{:,.0f}", fontsize=7)
+        names = [
+            MODELS[record.model].title + (f"\n({record.layers} layers)" if record.layers else "")
+            for record, *_ in shown
+        ]
+        axis.set_xticks(range(len(shown)), names)
+        axis.set_title(heading, fontsize=10)
+    axes[0].legend(frameon=False, fontsize=8)
+    return _save(figure, file)

@@ -1,0 +1,227 @@
+"""Results as data: one record a provider and case, and the runs that hold them with machine, versions and command."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_trainer.benchmarks.measure import Device, Measurement, Timing
+from liger_trainer.benchmarks.registry import BenchmarkError
+
+_PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+
+
+@dataclasses.dataclass
+class Machine:
+    """Where a run took place, and what it can do; the rates are measured in that run.
+
+    Attributes:
+        device: The accelerator's name.
+        copy_rate: Bytes a large copy moves in a second, read plus write.
+        matmul_rate: FLOP/s of an 8192³ matmul.
+    """
+
+    device: str
+    copy_rate: float = 0.0
+    matmul_rate: float = 0.0
+
+    @classmethod
+    def measure(cls, device: Device, dtype: torch.dtype, rounds: int = 10) -> Machine:
+        """Measures this machine now."""
+        size, side = (2**30, 8192) if device.module is not None else (2**22, 256)
+        source = torch.randn(size, device=device.device).to(dtype)
+        target = torch.empty_like(source)
+        left, right = (torch.randn(side, side, device=device.device).to(dtype) for _ in range(2))
+        left @ right
+        copies, matmuls = [], []
+        for _ in range(rounds):
+            copies += device.time(lambda _: target.copy_(source))
+            matmuls += device.time(lambda _: left @ right)
+        moved = 2 * source.numel() * source.element_size()
+        return cls(device.name(), moved / Timing.of(copies).median * 1e3, 2e3 * side**3 / Timing.of(matmuls).median)
+
+    def __str__(self) -> str:
+        return f"{self.device}: copy {self.copy_rate / 1e12:.2f} TB/s, matmul {self.matmul_rate / 1e12:.0f} TFLOP/s"
+
+
+@dataclasses.dataclass
+class Record:
+    """One provider's measurement on one case, in milliseconds; see `Measurement`.
+
+    Attributes:
+        floor: What the two passes must cost on this machine, and those of each pass where that is known.
+        worse_than_eager: The largest factor by which a gradient is further from float64 than eager torch's.
+    """
+
+    operation: str
+    model: str
+    tokens: int
+    variant: str
+    shape: str
+    dtype: str
+    provider: str
+    forward: float | None = None
+    backward: float | None = None
+    both: float | None = None
+    forward_spread: float | None = None
+    backward_spread: float | None = None
+    both_spread: float | None = None
+    peak_gibibytes: float | None = None
+    floor: float | None = None
+    forward_floor: float | None = None
+    backward_floor: float | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    worse_than_eager: float | None = None
+    remark: str = ""
+    failure: str = ""
+
+    def fill(self, measurement: Measurement) -> Record:
+        """Takes over what was measured; returns itself."""
+        for name in ("forward", "backward", "both"):
+            timing: Timing | None = getattr(measurement, name)
+            if timing is not None:
+                setattr(self, name, timing.median)
+                setattr(self, f"{name}_spread", timing.spread)
+        self.peak_gibibytes = measurement.peak_gibibytes
+        self.errors = measurement.errors
+        self.remark, self.failure = measurement.remark, measurement.failure
+        return self
+
+    @property
+    def group(self) -> tuple[str, str, int, str]:
+        """What records must share to stand in one table: they were measured in turns."""
+        return self.operation, self.model, self.tokens, self.variant
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the provider was not even tried, such as one that is not installed."""
+        return self.failure.startswith("skipped")
+
+    def gradient_error(self) -> float | None:
+        """The largest of the gradients' errors."""
+        return max((value for name, value in self.errors.items() if name.startswith("d")), default=None)
+
+    def fraction_of_floor(self, mode: str = "both") -> float | None:
+        """Floor over time: 1 is the best that can be."""
+        floor = self.floor if mode == "both" else getattr(self, f"{mode}_floor")
+        time = getattr(self, mode)
+        return None if floor is None or time is None else floor / time
+
+
+def compare_with_eager(records: list[Record]) -> None:
+    """Fills `worse_than_eager` of the records of one case from torch's among them."""
+    eager = next((record.errors for record in records if record.provider == "torch"), {})
+    for record in records:
+        ratios = [
+            value / eager[name] for name, value in record.errors.items() if name.startswith("d") and eager.get(name)
+        ]
+        record.worse_than_eager = max(ratios, default=None)
+
+
+@dataclasses.dataclass
+class TrainingRecord:
+    """Training steps of one provider; see `training_step.Task` for what was trained.
+
+    Attributes:
+        tokens_per_second: Of the median step.
+        mfu: Share of the device's published peak; None where that is not known.
+        peak_gibibytes: The most that was allocated.
+        losses: Of every step; the providers of one task must agree.
+        failure: Why there is no result.
+    """
+
+    model: str
+    layers: int
+    trainer: str
+    batch: int
+    length: int
+    checkpointing: bool
+    provider: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_gibibytes: float | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def group(self) -> tuple[str, int, str, int, int, bool]:
+        """The task: what records must share to be compared."""
+        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing
+
+
+@dataclasses.dataclass
+class Run:
+    """The records of one command."""
+
+    command: str
+    machine: Machine
+    versions: dict[str, str]
+    date: str
+    records: list[Record] = dataclasses.field(default_factory=list)
+    training: list[TrainingRecord] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def begin(cls, command: str, machine: Machine) -> Run:
+        """An empty run of today on this machine."""
+        return cls(command, machine, versions(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+
+    def write(self, folder: Path, name: str = "results") -> list[Path]:
+        """Writes `name`.json, which holds everything, and `name`.csv, one line a record; returns the files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        whole, lines = folder / f"{name}.json", folder / f"{name}.csv"
+        whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        setting = {"device": self.machine.device, "date": self.date, "command": self.command, **self.versions}
+        rows = [*map(_flat, self.records), *map(_flat, self.training)]
+        with lines.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in (*rows, setting) for key in row)))
+            writer.writeheader()
+            writer.writerows(row | setting for row in rows)
+        return [whole, lines]
+
+    @classmethod
+    def read(cls, file: Path) -> Run:
+        """What `write` wrote.
+
+        Raises:
+            BenchmarkError: if it is something else.
+        """
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            content["machine"] = Machine(**content["machine"])
+            content["records"] = [Record(**record) for record in content["records"]]
+            content["training"] = [TrainingRecord(**record) for record in content["training"]]
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BenchmarkError(f"{file} holds no results: {type(error).__name__}: {error}") from None
+
+
+def _flat(record: Record | TrainingRecord) -> dict[str, Any]:
+    """The fields as cells of a table: a number of errors or losses becomes as many."""
+    values = dataclasses.asdict(record)
+    errors, losses = values.pop("errors", {}), values.pop("losses", [])
+    return (
+        values
+        | {f"error of {key}": value for key, value in errors.items()}
+        | {f"loss of step {step}": value for step, value in enumerate(losses, 1)}
+    )
+
+
+def versions() -> dict[str, str]:
+    """Python, the package and every library that is compared, as installed."""
+    from liger_trainer._version import __version__
+
+    found = {"python": platform.python_version(), "liger-trainer": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {"torch": torch.__version__}

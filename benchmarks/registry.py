@@ -1,0 +1,247 @@
+"""What can be benchmarked: operations, their cases, and the providers that run them.
+
+An operation is one module under `operations/`: a generator of its cases, and its providers. A provider is a function of
+the case's arguments, registered with a decorator, here or in a file of yours:
+
+    from liger_trainer.benchmarks.registry import provider
+
+    @provider("rms_norm", "mine")
+    def mine(x, weight, eps): ...
+
+It imports what it needs when it is called, so that one whose package is missing is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from liger_trainer.benchmarks.models import Model
+
+Function = TypeVar("Function", bound=Callable)
+
+
+class BenchmarkError(ValueError):
+    """A mistake in what was asked for; its text is the whole message."""
+
+
+@dataclasses.dataclass
+class Data:
+    """Makes the random inputs of a case on one device, in one dtype, the same ones every time."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    def normal(
+        self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Normal random numbers of deviation `scale`, a leaf that gets a gradient unless told otherwise."""
+        tensor = torch.randn(shape, device=self.device, dtype=dtype or self.dtype, generator=self._generator)
+        return tensor.mul_(scale).requires_grad_(grad)
+
+    def upstream(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A random gradient for an output of this shape."""
+        return self.normal(*shape, grad=False, dtype=dtype)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """Random integers from 0 to `high` - 1, such as token ids."""
+        return torch.randint(high, shape, device=self.device, generator=self._generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The least an operation must do: memory it cannot avoid moving, or matmuls it cannot avoid running.
+
+    Attributes:
+        forward: Numbers of the inputs' dtype that the forward pass reads and writes.
+        backward: Those of the backward pass.
+        matmuls: Runs the matmuls of both passes; where given they are the floor, timed among the providers.
+    """
+
+    forward: float = 0
+    backward: float = 0
+    matmuls: Callable[[], object] | None = None
+
+
+@dataclasses.dataclass
+class Case:
+    """One operation on given inputs.
+
+    Attributes:
+        arguments: Passed to every provider by keyword; tensors that require a gradient get one.
+        shape: How the tables call the sizes.
+        floor: What the operation must at least cost.
+        upstream: Gradients of the outputs; empty for a scalar loss.
+        variant: Tells cases of one operation and model apart.
+    """
+
+    arguments: dict[str, Any]
+    shape: str
+    floor: Floor
+    upstream: tuple[torch.Tensor, ...] = ()
+    variant: str = ""
+
+
+def row_case(data: Data, rows: int, width: int, variant: str = "", **others: Any) -> Case:
+    """A case of an operation on rows: it reads x and writes y, and backward reads x and dy and writes dx.
+
+    Args:
+        data: Makes x and the gradient of y.
+        rows: Of x.
+        width: Of a row.
+        variant: Tells cases apart.
+        others: The arguments beside x, which are small.
+    """
+    size = rows * width
+    arguments = {"x": data.normal(rows, width), **others}
+    return Case(arguments, f"{rows}×{width}", Floor(2 * size, 3 * size), (data.upstream(rows, width),), variant)
+
+
+Cases = Callable[[Data, Model, int], Iterator[Case]]
+
+
+@dataclasses.dataclass
+class Operation:
+    """Everything the suite knows of one operation; the providers' order is the order of the table."""
+
+    name: str
+    description: str
+    tokens: int
+    cases: Cases
+    providers: dict[str, Callable] = dataclasses.field(default_factory=dict)
+    reference: Callable | None = None
+
+    @property
+    def title(self) -> str:
+        """What stands before the colon of its description."""
+        return self.description.split(":")[0]
+
+    def exact(self) -> Callable:
+        """The function that gives the true result in float64: the reference, or torch's own code."""
+        return self.reference or self.providers["torch"]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(name: str, tokens: int = 16384) -> Callable[[Cases], Cases]:
+    """Registers a generator of cases as the operation `name`, measured at `tokens` tokens unless others are asked.
+
+    The first line of the module's docstring describes it, ``"Title: what exactly is computed."``.
+    """
+
+    def register(cases: Cases) -> Cases:
+        documentation = importlib.import_module(cases.__module__).__doc__ or name
+        OPERATIONS[name] = Operation(name, documentation.strip().splitlines()[0].rstrip("."), tokens, cases)
+        return cases
+
+    return register
+
+
+def provider(operation: str, name: str, **settings: Any) -> Callable[[Function], Function]:
+    """Registers a function of the operation's arguments as a provider.
+
+    Args:
+        operation: Name of the operation.
+        name: The library, such as ``"liger_trainer"``. ``"torch"`` gives ``"torch.compile"`` too, and is what runs in
+            float64 as the truth unless the operation has a `reference`.
+        settings: Keyword arguments bound to the function and added to the name, for one library at several settings.
+
+    Raises:
+        BenchmarkError: if there is no such operation.
+    """
+
+    def register(function: Function) -> Function:
+        known = OPERATIONS[closest(operation, OPERATIONS, "operation")]
+        label = " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
+        known.providers[label] = functools.partial(function, **settings) if settings else function
+        if name == "torch":
+            known.providers["torch.compile"] = compiled(known.providers[label])
+        return function
+
+    return register
+
+
+def reference(operation: str) -> Callable[[Function], Function]:
+    """Registers the function that is right in float64, where torch's own code would need too much memory."""
+
+    def register(function: Function) -> Function:
+        OPERATIONS[operation].reference = function
+        return function
+
+    return register
+
+
+def compiled(function: Callable) -> Callable:
+    """`function` under `torch.compile`, compiled anew for every case (`torch._dynamo.reset` lies between them)."""
+    return torch.compile(function, dynamic=False)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision as float32, anything wider as it is: how eager code casts, and what makes it exact in float64."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def closest(name: str, known: Iterable[str], kind: str) -> str:
+    """`name` itself where it is known.
+
+    Raises:
+        BenchmarkError: naming the nearest where it is not.
+    """
+    names = list(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise BenchmarkError(f"No {kind} {name!r}.{hint} There are {', '.join(names)}.")
+
+
+def family(provider: str) -> str:
+    """The library of a provider, without its settings."""
+    return provider.split()[0]
+
+
+def choose_providers(operation: Operation, wanted: Iterable[str]) -> Mapping[str, Callable]:
+    """The providers of an operation that belong to the wanted libraries; all of them where none is named."""
+    libraries = set(wanted)
+    return {
+        name: function for name, function in operation.providers.items() if not libraries or family(name) in libraries
+    }
+
+
+def load_operations() -> None:
+    """Registers every operation that comes with the package."""
+    package: Any = importlib.import_module("liger_trainer.benchmarks.operations")
+    for name in sorted({file.stem for place in package.__path__ for file in Path(place).glob("*.py")}):
+        importlib.import_module(f"liger_trainer.benchmarks.operations.{name}")
+
+
+def load_provider_file(path: Path) -> None:
+    """Runs a Python file of the user's, whose decorated functions become providers.
+
+    Raises:
+        BenchmarkError: if there is no such file, or it fails.
+    """
+    if not path.is_file():
+        raise BenchmarkError(f"No provider file {str(path)!r}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise BenchmarkError(f"{path} is no Python file.")
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{path}: {error}") from None
+    except Exception as error:  # whatever the user's file may raise
+        raise BenchmarkError(f"{path} fails: {type(error).__name__}: {error}") from error

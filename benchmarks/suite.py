@@ -1,0 +1,121 @@
+"""Runs operations on the shapes of models and collects the records."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from liger_trainer.benchmarks.measure import Device, DeviceLost, Plan, explain, measure
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.records import Machine, Record, compare_with_eager
+from liger_trainer.benchmarks.registry import Case, Data, Operation, choose_providers
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        models: Whose shapes.
+        tokens: Token counts; empty for each operation's own.
+        providers: Libraries; empty for all.
+        dtype: Of the inputs.
+        rounds: Samples of each provider.
+        seconds: Time box of one operation on one model and token count.
+        deadline: `time.monotonic()` after which nothing further is begun.
+        accuracy: Whether to compare with float64.
+    """
+
+    models: tuple[Model, ...]
+    tokens: tuple[int, ...] = ()
+    providers: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+    rounds: int = 12
+    seconds: float = 60.0
+    deadline: float = float("inf")
+    accuracy: bool = True
+
+
+def run_operation(
+    operation: Operation,
+    settings: Settings,
+    device: Device,
+    machine: Machine,
+    complain: Callable[[str], None],
+) -> Iterator[list[Record]]:
+    """The records of one operation, case by case.
+
+    Args:
+        operation: What to run.
+        settings: On what, and how often.
+        device: Where.
+        machine: Its measured rates, which turn bytes into milliseconds.
+        complain: Told of a case that cannot be built, after which the suite goes on.
+
+    Raises:
+        DeviceLost: if a provider left the device unusable.
+    """
+    if not choose_providers(operation, settings.providers):
+        complain(f"{operation.name}: none of these providers")
+        return
+    for model in settings.models:
+        for tokens in settings.tokens or (operation.tokens,):
+            deadline = min(time.monotonic() + settings.seconds, settings.deadline)
+            cases = operation.cases(Data(device.device, settings.dtype), model, tokens)
+            while True:
+                if time.monotonic() > deadline:
+                    complain(f"{operation.name}, {model.name}, {tokens} tokens: no time left")
+                    break
+                try:
+                    case = next(cases, None)
+                    if case is None:
+                        break
+                    records = run_case(operation, case, model, tokens, settings, device, machine, deadline)
+                except DeviceLost:
+                    raise
+                except Exception as error:  # such as no memory for the inputs
+                    complain(f"{operation.name}, {model.name}, {tokens} tokens: {explain(error)}")
+                    break
+                yield records
+                del case
+                device.collect()
+                torch._dynamo.reset()
+
+
+def run_case(
+    operation: Operation,
+    case: Case,
+    model: Model,
+    tokens: int,
+    settings: Settings,
+    device: Device,
+    machine: Machine,
+    deadline: float,
+) -> list[Record]:
+    """Measures the chosen providers on one case."""
+    providers = choose_providers(operation, settings.providers)
+    plan = Plan(settings.rounds, deadline, settings.accuracy)
+    measurements, matmuls = measure(case, providers, operation.exact(), device, plan)
+    rate = machine.copy_rate / settings.dtype.itemsize / 1e3
+    forward, backward = case.floor.forward / rate or None, case.floor.backward / rate or None
+    floor = matmuls.median if matmuls is not None else (forward or 0.0) + (backward or 0.0)
+    records = [
+        Record(
+            operation.name,
+            model.name,
+            tokens,
+            case.variant,
+            case.shape,
+            str(settings.dtype).removeprefix("torch."),
+            provider,
+            floor=floor or None,
+            forward_floor=forward,
+            backward_floor=backward,
+        ).fill(measurement)
+        for provider, measurement in measurements.items()
+    ]
+    compare_with_eager(records)
+    return records

@@ -1,0 +1,253 @@
+"""Rewrites the tables of README.md and docs/performance.md, and README's picture, from the results: `make tables`.
+
+The results are what `liger-trainer bench --output` wrote, copied to `benchmarks/results/MACHINE/`. Records of one case
+were measured in turns and stay together: where two files hold the same case, the newer one counts. A table stands
+between `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.records import Record, Run, TrainingRecord
+from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "docs/performance.md")
+_OURS = "liger_trainer"
+_BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
+_README_ROWS = (
+    ("rms_norm", "llama3-8b", 16384, ""),
+    ("layer_norm", "llama3-8b", 16384, ""),
+    ("cross_entropy", "llama3-8b", 8192, ""),
+    ("linear_cross_entropy", "llama3-8b", 8192, ""),
+)
+
+Cases = Mapping[tuple, Sequence[Record]]
+Tasks = Mapping[tuple, Sequence[TrainingRecord]]
+
+
+class Results:
+    """The newest records of every case and task of one machine."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self.runs = sorted(runs, key=lambda run: run.date)
+        self.cases: dict[tuple, list[Record]] = {}
+        self.tasks: dict[tuple, list[TrainingRecord]] = {}
+        self._run_of: dict[tuple, Run] = {}
+        for run in self.runs:
+            for kept, records in ((self.cases, run.records), (self.tasks, run.training)):
+                groups: defaultdict[tuple, list[Any]] = defaultdict(list)
+                for record in records:
+                    groups[record.group].append(record)
+                kept.update(groups)  # type: ignore[attr-defined]
+                self._run_of.update(dict.fromkeys(groups, run))
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Every file of a folder."""
+        return cls(Run.read(file) for file in sorted(folder.glob("*.json")))
+
+    def version(self, package: str) -> str:
+        """The newest run's version of a package, after a space; nothing where it has none."""
+        found = [run.versions[package] for run in self.runs if package in run.versions]
+        return f" {found[-1]}" if found else ""
+
+    def source(self, groups: Iterable[tuple]) -> str:
+        """Machine, versions and commands that the records of these groups come from."""
+        runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
+        lines = []
+        for run in runs:
+            packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+            known = ", ".join(f"{name} {run.versions[name]}" for name in packages if name in run.versions)
+            lines.append(f"{run.machine.device}, {known}: `{run.command}`")
+        return "<sub>" + "<br>".join(lines) + "</sub>"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cost(record: Record | None) -> str:
+    if record is None or record.skipped:
+        return "–"
+    if record.both is None:
+        return record.failure or "–"
+    memory = "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.2f}"
+    return _milliseconds(record.both) + memory
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _faster(record: Record, others: Iterable[Record]) -> bool:
+    """Whether `record` beats all others by more than runs differ."""
+    return all(record.both * _BETTER < other.both for other in others if record.both and other.both)
+
+
+def _fastest(records: Iterable[Record]) -> Record | None:
+    return min(
+        (record for record in records if record.both is not None), key=lambda record: record.both or 0, default=None
+    )
+
+
+def _shown(records: Sequence[Record], library: str) -> list[Record]:
+    """A library at its defaults and, where one is clearly faster, at the best of its settings."""
+    default = [record for record in records if record.provider == library]
+    best = _fastest(record for record in records if family(record.provider) == library)
+    return default + ([best] if best is not None and best not in default and _faster(best, default) else [])
+
+
+def _cell(shown: Sequence[Record], library: str, bold: Record | None = None) -> str:
+    texts = []
+    for record in shown:
+        text = f"**{_cost(record)}**" if record is bold else _cost(record)
+        setting = record.provider.removeprefix(library).strip()
+        texts.append(f"{text} with `{setting}`" if setting else text)
+    return "; ".join(texts) or "–"
+
+
+def _work(record: Record) -> str:
+    title = OPERATIONS[record.operation].title
+    return f"{title}, {record.variant}, {record.shape}" if record.variant else f"{title} {record.shape}"
+
+
+def operation_table(results: Results, groups: Sequence[tuple], whole: bool = True) -> str:
+    """Milliseconds of forward and backward / peak GiB, a row a case.
+
+    Args:
+        results: What was measured.
+        groups: The cases.
+        whole: Whether to add the other libraries, the share of the floor and the error.
+    """
+    rows = []
+    for group in groups:
+        records = results.cases[group]
+        compiled, liger, own = (_shown(records, name) for name in ("torch.compile", "liger-kernel", _OURS))
+        others = [record for record in records if family(record.provider) != _OURS]
+        best = _fastest(own)
+        bold = best if best is not None and _faster(best, others) else None
+        row = [_work(records[0]), _milliseconds(records[0].floor)]
+        row += [_cell(compiled, "torch.compile"), _cell(liger, "liger-kernel")]
+        if whole:
+            known = ("torch", "torch.compile", "liger-kernel")
+            other = _fastest(record for record in others if family(record.provider) not in known)
+            row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
+        row.append(_cell(own, _OURS, bold))
+        if whole:
+            share = None if best is None else best.fraction_of_floor()
+            row.append("–" if share is None else f"{100 * share:.0f} %")
+            error = own[0].worse_than_eager if own else None
+            row.append("–" if error is None else f"{error:.2f}")
+        rows.append(row)
+    header = ["work", "floor", "torch.compile", f"Liger{results.version('liger-kernel')}"]
+    header += ["best other", "liger_trainer", "of the floor", "error × eager"] if whole else ["liger_trainer"]
+    return _table(header, rows) + "\n\n" + results.source(groups)
+
+
+def error_table(results: Results, groups: Sequence[tuple]) -> str:
+    """Relative distance of every gradient from float64, a row a gradient."""
+    rows, used = [], []
+    for group in groups:
+        records = {record.provider: record for record in results.cases[group]}
+        eager, ours = records.get("torch"), records.get(_OURS)
+        if eager is None or ours is None:
+            continue
+        liger = records.get("liger-kernel chunk_mem_const=8") or records.get("liger-kernel")
+        names = [name for name in ours.errors if name.startswith("d") and name in eager.errors]
+        for name in names:
+            values = [record.errors.get(name) if record else None for record in (eager, liger, ours)]
+            cells = ["–" if value is None else f"{value:.2e}" for value in values]
+            rows.append([_work(ours), name, *cells, f"{ours.errors[name] / eager.errors[name]:.2f}"])
+        used += [group] if names else []
+    header = ["work", "gradient", "eager", f"Liger{results.version('liger-kernel')}", "liger_trainer", "× eager"]
+    return _table(header, rows) + "\n\n" + results.source(used)
+
+
+def training_table(results: Results) -> str:
+    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task."""
+    libraries = {
+        "hf": "Hugging Face",
+        "torch.compile": "torch.compile",
+        "liger-kernel": "+ Liger",
+        _OURS: "liger_trainer",
+    }
+    measured = {record.provider for records in results.tasks.values() for record in records}
+    columns = [name for name in libraries if name in measured]
+    rows = []
+    for records in results.tasks.values():
+        by_name = {record.provider: record for record in records}
+        rates = {name: record.tokens_per_second for name, record in by_name.items() if record.tokens_per_second}
+        best = all(rates.get(_OURS, 0.0) >= rate for rate in rates.values())
+        cells = [_progress(by_name.get(name), bold=name == _OURS and best) for name in columns]
+        rows.append([task_title(records[0]), *cells])
+    header = [libraries[name] + (results.version("liger-kernel") if name == "liger-kernel" else "") for name in columns]
+    return _table(["model", *header], rows) + "\n\n" + results.source(results.tasks)
+
+
+def task_title(record: TrainingRecord) -> str:
+    """A task in words."""
+    title = MODELS[record.model].title
+    title += f", {record.layers} of its layers" if record.layers else ""
+    title += ", TRL's `SFTTrainer`" if record.trainer == "sft" else ""
+    return title if record.checkpointing else f"{title}, nothing checkpointed"
+
+
+def _progress(record: TrainingRecord | None, bold: bool) -> str:
+    if record is None:
+        return "–"
+    if record.tokens_per_second is None:
+        return record.failure
+    text = f"{record.tokens_per_second:,.0f}"
+    text += "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}"
+    text += "" if record.mfu is None else f" / {100 * record.mfu:.0f} %"
+    return f"**{text}**" if bold else text
+
+
+def _heads(results: Results, heads: bool) -> list[tuple]:
+    known = [group for group in results.cases if group[0] in OPERATIONS]
+    return [group for group in known if group[0].startswith("linear_") is heads]
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "training": training_table,
+    "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
+    "operations": lambda results: operation_table(results, _heads(results, heads=False)),
+    "heads": lambda results: operation_table(results, _heads(results, heads=True)),
+    "head-errors": lambda results: error_table(results, _heads(results, heads=True)),
+}
+
+
+def render(text: str, results: Results) -> str:
+    """`text` with every table made anew."""
+
+    def replace(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]](results)}\n{found[3]}"
+
+    return re.sub(r"(<!-- table: ([\w-]+) -->)\n.*?(<!-- end of table -->)", replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrites the documents in place, and draws the picture."""
+    from liger_trainer.benchmarks.plots import draw_training
+
+    load_operations()
+    results = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
+    for name in DOCUMENTS:
+        file = ROOT / name
+        file.write_text(render(file.read_text(encoding="utf-8"), results), encoding="utf-8")
+    draw_training(results.tasks, results.runs[-1].machine.device, ROOT / "docs" / "images" / "gain.png")
+
+
+if __name__ == "__main__":
+    main()

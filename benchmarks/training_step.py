@@ -1,0 +1,269 @@
+"""One provider's training steps, in a process of its own; `liger-trainer bench training` starts it.
+
+Random weights and tokens, bf16 weights, fused AdamW, every layer checkpointed unless told otherwise. A provider builds
+a trainer from a `Setup`, here or in a file of yours:
+
+    from liger_trainer.benchmarks.training_step import training_provider
+
+    @training_provider("mine")
+    def mine(setup):
+        return setup.trainer(torch_compile=True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback
+
+from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.registry import load_provider_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, and how; the same for every provider.
+
+    Attributes:
+        model: Name of the model.
+        layers: Of the model; 0 for all it has.
+        trainer: ``"causal_lm"`` for the Trainer, ``"sft"`` for TRL's SFTTrainer.
+        batch: Sequences of a step.
+        length: Tokens of a sequence.
+        steps: Steps in all; the first two warm up.
+        checkpointing: Whether every layer is recomputed in backward.
+        device: Where; empty for the accelerator.
+    """
+
+    model: str
+    layers: int = 0
+    trainer: str = "causal_lm"
+    batch: int = 4
+    length: int = 4096
+    steps: int = 6
+    checkpointing: bool = True
+    device: str = ""
+
+
+@dataclasses.dataclass
+class Setup:
+    """What a provider builds its trainer from."""
+
+    task: Task
+    model: PreTrainedModel
+    arguments: dict[str, Any]
+    dataset: RandomTokens
+    callbacks: list[TrainerCallback]
+
+    def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
+        """The trainer of the task, stock or `ours`, with some training arguments changed."""
+        settings = {**self.arguments, **arguments}
+        if self.task.trainer == "causal_lm":
+            trainer_class, config_class = _trainer_classes(ours)
+            return trainer_class(
+                self.model, config_class(**settings), train_dataset=self.dataset, callbacks=self.callbacks
+            )
+        trainer_class, config_class = _sft_classes(ours)
+        settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        return trainer_class(
+            self.model,
+            config_class(**settings),
+            train_dataset=self.dataset.rows(),
+            processing_class=_tokenizer(),
+            callbacks=self.callbacks,
+        )
+
+
+def _trainer_classes(ours: bool) -> tuple[Any, Any]:
+    from transformers import TrainingArguments
+
+    from liger_trainer import LigerTrainer, LigerTrainingArguments
+
+    return (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
+
+
+def _sft_classes(ours: bool) -> tuple[Any, Any]:
+    from trl import SFTConfig, SFTTrainer
+
+    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+    return (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>")
+
+
+TRAINING_PROVIDERS: dict[str, Callable[[Setup], Trainer]] = {}
+
+
+def training_provider(name: str) -> Callable[[Callable[[Setup], Trainer]], Callable[[Setup], Trainer]]:
+    """Registers a function that builds the trainer of a `Setup`."""
+
+    def register(function: Callable[[Setup], Trainer]) -> Callable[[Setup], Trainer]:
+        TRAINING_PROVIDERS[name] = function
+        return function
+
+    return register
+
+
+@training_provider("hf")
+def hugging_face(setup: Setup) -> Trainer:
+    return setup.trainer(use_liger_kernel=False)
+
+
+@training_provider("torch.compile")
+def compiled(setup: Setup) -> Trainer:
+    return setup.trainer(use_liger_kernel=False, torch_compile=True)
+
+
+@training_provider("liger-kernel")
+def liger(setup: Setup) -> Trainer:
+    from liger_trainer import set_stock_trainer_kernels
+
+    set_stock_trainer_kernels("liger_kernel")
+    return setup.trainer(use_liger_kernel=True)
+
+
+@training_provider("liger_trainer")
+def ours(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True)
+
+
+def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
+    """The published configuration of a model's shapes."""
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": layers or model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "use_cache": False,
+    }
+    if model.name.startswith("gemma3"):
+        return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
+    if model.experts:
+        experts = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+        config = Qwen3MoeConfig(
+            **sizes, **experts, moe_intermediate_size=model.expert_intermediate, norm_topk_prob=True
+        )
+        config.head_dim = model.head_dim  # read by the model, though not a declared field
+        return config
+    if model.name.startswith("qwen3"):
+        return Qwen3Config(**sizes)
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope)
+
+
+class StepTimes(TrainerCallback):
+    """Wall-clock seconds of each step, with the device's work waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        _synchronize()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        _synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+class RandomTokens(torch.utils.data.Dataset):
+    """`size` random token sequences, the same for every run."""
+
+    def __init__(self, size: int, length: int, vocab: int) -> None:
+        self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+    def rows(self) -> Any:
+        """The same as a dataset of lists."""
+        import datasets
+
+        return datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in self.tokens.tolist()])
+
+
+def run(task: Task, provider: str) -> dict[str, Any]:
+    """Trains a few steps; tokens/s (of the median step), MFU, peak GiB and the losses."""
+    from liger_trainer.callbacks.flops import flops_per_token, peak_flops
+
+    torch.manual_seed(0)
+    device = torch.device(task.device or (torch.accelerator.current_accelerator() or "cpu"))
+    memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    with torch.device(device):
+        from transformers import AutoModelForCausalLM
+
+        config = model_config(MODELS[task.model], task.layers)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    times = StepTimes()
+    arguments = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": task.batch,
+        "max_steps": task.steps,
+        "bf16": True,
+        "use_cpu": device.type == "cpu",
+        "optim": "adamw_torch_fused",
+        "learning_rate": 1e-5,
+        "gradient_checkpointing": task.checkpointing,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    dataset = RandomTokens(task.batch * task.steps, task.length, config.vocab_size)
+    flops = flops_per_token(model)
+    trainer = TRAINING_PROVIDERS[provider](Setup(task, model, arguments, dataset, [times]))
+    if memory is not None:
+        memory.reset_peak_memory_stats()
+    trainer.train()
+    rate = task.batch * task.length / statistics.median(times.seconds[2:] or times.seconds)
+    peak = peak_flops(device, half_precision=True)
+    return {
+        "tokens_per_second": rate,
+        "mfu": None if peak is None or not flops else rate * flops / peak,
+        "peak_gibibytes": None if memory is None else memory.max_memory_allocated() / 2**30,
+        "losses": [round(entry["loss"], 4) for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Runs one provider: the task as JSON, the provider, the file for the result, and a provider file or nothing."""
+    task, provider, result, *files = argv
+    for file in files:
+        load_provider_file(Path(file))
+    Path(result).write_text(json.dumps(run(Task(**json.loads(task)), provider)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # Under its own name, so that a provider file registers in the same table.
+    from liger_trainer.benchmarks import training_step
+
+    training_step.main(sys.argv[1:])

@@ -1,0 +1,230 @@
+"""``liger-trainer bench``: operations side by side with their peers, and training steps from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from liger_trainer.cli.parser import complain, positive
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from liger_trainer.benchmarks.measure import Device
+
+_ROUNDS, _QUICK_ROUNDS = 12, 5
+_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS = 60.0, 15.0, 600.0
+_QUICK_TOTAL_SECONDS = 420.0
+_CPU_TOKENS = 128
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "bench",
+        help="time, memory and gradient error of every operation, beside other libraries",
+        description="Measures operations with every provider that is installed, in turns: time of forward and "
+        "backward, peak memory, gradient error against float64, and the share of what the machine could do. "
+        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider.",
+    )
+    parser.add_argument("operations", nargs="*", metavar="OPS", help="names of operations, `all`, or `training`")
+    parser.add_argument("--model", type=_names, metavar="NAME[,...]", help="whose shapes; default: llama3-8b")
+    parser.add_argument("--tokens", type=_counts, metavar="N[,...]", help="token counts; default: each operation's own")
+    parser.add_argument("--providers", type=_names, metavar="NAME[,...]", help="libraries to compare; default: all")
+    parser.add_argument(
+        "--provider_file", type=Path, metavar="FILE", help="Python file with `@provider` functions of your own"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["forward", "backward", "both"],
+        default="both",
+        help="the time that percentages and plots are of; all three are always measured",
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--device", help="default: the accelerator, else cpu")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, results.csv and plots here")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, 15 seconds an operation, 7 minutes in all")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="samples of each provider; default: 12")
+    parser.add_argument("--seconds", type=positive, metavar="S", help="time box of an operation; default: 60")
+    parser.add_argument("--no_accuracy", action="store_true", help="leave the comparison with float64 out")
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    training = parser.add_argument_group("training", "only for `bench training`")
+    training.add_argument("--trainer", choices=["causal_lm", "sft"], default="causal_lm", help="Trainer or SFTTrainer")
+    training.add_argument("--batch", type=positive, default=4, metavar="N", help="sequences of a step; default: 4")
+    training.add_argument("--length", type=positive, default=4096, metavar="N", help="their tokens; default: 4096")
+    training.add_argument("--steps", type=positive, default=6, metavar="N", help="steps, two to warm up; default: 6")
+    training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
+    training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(name) for name in _names(text)]
+
+
+def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Measures what was asked for; returns the exit code.
+
+    Args:
+        arguments: The parsed command line.
+        argv: The command line, which is written beside the results.
+    """
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    command = shlex.join(["liger-trainer", *argv])
+    try:
+        if not arguments.operations:
+            return _show_what_there_is(arguments)
+        if arguments.operations == ["training"]:
+            return _train(arguments, command)
+        if "training" in arguments.operations:
+            raise BenchmarkError("`training` is measured by itself; leave the other operations out.")
+        return _measure(arguments, command)
+    except BenchmarkError as error:
+        if arguments.debug:
+            raise
+        return complain(error)
+
+
+def _show_what_there_is(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.registry import OPERATIONS
+
+    _load(arguments)
+    table = Table("operation", "what it is", "providers")
+    for operation in OPERATIONS.values():
+        table.add_row(operation.name, operation.description, ", ".join(operation.providers))
+    console = Console()
+    console.print(table)
+    console.print(f"models: {', '.join(MODELS)}")
+    console.print("training: Trainer steps of a whole model, one process a provider")
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> None:
+    from liger_trainer.benchmarks.registry import load_operations, load_provider_file
+
+    load_operations()
+    if arguments.provider_file is not None:
+        load_provider_file(arguments.provider_file)
+
+
+def _measure(arguments: argparse.Namespace, command: str) -> int:
+    import torch
+
+    from liger_trainer.benchmarks.measure import Device, DeviceLost
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.records import Machine, Run
+    from liger_trainer.benchmarks.registry import OPERATIONS, closest, family
+    from liger_trainer.benchmarks.report import table
+    from liger_trainer.benchmarks.suite import Settings, run_operation
+
+    _load(arguments)
+    names = [closest(name, [*OPERATIONS, "all", "training"], "operation") for name in arguments.operations]
+    operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
+    libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
+    device = Device(_device(arguments.device))
+    settings = Settings(
+        models=tuple(MODELS[name] for name in _models(arguments.model, device)),
+        tokens=tuple(arguments.tokens or ([_CPU_TOKENS] if device.module is None else [])),
+        providers=tuple(closest(name, libraries, "provider") for name in arguments.providers or []),
+        dtype=getattr(torch, arguments.dtype),
+        rounds=arguments.rounds or (_QUICK_ROUNDS if arguments.quick else _ROUNDS),
+        seconds=arguments.seconds or (_QUICK_SECONDS if arguments.quick else _SECONDS),
+        deadline=time.monotonic() + _QUICK_TOTAL_SECONDS if arguments.quick else float("inf"),
+        accuracy=not arguments.no_accuracy,
+    )
+    console = _console()
+    run = Run.begin(command, Machine.measure(device, settings.dtype))
+    console.print(str(run.machine), run.versions)
+    try:
+        for operation in operations:
+            for records in run_operation(operation, settings, device, run.machine, console.print):
+                run.records += records
+                console.print(table(records, arguments.mode))
+                if arguments.output is not None:  # after every case, so that nothing is lost to a later one
+                    run.write(arguments.output)
+    except DeviceLost as error:
+        console.print(f"The device is lost to this process, and the rest is not measured: {error}")
+        return 1
+    if arguments.output is not None and run.records:
+        from liger_trainer.benchmarks.plots import draw
+
+        console.print(*(f"wrote {file}" for file in draw(run, arguments.output, arguments.mode)), sep="\n")
+    return 0
+
+
+def _train(arguments: argparse.Namespace, command: str) -> int:
+    """Measures training steps, one process a provider."""
+    from liger_trainer.benchmarks.measure import Device
+    from liger_trainer.benchmarks.records import Machine, Run
+    from liger_trainer.benchmarks.registry import closest
+    from liger_trainer.benchmarks.training import run_provider, table
+    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task
+
+    _load(arguments)
+    known = list(TRAINING_PROVIDERS)
+    providers = [closest(name, known, "provider") for name in arguments.providers or known]
+    device = Device(_device(arguments.device))
+    run = Run.begin(command, Machine(device.name()))
+    console = _console()
+    for name in _models(arguments.model, device):
+        task = Task(
+            name,
+            arguments.layers,
+            arguments.trainer,
+            arguments.batch,
+            arguments.length,
+            arguments.steps,
+            not arguments.no_checkpointing,
+            str(device.device),
+        )
+        seconds = arguments.seconds or _TRAINING_SECONDS
+        records = []
+        for provider in providers:
+            records.append(run_provider(task, provider, arguments.provider_file, seconds))
+            run.training.append(records[-1])
+            if arguments.output is not None:
+                run.write(arguments.output)
+        console.print(table(records))
+    return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else 150, highlight=False)
+
+
+def _models(wanted: list[str] | None, device: Device) -> list[str]:
+    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.registry import closest
+
+    return [closest(name, MODELS, "model") for name in wanted or ["tiny" if device.module is None else "llama3-8b"]]
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BenchmarkError(f"No device {name!r}.") from None
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        raise BenchmarkError(f"This machine has no {name!r}; it has {accelerator or 'no accelerator'}.")
+    return device

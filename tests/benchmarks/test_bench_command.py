@@ -1,0 +1,144 @@
+"""`liger-trainer bench` on the CPU: what it prints and writes, a provider file of the user's, and mistakes."""
+
+import csv
+import json
+
+import pytest
+
+from liger_trainer.benchmarks import registry
+from liger_trainer.benchmarks.records import Run
+from liger_trainer.cli import main
+
+MINE = """
+from liger_trainer.benchmarks.registry import provider
+
+@provider("dyt", "mine", slope=2)
+def mine(x, alpha, gamma, beta, slope):
+    return gamma * (alpha * x).tanh() * slope / 2 + beta
+
+@provider("dyt", "mine")
+def broken(x, alpha, gamma, beta):
+    raise RuntimeError("not on this machine")
+
+@provider("dyt", "absent", fast=1)
+@provider("dyt", "absent")
+def absent(x, alpha, gamma, beta, fast=0):
+    from no_such_package_at_all import dyt
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_operations(monkeypatch):
+    """A provider file registers in a copy, which ends with the test."""
+    registry.load_operations()
+    copies = {
+        name: registry.dataclasses.replace(operation, providers=dict(operation.providers))
+        for name, operation in registry.OPERATIONS.items()
+    }
+    monkeypatch.setattr(registry, "OPERATIONS", copies)
+
+
+def bench(*arguments):
+    return main(["bench", *map(str, arguments)])
+
+
+def test_a_run_with_a_provider_file(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(MINE)
+    out = tmp_path / "out"
+    arguments = ["dyt", "--provider_file", tmp_path / "mine.py", "--providers", "torch,mine,absent", "--device", "cpu"]
+    arguments += ["--tokens", "8,16", "--rounds", "2", "--output", out, "--dtype", "float32"]
+    assert bench(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert "dyt · tiny · 8×64 · float32" in shown
+    assert "mine slope=2" in shown
+    assert "not on this machine" in shown
+    assert "skipped: absent (no_such_package_at_all is not installed)" in shown
+
+    run = Run.read(out / "results.json")
+    assert run.command.startswith("liger-trainer bench dyt --provider_file")
+    assert run.machine.device == "CPU"
+    assert run.machine.copy_rate > 0
+    assert {"torch", "liger-trainer", "python"} <= set(run.versions)
+    names = ["torch", "mine slope=2", "mine", "absent", "absent fast=1"]
+    assert [(record.tokens, record.provider) for record in run.records] == [
+        (n, name) for n in (8, 16) for name in names
+    ]
+    assert run.records[1].errors["dx"] < 1e-5
+    assert run.records[2].failure == "RuntimeError: not on this machine"
+
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 10
+    assert float(rows[1]["both"]) == run.records[1].both
+    assert float(rows[1]["error of dgamma"]) == run.records[1].errors["dgamma"]
+    assert rows[2]["both"] == ""
+    assert rows[0]["device"] == "CPU"
+    assert (out / "dyt-tiny-tokens.png").stat().st_size > 1000
+
+
+def test_results_are_what_was_written(tmp_path):
+    assert bench("dyt", "--providers", "torch", "--device", "cpu", "--rounds", "1", "--output", tmp_path) == 0
+    run = Run.read(tmp_path / "results.json")
+    run.write(tmp_path, "again")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "results.json").read_text()
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "results.csv").read_text()
+
+
+def test_without_operations_it_lists_them(capsys):
+    assert bench() == 0
+    shown = capsys.readouterr().out
+    assert "linear_cross_entropy" in shown
+    assert "qwen3-30b-a3b" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rms_nrom"], "No operation 'rms_nrom'. Did you mean 'rms_norm'?"),
+        (["rms_norm", "--model", "lama3-8b"], "No model 'lama3-8b'. Did you mean 'llama3-8b'?"),
+        (["rms_norm", "--providers", "torch,liger"], "No provider 'liger'. Did you mean 'liger-kernel'?"),
+        (["training", "--providers", "hff"], "No provider 'hff'. Did you mean 'hf'?"),
+        (["training", "rms_norm"], "`training` is measured by itself"),
+        (["rms_norm", "--device", "cuda7x"], "No device 'cuda7x'."),
+        (["rms_norm", "--provider_file", "absent.py"], "No provider file 'absent.py'."),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert bench(*arguments) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("from liger_trainer.benchmarks.registry import provider\n@provider('dty', 'mine')\ndef f(x): ...", "'dyt'"),
+        ("raise KeyError('gone')", "fails: KeyError: 'gone'"),
+        ("def f(:", "fails: SyntaxError"),
+    ],
+)
+def test_a_provider_file_that_fails(source, message, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(source)
+    assert bench("dyt", "--provider_file", tmp_path / "mine.py") == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "mine.py" in shown
+
+
+def test_an_option_that_is_no_number(capsys):
+    with pytest.raises(SystemExit):
+        bench("dyt", "--tokens", "8,many")
+    assert "'many' is not a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_provider_that_an_operation_lacks(capsys):
+    assert bench("dyt", "--providers", "trl", "--device", "cpu") == 0
+    assert "dyt: none of these providers" in capsys.readouterr().out
+
+
+def test_a_file_without_results(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"records": []}))
+    with pytest.raises(registry.BenchmarkError, match="holds no results"):
+        Run.read(tmp_path / "results.json")

@@ -1,0 +1,94 @@
+"""Every operation runs in tiny sizes, and what its providers compute is what float64 says."""
+
+import pytest
+import torch
+
+from liger_trainer.benchmarks.measure import Device
+from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.records import Machine
+from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations
+from liger_trainer.benchmarks.suite import Settings, run_operation
+
+load_operations()
+CPU = Device(torch.device("cpu"))
+
+
+def run(name, providers, **changes):
+    settings = Settings((MODELS["tiny"],), (8,), providers, **{"dtype": torch.float32, "rounds": 1, **changes})
+    complaints = []
+    records = list(run_operation(OPERATIONS[name], settings, CPU, Machine("CPU", 1e10, 1e10), complaints.append))
+    assert complaints == []
+    return [record for group in records for record in group]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_providers_compute_the_same(name):
+    records = run(name, ("torch", "trl", "liger_trainer"))
+    assert any(record.provider == "torch" for record in records)
+    assert any(record.provider == "liger_trainer" for record in records)
+    for record in records:
+        if record.failure.startswith("skipped: liger_trainer.functional has no"):
+            continue
+        assert record.failure == "", record
+        gradients = [error for key, error in record.errors.items() if key.startswith("d")]
+        assert gradients
+        assert max(record.errors.values()) < 2e-5, record
+        assert min(record.forward, record.backward) > 0
+        assert record.both == pytest.approx(record.forward + record.backward)
+        assert record.fraction_of_floor() > 0
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_operation_compares_with_torch_and_its_compiler(name):
+    operation = OPERATIONS[name]
+    assert {"torch", "torch.compile", "liger_trainer"} <= set(operation.providers)
+    assert operation.title
+    assert operation.description != operation.title
+
+
+def test_torch_compile_runs():
+    (record, *_) = run("swiglu", ("torch.compile",))
+    assert record.failure == ""
+    assert max(record.errors.values()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
+def test_a_frozen_head_gets_no_gradient(name):
+    records = run(name, ("torch",))
+    assert [record.variant for record in records] == ["", "frozen"]
+    assert [set(record.errors) for record in records] == [{"output", "dhidden", "dweight"}, {"output", "dhidden"}]
+
+
+def test_floor_counts_bytes_at_the_copy_rate():
+    (record, _) = run("rms_norm", ("torch",), dtype=torch.bfloat16)
+    numbers = 8 * 64
+    assert record.forward_floor == pytest.approx(2 * numbers * 2 / 1e10 * 1e3)
+    assert record.backward_floor == pytest.approx(3 * numbers * 2 / 1e10 * 1e3)
+    assert record.floor == pytest.approx(record.forward_floor + record.backward_floor)
+
+
+def test_half_precision_is_compared_with_eager():
+    records = run("linear_cross_entropy", ("torch", "liger_trainer"), dtype=torch.bfloat16)
+    for record in records:
+        assert 1e-4 < record.gradient_error() < 2e-2
+        assert 0.5 < record.worse_than_eager < 2
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_model_has_every_case(model, monkeypatch):
+    """Shapes alone: the numbers are made on the meta device."""
+    monkeypatch.setattr(torch, "Generator", lambda device: FakeGenerator())
+    monkeypatch.setattr(torch, "randn", lambda shape, generator=None, **others: torch.empty(shape, **others))
+    monkeypatch.setattr(
+        torch, "randint", lambda high, shape, generator=None, **others: torch.empty(shape, dtype=torch.long, **others)
+    )
+    for operation in OPERATIONS.values():
+        cases = operation.cases(Data(torch.device("meta"), torch.bfloat16), MODELS[model], operation.tokens)
+        for case in cases:
+            assert case.shape
+            assert case.floor.matmuls is not None or case.floor.forward > 0 < case.floor.backward
+
+
+class FakeGenerator:
+    def manual_seed(self, seed):
+        return self

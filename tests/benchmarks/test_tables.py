@@ -1,0 +1,124 @@
+"""README and docs/performance.md hold what the results say."""
+
+import dataclasses
+
+import pytest
+
+from liger_trainer.benchmarks import tables
+from liger_trainer.benchmarks.records import Machine, Record, Run, TrainingRecord, compare_with_eager
+from liger_trainer.benchmarks.registry import load_operations
+from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render, training_table
+
+load_operations()
+GROUP = ("rms_norm", "llama3-8b", 16384, "")
+
+
+def record(provider, both, memory=1.0, **others):
+    case = Record(*GROUP, "16384×4096", "bfloat16", provider, both=both, peak_gibibytes=memory, floor=0.5)
+    return dataclasses.replace(case, **others)
+
+
+def results(*records, date="2026-01-01", training=(), command="liger-trainer bench rms_norm"):
+    machine = Machine("NVIDIA H200", 4e12, 8e14)
+    return Run(command, machine, {"torch": "2.11.0", "liger-kernel": "0.8.5"}, date, list(records), list(training))
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"][2:]
+
+
+@pytest.mark.parametrize("name", tables.DOCUMENTS)
+def test_documents_are_what_the_generator_makes(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    measured = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
+    assert render(text, measured) == text, "run `make tables`"
+
+
+def test_every_table_stands_in_a_document():
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in tables.DOCUMENTS]
+    for name in TABLES:
+        assert any(f"<!-- table: {name} -->" in text for text in texts), name
+
+
+def test_render_replaces_what_is_between_the_markers():
+    text = "a\n<!-- table: kernels -->\nold\n<!-- end of table -->\nb\n"
+    made = render(text, Results([results(record("liger_trainer", 1.0))]))
+    assert "old" not in made
+    assert made.startswith("a\n<!-- table: kernels -->\n| work |")
+    assert made.endswith("\n<!-- end of table -->\nb\n")
+    assert render(made, Results([results(record("liger_trainer", 1.0))])) == made
+
+
+def test_the_newer_run_of_a_case_counts_as_a_whole():
+    old = results(record("torch.compile", 3.0), record("liger_trainer", 2.0), date="2026-01-01", command="old")
+    new = results(record("liger_trainer", 1.0), date="2026-02-01", command="new")
+    for runs in ([old, new], [new, old]):
+        measured = Results(runs)
+        table = operation_table(measured, [GROUP], whole=False)
+        assert cells(table) == [["RMSNorm 16384×4096", "0.500", "–", "–", "**1.000 / 1.00**"]]
+        assert "`new`" in table
+        assert "`old`" not in table
+
+
+def test_bold_is_for_more_than_noise():
+    near = Results([results(record("torch.compile", 1.01), record("liger_trainer", 1.0))])
+    assert cells(operation_table(near, [GROUP]))[0][5] == "1.000 / 1.00"
+    far = Results([results(record("torch.compile", 1.1), record("liger_trainer", 1.0))])
+    assert cells(operation_table(far, [GROUP]))[0][5] == "**1.000 / 1.00**"
+    behind = Results([results(record("quack", 0.9), record("liger_trainer", 1.0))])
+    assert cells(operation_table(behind, [GROUP]))[0][4:6] == ["0.900 / 1.00 (quack)", "1.000 / 1.00"]
+
+
+def test_a_faster_setting_stands_beside_the_default():
+    records = [
+        record("torch.compile", 30.0),
+        record("liger-kernel", 50.0),
+        record("liger-kernel chunk=8", 36.0, 2.0),
+        record("liger_trainer", 36.0),
+        record("liger_trainer logits_memory=1GiB", 25.0, 2.0),
+        record("liger_trainer logits_memory=2GiB", 26.0, 3.0),
+    ]
+    (row,) = cells(operation_table(Results([results(*records)]), [GROUP]))
+    assert row[3] == "50.0 / 1.00; 36.0 / 2.00 with `chunk=8`"
+    assert row[5] == "36.0 / 1.00; **25.0 / 2.00** with `logits_memory=1GiB`"
+    assert row[6] == "2 %"
+
+
+def test_failures_and_gaps_are_in_words():
+    records = [
+        record("torch.compile", None, failure="out of memory"),
+        record("liger-kernel", None, failure="skipped: liger_kernel is not installed"),
+        record("liger_trainer", 1.0),
+    ]
+    (row,) = cells(operation_table(Results([results(*records)]), [GROUP]))
+    assert row[2:5] == ["out of memory", "–", "–"]
+
+
+def test_errors_are_beside_eager_ones():
+    records = [
+        record("torch", 3.0, errors={"output": 9.0, "dx": 2e-3, "dweight": 1e-3}),
+        record("liger_trainer", 1.0, errors={"output": 9.0, "dx": 2e-3, "dweight": 1.5e-3}),
+    ]
+    compare_with_eager(records)
+    measured = Results([results(*records)])
+    assert cells(operation_table(measured, [GROUP]))[0][7] == "1.50"
+    assert cells(error_table(measured, [GROUP])) == [
+        ["RMSNorm 16384×4096", "dx", "2.00e-03", "–", "2.00e-03", "1.00"],
+        ["RMSNorm 16384×4096", "dweight", "1.00e-03", "–", "1.50e-03", "1.50"],
+    ]
+
+
+def test_training_rows():
+    task = ("qwen3-30b-a3b", 12, "causal_lm", 4, 4096, True)
+    training = [
+        TrainingRecord(*task, "hf", 20000.0, None, 70.0),
+        TrainingRecord(*task, "liger-kernel", failure="no result in 100 s"),
+        TrainingRecord(*task, "liger_trainer", 30000.4, 0.41, 60.04),
+    ]
+    (row,) = cells(training_table(Results([results(training=training)])))
+    assert row == [
+        "Qwen3-30B-A3B, 12 of its layers",
+        "20,000 / 70.0",
+        "no result in 100 s",
+        "**30,000 / 60.0 / 41 %**",
+    ]
