@@ -2,6 +2,7 @@
 
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
@@ -16,6 +17,8 @@ __all__ = [
     "CrossEntropyOutput",
     "clamped_swiglu",
     "cross_entropy",
+    "embedding",
+    "embedding_backward_",
     "fused_add_rms_norm",
     "geglu",
     "geglu_down",
@@ -28,4 +31,5 @@ __all__ = [
     "swiglu",
     "swiglu_down",
     "swiglu_fused",
+    "tied_embedding",
 ]
