@@ -12,6 +12,7 @@ from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.tiled_mlp import tiled_mlp
 
 __all__ = [
     "CrossEntropyOutput",
@@ -32,4 +33,5 @@ __all__ = [
     "swiglu_down",
     "swiglu_fused",
     "tied_embedding",
+    "tiled_mlp",
 ]
