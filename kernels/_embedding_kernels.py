@@ -66,18 +66,19 @@ def _sum_runs_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < cols
     start = block * TOKENS
-    end = tl.minimum(start + TOKENS, tokens)
+    following = start + TOKENS
     key = tl.load(keys_ptr + start)
     before = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
     begun = (key != before).to(tl.int32)  # whether the run began in this block
     total = tl.zeros((BLOCK,), tl.float32)
-    for position in range(start, end):
+    for i in range(TOKENS):  # beyond the last token the keys are -1
+        position = start + i
         after = tl.load(keys_ptr + position + 1, mask=position + 1 < tokens, other=-1)
         if key >= 0:
             row = tl.load(order_ptr + position)
             total += tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
         ends = after != key
-        if (key >= 0) & (ends | (position + 1 == end)):
+        if (key >= 0) & (ends | (position + 1 == following)):
             if ends & (begun == 1):
                 _write_row(grad_ptr + key.to(tl.int64) * grad_stride, columns, total, mask, ACCUMULATE)
             else:
