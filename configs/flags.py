@@ -55,7 +55,8 @@ class KernelFlags:
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
-            "layer_norm, swiglu, geglu, experts, cross_entropy, linear_cross_entropy. All are on by default."
+            "layer_norm, swiglu, geglu, relu_squared, experts, cross_entropy, linear_cross_entropy. All are on by "
+            "default."
         },
     )
     logits_memory: str = field(

@@ -1,13 +1,16 @@
-"""The elementwise kernels and operators under SwiGLU and GeGLU: ``h = act(gate) * up``.
+"""The operators under SwiGLU and GeGLU, ``h = act(gate) * up``, with their scales and clamps.
 
 With ``g`` the gate, ``u`` the up projection and ``dh`` the gradient of ``h``::
 
-    h  = round(act(g)) * u            dg = dh * u * act'(g)            du = dh * act(g)
+    h  = round(act(a g)) * (u + o) * d      dg = d dh (u + o) a act'(a g)       du = d dh act(a g)
 
-    silu:       act(g) = g * s(g)         act'(g) = s + g * s * (1 - s),                        s the logistic sigmoid
-    gelu_tanh:  act(g) = g * s(2z)        act'(g) = s + g * s * (1 - s) * 2 dz/dg,              s = s(2z)
-                                          z = sqrt(2/pi) * (g + 0.044715 g^3);  0.5 * (1 + tanh z) = s(2z)
-    gelu:       act(g) = g * Phi(g)       act'(g) = Phi + g * phi(g),                           of the standard normal
+    silu:       act(x) = x * s(x)         act'(x) = s + x * s * (1 - s),                        s the logistic sigmoid
+    gelu_tanh:  act(x) = x * s(2z)        act'(x) = s + x * s * (1 - s) * 2 dz/dx,              s = s(2z)
+                                          z = sqrt(2/pi) * (x + 0.044715 x^3);  0.5 * (1 + tanh z) = s(2z)
+    gelu:       act(x) = x * Phi(x)       act'(x) = Phi + x * phi(x),                           of the standard normal
+
+`a` and `d` are the gate's and the down projection's multiplier and `o` an offset of up (1, 1 and 0 as a rule). With a
+limit `l`, `g` is first clamped from above and `u` from both sides; where that changed a value its gradient is 0.
 
 The forward rounds the activation to the inputs' dtype before the product, as a model that calls its activation on its
 own does, so that the result is the model's, bit for bit but for the last place of exp and erf.
@@ -19,252 +22,128 @@ projection, by row, and their gradient is written into the two halves of one ten
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, on_device, tl, triton, use_triton
+from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
+from liger_trainer.kernels._second_derivative import refuse_second_derivative
+from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _activation_and_derivative(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        denominator = 1.0 + tl.exp(-x)
-        sigmoid = 1.0 / denominator
-        activation = x / denominator
-        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid))
-    elif ACTIVATION == "gelu_tanh":
-        two_z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)  # 2 * sqrt(2 / pi)
-        sigmoid = 1.0 / (1.0 + tl.exp(-two_z))
-        activation = x * sigmoid
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
-    else:
-        tl.static_assert(ACTIVATION == "gelu")
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
-        activation = x * cdf
-        derivative = cdf + x * density
-    return activation, derivative
+FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
 
 
-@triton.jit
-def _row_and_columns(cols, FLAT: tl.constexpr, BLOCK: tl.constexpr):
-    """The row (0 where everything is one flat array) and the columns of this program, in 64 bits."""
-    row = 0
-    block = tl.program_id(0)
-    if not FLAT:
-        blocks_per_row = tl.cdiv(cols, BLOCK)
-        row = (block // blocks_per_row).to(tl.int64)
-        block = block % blocks_per_row
-    return row, block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-
-
-@triton.jit
-def _forward_kernel(
-    gate_ptr,
-    up_ptr,
-    h_ptr,
-    cols,
-    gate_stride,
-    up_stride,
-    h_stride,
-    ACTIVATION: tl.constexpr,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, columns = _row_and_columns(cols, FLAT, BLOCK)
-    mask = columns < cols
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    activation, _ = _activation_and_derivative(gate.to(tl.float32), ACTIVATION)
-    h = activation.to(gate.dtype).to(tl.float32) * up
-    tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _backward_kernel(
-    dh_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    cols,
-    dh_stride,
-    gate_stride,
-    up_stride,
-    dgate_stride,
-    dup_stride,
-    ACTIVATION: tl.constexpr,
-    NEED_GATE: tl.constexpr,
-    NEED_UP: tl.constexpr,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # dgate may be gate and dup may be up: every element is read before it is written, by the same thread.
-    row, columns = _row_and_columns(cols, FLAT, BLOCK)
-    mask = columns < cols
-    dh = tl.load(dh_ptr + row * dh_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    if NEED_GATE:
-        up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    activation, derivative = _activation_and_derivative(gate, ACTIVATION)
-    if NEED_GATE:
-        dgate = dh * up * derivative
-        tl.store(dgate_ptr + row * dgate_stride + columns, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    if NEED_UP:
-        dup = dh * activation
-        tl.store(dup_ptr + row * dup_stride + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+def scalars(
+    gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None, up_offset: float = 0.0
+) -> list[float]:
+    """``a, d, l, o`` of the formula, as the operators take them."""
+    return [float(gate_multiplier), float(down_multiplier), math.inf if limit is None else float(limit), up_offset]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Launcher
+# Operators; `up` is None where `gate` is a whole fused projection: its halves, or interleaved columns
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _launch_config(element_size: int) -> tuple[int, int]:
-    """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
-    return (1024, 4) if element_size == 2 else (512, 4)
+def empty_h(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """Memory for h."""
+    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows, columns) with contiguous columns; a view wherever the strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _launch(kernel: Any, tensors: list[torch.Tensor], config: tuple[int, int], **constants: Any) -> None:
-    """Launches on (rows, columns) tensors, which the kernel takes first, followed by columns and row strides."""
-    rows, cols = tensors[0].shape
-    if rows * cols == 0:
-        return
-    flat = all(x.is_contiguous() for x in tensors)
-    if flat:
-        rows, cols = 1, rows * cols
-    block, num_warps = config
-    strides = [0 if flat else x.stride(0) for x in tensors]
-    with on_device(tensors[0]):
-        kernel[(rows * triton.cdiv(cols, block),)](
-            *tensors, cols, *strides, FLAT=flat, BLOCK=block, num_warps=num_warps, **constants
-        )
-
-
-def _launch_forward(gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, activation: str) -> None:
-    tensors = [_rows(x) for x in (gate, up, h)]
-    _launch(_forward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation)
-
-
-def _launch_backward(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    dgate: torch.Tensor | None,
-    dup: torch.Tensor | None,
-    activation: str,
-) -> None:
-    dh, gate, up = (_rows(x) for x in (dh, gate, up))
-    # A gradient nobody needs is not written; any tensor stands in for it.
-    tensors = [dh, gate, up, dh if dgate is None else _rows(dgate), dh if dup is None else _rows(dup)]
-    needed = {"NEED_GATE": dgate is not None, "NEED_UP": dup is not None}
-    _launch(_backward_kernel, tensors, _launch_config(gate.element_size()), ACTIVATION=activation, **needed)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _empty(x: torch.Tensor, needed: bool = True) -> torch.Tensor:
-    return x.new_empty(x.shape if needed else (0,))
+def empty(x: torch.Tensor | None, like: torch.Tensor, needed: bool) -> torch.Tensor:
+    """Memory for the gradient of `x`, or a tensor without elements where none is needed."""
+    return like.new_empty(x.shape if needed and x is not None else (0,))
 
 
 @torch.library.custom_op("liger_trainer::gated_activation", mutates_args=())
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str, inplace_backward: bool) -> torch.Tensor:
-    """``act(gate) * up`` as an operator; call [`swiglu`] or [`geglu`], which check their inputs."""
-    h = _empty(gate)
+def gated_activation(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+    inplace_backward: bool,
+) -> torch.Tensor:
+    """``act(gate) * up`` as an operator; call [`swiglu`] or one of its kin, which check their inputs."""
+    h = empty_h(gate, up)
     if h.numel():
-        _launch_forward(gate, up, h, activation)
+        launch_forward(gate, up, h, activation, scalars, interleaved)
     return h
 
 
 @gated_activation.register_fake
-def _(gate, up, activation, inplace_backward):
-    return _empty(gate)
+def _(gate, up, activation, scalars, interleaved, inplace_backward):
+    return empty_h(gate, up)
 
 
 @torch.library.custom_op("liger_trainer::gated_activation_backward", mutates_args=())
-def _gated_activation_backward(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, need_gate: bool, need_up: bool
+def gated_activation_backward(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+    need_gate: bool,
+    need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = _empty(gate, need_gate), _empty(up, need_up)
+    """The gradients of gate and up; one that is not needed has no elements."""
+    dgate, dup = empty(gate, gate, need_gate), empty(up, gate, need_up)
     if gate.numel():
-        _launch_backward(dh, gate, up, dgate if need_gate else None, dup if need_up else None, activation)
+        results = dgate if need_gate else None, dup if need_up else None, None
+        launch_backward(dh, gate, up, *results, activation, scalars, interleaved)
     return dgate, dup
 
 
-@_gated_activation_backward.register_fake
-def _(dh, gate, up, activation, need_gate, need_up):
-    return _empty(gate, need_gate), _empty(up, need_up)
+@gated_activation_backward.register_fake
+def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
+    return empty(gate, gate, need_gate), empty(up, gate, need_up)
+
+
+refuse_second_derivative(gated_activation_backward, FUNCTIONS)
 
 
 @torch.library.custom_op("liger_trainer::gated_activation_backward_", mutates_args=("gate", "up"))
-def _gated_activation_backward_(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+def gated_activation_backward_(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+) -> None:
     """Overwrites gate and up with their gradients."""
-    if gate.numel() == 0:
-        return
-    dgate, dup = _rows(gate), _rows(up)
-    _launch_backward(dh, dgate, dup, dgate, dup, activation)
-    for x, gradient in ((gate, dgate), (up, dup)):
-        if gradient.data_ptr() != x.data_ptr():  # strides that gave no view of the rows
-            x.copy_(gradient.view(x.shape))
+    write_over(
+        gate, up, lambda dgate, dup: launch_backward(dh, dgate, dup, dgate, dup, None, activation, scalars, interleaved)
+    )
 
 
-@_gated_activation_backward_.register_fake
-def _(dh, gate, up, activation):
+@gated_activation_backward_.register_fake
+def _(dh, gate, up, activation, scalars, interleaved):
     return None
 
 
-@torch.library.custom_op("liger_trainer::gated_activation_fused", mutates_args=())
-def gated_activation_fused(gate_up: torch.Tensor, activation: str, inplace_backward: bool) -> torch.Tensor:
-    """``act(gate) * up`` of ``gate_up = [gate, up]``; call [`swiglu_fused`] or [`geglu_fused`]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    h = _empty(gate)
-    if h.numel():
-        _launch_forward(gate, up, h, activation)
-    return h
-
-
-@gated_activation_fused.register_fake
-def _(gate_up, activation, inplace_backward):
-    return _empty(gate_up.chunk(2, dim=-1)[0])
-
-
-@torch.library.custom_op("liger_trainer::gated_activation_fused_backward", mutates_args=())
-def _gated_activation_fused_backward(dh: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    gradient = _empty(gate_up)
-    if gradient.numel():
-        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), gradient.chunk(2, dim=-1)
-        _launch_backward(dh, gate, up, dgate, dup, activation)
-    return gradient
-
-
-@_gated_activation_fused_backward.register_fake
-def _(dh, gate_up, activation):
-    return _empty(gate_up)
+def write_over(gate: torch.Tensor, up: torch.Tensor | None, launch: Any) -> None:
+    """Calls `launch` with rows of gate and up that it overwrites; also where strides give no view of the rows."""
+    if gate.numel() == 0:
+        return
+    rows = [None if x is None else rows_of(x) for x in (gate, up)]
+    launch(*rows)
+    for x, gradient in zip((gate, up), rows):
+        if x is not None and gradient is not None and gradient.data_ptr() != x.data_ptr():
+            x.copy_(gradient.view(x.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, activation, inplace_backward = inputs
+    gate, up, *ctx.options, ctx.inplace_backward = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-    ctx.activation, ctx.inplace_backward = activation, inplace_backward
+    ctx.save_for_backward(gate, up)
 
 
-def _overwrites_saved(ctx: Any) -> bool:
+def overwrites_saved(ctx: Any) -> bool:
+    """Whether the running backward writes gradients over gate and up."""
     # Not while another backward may follow, nor in one that is itself recorded. A second backward that could not be
     # foreseen would fail in autograd's own check of saved tensors.
     return ctx.inplace_backward and not torch.is_grad_enabled() and not graph_is_kept()
@@ -273,30 +152,17 @@ def _overwrites_saved(ctx: Any) -> bool:
 def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:
     need_gate, need_up = ctx.needs_input_grad[:2]
     if dh is None:
-        return None, None, None, None
+        return (None,) * 6
     gate, up = ctx.saved_tensors
-    if _overwrites_saved(ctx) and need_gate and need_up:
-        dgate, dup = gate.detach(), up.detach()
-        _gated_activation_backward_(dh, dgate, dup, ctx.activation)
+    if overwrites_saved(ctx) and need_gate and (need_up or up is None):
+        dgate, dup = gate.detach(), None if up is None else up.detach()
+        gated_activation_backward_(dh, dgate, dup, *ctx.options)
     else:
-        dgate, dup = _gated_activation_backward(dh, gate, up, ctx.activation, need_gate, need_up)
-    return dgate if need_gate else None, dup if need_up else None, None, None
-
-
-def _fused_backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:
-    if dh is None:
-        return None, None, None
-    (gate_up,) = ctx.saved_tensors
-    if _overwrites_saved(ctx):
-        gradient = gate_up.detach()
-        _gated_activation_backward_(dh, *gradient.chunk(2, dim=-1), ctx.activation)
-    else:
-        gradient = _gated_activation_fused_backward(dh, gate_up, ctx.activation)
-    return gradient, None, None
+        dgate, dup = gated_activation_backward(dh, gate, up, *ctx.options, need_gate, need_up)
+    return dgate if need_gate else None, dup if need_up else None, None, None, None, None
 
 
 gated_activation.register_autograd(_backward, setup_context=_setup_context)
-gated_activation_fused.register_autograd(_fused_backward, setup_context=_setup_context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,15 +198,17 @@ def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -
     return use_triton(gate) and gate.dtype == up.dtype
 
 
-def fused_kernel_takes(gate_up: torch.Tensor) -> bool:
+def fused_kernel_takes(gate_up: torch.Tensor, inplace_backward: bool, interleaved: bool = False) -> bool:
     """Checks the input of a fused gated activation; whether its kernel takes it, or its reference must.
 
     Raises:
-        ValueError: if the last dimension cannot be halved.
+        ValueError: if the last dimension cannot be halved, or the backward is to overwrite an expanded tensor.
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
             f"`gate_up` is {tuple(gate_up.shape)}; its last dimension must be twice the intermediate size, "
-            "gate first, then up."
+            + ("gate and up in turns." if interleaved else "gate first, then up.")
         )
+    if inplace_backward and is_expanded(gate_up):
+        raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")
     return use_triton(gate_up)

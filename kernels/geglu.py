@@ -1,6 +1,6 @@
 """GeGLU, ``gelu(gate) * up`` (arXiv 2002.05202), tanh or exact, on separate projections and on one fused ``gate_up``.
 
-Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the kernels.
+Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the operators.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.gated_activation import (
-    fused_kernel_takes,
-    gated_activation,
-    gated_activation_fused,
-    kernel_takes,
-)
+from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
-def _activation(approximate: str) -> str:
+def activation_name(approximate: str) -> str:
+    """The operators' name for one of GELU's two forms.
+
+    Raises:
+        ValueError: if `approximate` is neither.
+    """
     if approximate not in _ACTIVATIONS:
         raise ValueError(f"`approximate` is {approximate!r}; it must be 'tanh' or, for the exact erf form, 'none'.")
     return _ACTIVATIONS[approximate]
@@ -47,9 +47,9 @@ def geglu(
         ValueError: if shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
             for while `gate` and `up` share memory.
     """
-    activation = _activation(approximate)
+    activation = activation_name(approximate)
     if kernel_takes(gate, up, inplace_backward):
-        return gated_activation(gate, up, activation, inplace_backward)
+        return gated_activation(gate, up, activation, scalars(), False, inplace_backward)
     return geglu_reference(gate, up, approximate)
 
 
@@ -65,11 +65,12 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: if the last dimension is odd or `approximate` is neither of the two.
+        ValueError: if the last dimension is odd, `approximate` is neither of the two, or `inplace_backward` is asked
+            for while `gate_up` is expanded.
     """
-    activation = _activation(approximate)
-    if fused_kernel_takes(gate_up):
-        return gated_activation_fused(gate_up, activation, inplace_backward)
+    activation = activation_name(approximate)
+    if fused_kernel_takes(gate_up, inplace_backward):
+        return gated_activation(gate_up, None, activation, scalars(), False, inplace_backward)
     return geglu_fused_reference(gate_up, approximate)
 
 

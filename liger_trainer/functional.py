@@ -1,7 +1,10 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
+from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.kernels.layer_norm import layer_norm
@@ -20,19 +23,27 @@ __all__ = [
     "CrossEntropyOutput",
     "GRPOLossOutput",
     "LogProbsOutput",
+    "clamped_swiglu",
     "cross_entropy",
+    "embedding",
+    "embedding_backward_",
     "fused_add_rms_norm",
     "geglu",
+    "geglu_down",
     "geglu_fused",
     "grpo_loss",
     "grpo_loss_from_log_probs",
     "layer_norm",
     "linear_cross_entropy",
     "linear_log_probs",
+    "relu_squared",
     "rms_norm",
     "rope",
     "swiglu",
+    "swiglu_down",
     "swiglu_fused",
+    "tied_embedding",
+    "tiled_mlp",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_log_probs",

@@ -3,20 +3,48 @@
 Arguments that only steer how Liger's kernels work inside are accepted and have no effect, as each class says.
 """
 
+from liger_trainer.nn.embedding import LigerEmbedding
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
-from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
+from liger_trainer.nn.mlp import (
+    LigerBlockSparseTop2MLP,
+    LigerFalconH1MLP,
+    LigerFalconH1SwiGLUMLP,
+    LigerGEGLUMLP,
+    LigerGEGLUMLPForGemma4,
+    LigerHunyuanV1SwiGLUMLP,
+    LigerMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerQwen3MoeSwiGLUMLP,
+    LigerReLUSquared,
+    LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,
+)
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
 from liger_trainer.nn.policy import triton_grpo_loss
 from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 
 __all__ = [
+    "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerEmbedding",
+    "LigerFalconH1MLP",
+    "LigerFalconH1SwiGLUMLP",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
+    "LigerHunyuanV1SwiGLUMLP",
     "LigerLayerNorm",
+    "LigerMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
+    "LigerReLUSquared",
     "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
     "LigerVocabParallelCrossEntropy",
     "liger_rotary_pos_emb",
     "triton_grpo_loss",

@@ -18,6 +18,7 @@ from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
 
@@ -99,7 +100,10 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
 
     for module in model.modules():
         finding = (
-            find_norm(module, enabled, probe) or find_gated_mlp(module, enabled, probe) or find_experts(module, enabled)
+            find_norm(module, enabled, probe)
+            or find_gated_mlp(module, enabled, probe)
+            or find_relu_squared_mlp(module, enabled, probe)
+            or find_experts(module, enabled)
         )
         if finding is not None:
             yield finding

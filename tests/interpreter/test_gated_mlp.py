@@ -137,7 +137,7 @@ def test_only_needed_gradients_are_computed(inplace, device):
     gate, up = gate_and_up((3, 40), device=device)
     expected = value_and_gradients(swiglu_reference, gate, up)
     dh = randn(3, 40, seed=2, dtype=torch.bfloat16, device=device).float()
-    with mock.patch.object(operators, "_launch_backward", wraps=operators._launch_backward) as launch:
+    with mock.patch.object(operators, "launch_backward", wraps=operators.launch_backward) as launch:
         (dgate,) = torch.autograd.grad(swiglu(gate, up.detach(), inplace_backward=inplace), gate, dh)
         (dup,) = torch.autograd.grad(swiglu(gate.detach(), up, inplace_backward=inplace), up, dh)
     assert [[call.args[i] is None for i in (3, 4)] for call in launch.call_args_list] == [[False, True], [True, False]]
@@ -240,12 +240,17 @@ def test_opcheck(device):
     gate, up = gate_and_up((3, 7), device=device)
     gate_up = randn(3, 8, device=device).requires_grad_()
     dh, halves = randn(3, 7, seed=2, device=device), [x.detach() for x in gate_up.chunk(2, -1)]
-    opcheck(operators.gated_activation, (gate, up, "silu", False))
-    opcheck(operators.gated_activation, (*halves, "gelu_tanh", False))
-    opcheck(operators.gated_activation_fused, (gate_up, "gelu", False))
-    opcheck(operators._gated_activation_backward, (dh, gate.detach(), up.detach(), "silu", True, False))
-    opcheck(operators._gated_activation_fused_backward, (dh[:, :4], gate_up.detach(), "gelu_tanh"))
-    opcheck(operators._gated_activation_backward_, (dh, gate.detach().clone(), up.detach().clone(), "silu"))
+    plain, scaled = operators.scalars(), operators.scalars(1.5, 0.5, 2.0, 1.0)
+    opcheck(operators.gated_activation, (gate, up, "silu", scaled, False, False))
+    opcheck(operators.gated_activation, (*halves, "gelu_tanh", plain, False, False))
+    opcheck(operators.gated_activation, (gate_up, None, "gelu", plain, False, False))
+    opcheck(operators.gated_activation, (gate_up, None, "silu", scaled, True, False))
+    opcheck(operators.gated_activation_backward, (dh, gate.detach(), up.detach(), "silu", scaled, False, True, False))
+    fused = (dh[:, :4], gate_up.detach(), None)
+    opcheck(operators.gated_activation_backward, (*fused, "silu", scaled, True, True, False))
+    copies = gate.detach().clone(), up.detach().clone()
+    opcheck(operators.gated_activation_backward_, (dh, *copies, "silu", plain, False))
+    opcheck(operators.gated_activation_backward_, (dh[:, :4], gate_up.detach().clone(), None, "silu", scaled, True))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,0 +1,80 @@
+"""MLPs with a squared ReLU: `down_proj(relu(up_proj(x)) ** 2)`, as in Nemotron and Arcee."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.relu_squared import relu_squared
+from liger_trainer.nn.mlp import outputs_are_unseen
+from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.gated_mlp import twin
+from liger_trainer.patching.probe import (
+    Agreement,
+    Probe,
+    identity,
+    is_stateless,
+    only_argument,
+    projection,
+    stand_in,
+)
+
+_NAMES = ("up_proj", "down_proj")
+_SIZES = (16, 24)  # hidden and intermediate size of the stand-in
+
+
+def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it is such an MLP, else None: two projections alone say nothing of what is between."""
+    children = {name for name, child in module._modules.items() if child is not None}
+    if not children.issuperset(_NAMES) or "gate_proj" in children:
+        return None
+    key = identity(module)
+    if key not in probe.cache:
+        probe.cache[key] = _probe_mlp(module, probe)
+    forward, agreement = probe.cache[key]
+    if forward is None:
+        return None
+    target = type(module).__name__
+    if not enabled("relu_squared"):
+        return Finding("relu_squared", target, module, reason="switched off in liger_kernel_config")
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        return Finding("relu_squared", target, module, reason=f"its forward is already overridden by {foreign}")
+    return Finding("relu_squared", target, module, "relu_squared", forward, agreement.error)
+
+
+def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, Agreement]:
+    failed = None, Agreement(float("inf"))
+    argument = only_argument(module)
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in _NAMES}
+    own = [tensor for tensor in {**module._parameters, **module._buffers}.values() if tensor is not None]
+    if argument is None or own or not all(is_stateless(child) for child in others.values()):
+        return failed
+    hidden, intermediate = _SIZES
+    tensors = [probe.randn(4, 16, hidden), probe.randn(intermediate, hidden), probe.randn(hidden, intermediate)]
+
+    def on(forward: Callable) -> Callable:
+        def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            children = {name: twin(child) for name, child in others.items()}
+            children |= {name: projection(weight) for name, weight in zip(_NAMES, weights)}
+            return forward(stand_in(module, {}, children), x)
+
+        return computation
+
+    forward = relu_squared_mlp_forward(argument)
+    agreement = probe.compare(on(type(module).forward), on(forward), tensors)
+    return (forward, agreement) if agreement.equal else failed
+
+
+@functools.cache
+def relu_squared_mlp_forward(argument: str) -> Callable:
+    """The forward; the same function for equal arguments."""
+
+    def forward(self, x):
+        return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unseen(self.up_proj)))
+
+    return call_like(forward, argument)

@@ -1,0 +1,139 @@
+"""tiled_mlp on two gloo processes: the gradients of one process on both batches, and one gradient for each hook."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+WORLD, HIDDEN, INTERMEDIATE, LAYERS = 2, 8, 12, 2
+
+
+class Layer(nn.Module):
+    def __init__(self, tiled: bool, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(HIDDEN, INTERMEDIATE), "down": nn.Linear(INTERMEDIATE, HIDDEN)})
+        self.tiled, self.checkpointed = tiled, checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        from liger_trainer.kernels.tiled_mlp import tiled_mlp
+
+        def forward(module: nn.Module, tile: torch.Tensor) -> torch.Tensor:
+            return module["down"](F.gelu(module["up"](tile)))
+
+        normed = self.norm(x)
+        return x + (tiled_mlp(forward, self.mlp, normed, 3) if self.tiled else forward(self.mlp, normed))
+
+
+def _model(**options: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(**options) for _ in range(LAYERS)))
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(2 * WORLD, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def _check(model: nn.Module) -> None:
+    single = _model(tiled=False)
+    single(_batch()).square().mean().backward()
+    for name, parameter in single.named_parameters():
+        ours = model.get_parameter(name).grad
+        ours = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def _ddp(rank: int) -> None:
+    model = _model(tiled=True)
+    wrapped, seen = nn.parallel.DistributedDataParallel(model), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(id(parameter)))
+    for _ in range(2):
+        model.zero_grad()
+        seen.clear()
+        wrapped(_batch().chunk(WORLD)[rank]).square().mean().backward()
+        _check(model)
+        assert sorted(seen) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def _fsdp2(rank: int, reshard: bool, checkpointed: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = _model(tiled=True, checkpointed=checkpointed), init_device_mesh("cpu", (WORLD,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    for _ in range(2):
+        model.zero_grad()
+        model(_batch().chunk(WORLD)[rank]).square().mean().backward()
+        _check(model)
+
+
+CASES = {
+    "ddp": _ddp,
+    "fsdp2": lambda rank: _fsdp2(rank, reshard=False, checkpointed=False),
+    "fsdp2, resharded": lambda rank: _fsdp2(rank, reshard=True, checkpointed=False),
+    "fsdp2, resharded, in a checkpointed layer": lambda rank: _fsdp2(rank, reshard=True, checkpointed=True),
+}
+
+
+def _worker(rank: int, port: int, failures: mp.Queue) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    for name, case in CASES.items():
+        try:
+            case(rank)
+        except Exception:
+            failures.put((name, f"rank {rank}:\n{traceback.format_exc()}"))
+        dist.barrier()
+    failures.put(None)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """Both processes run every case once; failures by case."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_worker, args=(rank, port, queue)) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    found: dict[str, str] = {}
+    try:
+        done = 0
+        while done < WORLD:
+            item = queue.get(timeout=120)
+            if item is None:
+                done += 1
+            else:
+                found.setdefault(*item)
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            if worker.is_alive():
+                worker.terminate()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process(case: str, failures: dict[str, str]) -> None:
+    assert case not in failures, failures[case]

@@ -1,0 +1,218 @@
+"""MLPs beyond the plain gated ones: multipliers, limits, squared ReLU, and gated ones that rebuild their product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.patching import gated_mlp
+from tests.patching import toys
+from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
+
+MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True, "relu_squared": True}
+FALCON = {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_chunk_size": 8}
+FAMILIES = {
+    "falcon_h1": (
+        lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**COMMON, **FALCON, mlp_multipliers=[0.75, 1.5])),
+        "swiglu (multipliers)",
+    ),
+    "falcon_h1 with biases": (
+        lambda: tf.FalconH1ForCausalLM(
+            tf.FalconH1Config(**COMMON, **FALCON, mlp_multipliers=[0.75, 1.5], mlp_bias=True)
+        ),
+        "swiglu (multipliers)",
+    ),
+    "nemotron": (lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**COMMON, head_dim=8)), "relu_squared"),
+    "arcee": (lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**COMMON, hidden_act="relu2")), "relu_squared"),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def built(family):
+    model = FAMILIES[family][0]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases too, which start at zero
+    return model
+
+
+def loss_and_gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_same(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (ours[name] - value).norm() <= 1e-5 * value.norm() + 1e-8, name
+
+
+@families
+def test_loss_and_gradients_are_the_models(family):
+    model, kernel = built(family), FAMILIES[family][1]
+    ids = torch.randint(3, 120, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = loss_and_gradients(model, batch)
+    assert {row.kernel: row.count for row in apply_liger_kernel(model, MLPS).applied} == {kernel: 2}
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert revert_liger_kernel(model) == 2
+
+
+@pytest.mark.parametrize("config", [{"relu_squared": False}, {}])
+def test_relu_squared_has_a_switch_of_its_own(config):
+    (row,) = (row for row in apply_liger_kernel(built("nemotron"), {**MLPS, **config}) if row.target == "NemotronMLP")
+    assert (row.component, row.applied) == ("relu_squared", not config)
+
+
+class Limitless(toys.MLP):
+    """It has the attribute and does not clamp."""
+
+    limit = 10.0
+
+
+class HiddenClamp(toys.MLP):
+    """A limit that small inputs do not reach, under no known name."""
+
+    def forward(self, states):
+        return self.down_proj(self.act_fn(self.gate_proj(states).clamp(max=12.0)) * self.up_proj(states))
+
+
+def test_a_limit_counts_though_small_inputs_do_not_reach_it():
+    mlp = DeepseekV4MLP(tf.DeepseekV4Config(hidden_size=8, intermediate_size=12, swiglu_limit=10.0))
+    assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=mlp), MLPS)] == ["swiglu (limit)"]
+    x = 40 * torch.randn(5, 8)
+    torch.testing.assert_close(mlp(x), DeepseekV4MLP.forward(mlp, x))
+    assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=Limitless()), MLPS)] == ["swiglu"]
+    (row,) = apply_liger_kernel(toys.Toy(mlp=HiddenClamp()), MLPS)
+    assert not row.applied
+
+
+class Pair(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.up_proj, self.down_proj, self.act = nn.Linear(8, 12), nn.Linear(12, 8), act
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.up_proj(x)))
+
+
+def test_two_projections_with_another_activation_are_no_candidate():
+    assert not len(apply_liger_kernel(toys.Toy(mlp=Pair(F.gelu)), MLPS))
+    assert len(apply_liger_kernel(toys.Toy(mlp=Pair(lambda x: F.relu(x) ** 2)), MLPS)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# recompute_mlp
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How often a down projection joined its activation."""
+    calls = []
+    for name in ("swiglu_down", "geglu_down"):
+        original = getattr(gated_mlp, name)
+        monkeypatch.setattr(gated_mlp, name, lambda *a, _f=original, **k: calls.append(1) or _f(*a, **k))
+    gated_mlp.gated_mlp_forward.cache_clear()
+    yield calls
+    gated_mlp.gated_mlp_forward.cache_clear()
+
+
+RECOMPUTE = {**MLPS, "recompute_mlp": True}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
+def test_recompute(family, used):
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    (row,) = apply_liger_kernel(model, RECOMPUTE).applied
+    assert row.kernel.endswith(", recomputed")
+    used.clear()
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert len(used) == row.count
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "falcon_h1 with biases"])
+def test_recompute_with_multipliers(family, used):
+    model = built(family)
+    ids = torch.randint(3, 120, (2, 9))
+    expected = loss_and_gradients(model, {"input_ids": ids, "labels": ids})
+    apply_liger_kernel(model, RECOMPUTE)
+    used.clear()
+    assert_same(loss_and_gradients(model, {"input_ids": ids, "labels": ids}), expected)
+    assert len(used) == (2 if family == "falcon_h1" else 0)  # the multiplier does not scale a bias
+
+
+def test_recompute_is_off_by_default(used):
+    model = TINY_MODELS["llama"]()
+    (row,) = apply_liger_kernel(model, MLPS).applied
+    model(**tiny_batch("llama", model))
+    assert row.kernel == "swiglu"
+    assert not used
+
+
+def test_an_adapter_on_the_down_projection_is_called(used):
+    model = TINY_MODELS["llama"]()
+    apply_liger_kernel(model, RECOMPUTE)
+    model = get_peft_model(model, LoraConfig(target_modules=["down_proj", "q_proj"], init_lora_weights=False))
+    batch = tiny_batch("llama", model)
+    used.clear()
+    ours = loss_and_gradients(model, batch)
+    assert not used
+    revert_liger_kernel(model)
+    assert_same(ours, loss_and_gradients(model, batch))
+
+
+def hook(down_proj):
+    down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def forward(down_proj):
+    original = down_proj.forward
+    down_proj.forward = lambda x: 2 * original(x)
+
+
+def parametrized(down_proj):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(down_proj, "weight", Double())
+
+
+@pytest.mark.parametrize("change", [hook, forward, parametrized])
+def test_a_down_projection_that_does_more_is_called(change, used):
+    toy, x = toys.Toy(mlp=toys.MLP()), torch.randn(3, 8)
+    apply_liger_kernel(toy, RECOMPUTE)
+    before = toy.mlp(x)
+    used.clear()
+    change(toy.mlp.down_proj)
+    torch.testing.assert_close(toy.mlp(x), 2 * before)
+    assert not used
+
+
+def test_recompute_under_autocast(used):
+    toy, x = toys.Toy(mlp=toys.MLP()), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = toy.mlp(x)
+        apply_liger_kernel(toy, RECOMPUTE)
+        used.clear()
+        ours = toy.mlp(x)
+    assert used
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
