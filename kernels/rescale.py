@@ -92,6 +92,6 @@ def refuse_double_backward() -> None:
     """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "The gradient of this cross entropy cannot itself be differentiated, so backward(create_graph=True) would "
+            "The gradient of this loss cannot itself be differentiated, so backward(create_graph=True) would "
             "be silently wrong; compute this loss with the *_reference function instead."
         )
