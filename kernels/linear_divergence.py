@@ -10,8 +10,9 @@ size, and a divergence L of their logits (`divergence_options`):
 four matmuls, three for a frozen student head. The gradients come with the forward, and the backward has only the
 upstream gradient to apply (`rescale`), as in `linear_cross_entropy`, with which this shares chunk plan and sums.
 
-Bytes moved besides the matmuls' own, b bytes an element: at most 5 N*V*b for the row kernel (jsd 7) and 2*V*H*b for each
-chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are dX, dW and dbias.
+Bytes moved besides the matmuls' own, b bytes an element: at most 5 N*V*b for the row kernel (jsd 7) and 2*V*H*b for
+each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are dX, dW and
+dbias.
 
 The public functions are in `linear_jsd` and, for a teacher given as probabilities, `linear_kl_div`.
 """
@@ -48,12 +49,8 @@ _TENSORS = 10  # of the operator's arguments
 
 
 def _run_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
+    student: tuple[Any, ...],
+    teacher: tuple[Any, ...],
     labels: torch.Tensor | None,
     coefficient: torch.Tensor,
     options: DivergenceOptions,
@@ -63,6 +60,8 @@ def _run_chunks(
     needs: Needs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fills `stats` and returns dX, dW and dbias, empty where not needed."""
+    hidden, weight, bias = student
+    given, teacher_weight, teacher_bias = teacher  # hidden states, or without a head the probabilities themselves
     tokens = hidden.shape[0]
     if labels is not None and stats.hard.numel():
         check_labels_on_cpu(labels, vocab_size, options.ignore_index)
@@ -71,11 +70,11 @@ def _run_chunks(
         return d_hidden, d_weight.zero_(), d_bias.zero_()
     head = weight[:vocab_size]
     if teacher_weight is not None:  # the two buffers share the budget by the size of their elements
-        logits_memory = logits_memory * hidden.element_size() // (hidden.element_size() + teacher.element_size())
+        logits_memory = logits_memory * hidden.element_size() // (hidden.element_size() + given.element_size())
     rows = _chunk_rows(hidden, head, max(1, logits_memory), needs.weight)
     width = _round_up(vocab_size, _COLUMN_MULTIPLE)
     buffer = hidden.new_empty(rows, width)
-    teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width)
+    teacher_buffer = given.new_empty(rows if teacher_weight is not None else 0, width)
     total_dtype = _accumulation_dtype(-(-tokens // rows), weight.dtype)
     total = d_weight if total_dtype == weight.dtype else torch.empty_like(d_weight, dtype=total_dtype)
     bias_total = d_bias.new_zeros(min(d_bias.shape[0], vocab_size), dtype=compute_dtype(hidden))
@@ -84,10 +83,10 @@ def _run_chunks(
         part = hidden[start:stop]
         logits = torch.mm(part, head.t(), out=buffer[: stop - start, :vocab_size])
         if teacher_weight is None:
-            target, target_width = teacher[start:stop], vocab_size
+            target, target_width = given[start:stop], vocab_size
         else:
             target, target_width = teacher_buffer[: stop - start, :vocab_size], width
-            torch.mm(teacher[start:stop], teacher_weight[:vocab_size].t(), out=target)
+            torch.mm(given[start:stop], teacher_weight[:vocab_size].t(), out=target)
         divergence_rows_(
             logits,
             target,
@@ -126,12 +125,12 @@ def _run_chunks(
 )
 def _linear_divergence(*arguments: Any) -> Any:
     """The loss times `scale`, its gradients times `expected`, and the fields of `DivergenceStats`."""
-    *tensors, labels, token_weights, scale, expected = arguments[:_TENSORS]
+    student, teacher, (labels, token_weights, scale, expected) = arguments[:3], arguments[3:6], arguments[6:_TENSORS]
     *fields, vocab_size, logits_memory, hard, entropy = arguments[_TENSORS:-3]
     options, needs = DivergenceOptions(*fields), Needs(*arguments[-3:])
-    stats = DivergenceStats.allocate(tensors[0], tensors[0].shape[0], hard, entropy)
+    stats = DivergenceStats.allocate(student[0], student[0].shape[0], hard, entropy)
     coefficient = scale * expected if token_weights is None else scale * expected * token_weights
-    gradients = _run_chunks(*tensors, labels, coefficient, options, vocab_size, logits_memory, stats, needs)
+    gradients = _run_chunks(student, teacher, labels, coefficient, options, vocab_size, logits_memory, stats, needs)
     losses = options.soft_weight * stats.soft
     if options.hard_weight != 0.0:
         losses = losses + options.hard_weight * stats.hard
@@ -215,9 +214,7 @@ def reduced_divergence(
     check_tokens("token_weights", token_weights, hidden, integer=False)
     hard = options.hard_weight != 0.0 or "hard_loss" in outputs
     if hard and labels is None:
-        raise ValueError(
-            'The cross entropy with the labels is asked for (`hard_weight` or "hard_loss"): pass `labels`.'
-        )
+        raise ValueError("The cross entropy is asked for (by `hard_weight` or `outputs`); it needs `labels`.")
     shape, dtype = hidden.shape[:-1], compute_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     target = teacher[0].detach().reshape(-1, teacher[0].shape[-1]).contiguous()

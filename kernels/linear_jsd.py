@@ -47,8 +47,8 @@ def _of_two_heads(
     check_head("teacher", teacher_hidden, teacher_weight, teacher_bias)
     if student_hidden.shape[:-1] != teacher_hidden.shape[:-1] or student_hidden.device != teacher_hidden.device:
         raise ValueError(
-            f"`student_hidden` of shape {tuple(student_hidden.shape)} on {student_hidden.device} and `teacher_hidden` of "
-            f"shape {tuple(teacher_hidden.shape)} on {teacher_hidden.device} must hold the same tokens on one device."
+            f"`student_hidden` of shape {tuple(student_hidden.shape)} on {student_hidden.device} and `teacher_hidden` "
+            f"of shape {tuple(teacher_hidden.shape)} on {teacher_hidden.device} must hold the same tokens on a device."
         )
     options = DivergenceOptions(
         *(divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale),
@@ -96,8 +96,8 @@ def linear_jsd(
 ) -> torch.Tensor | DivergenceOutput:
     """Generalised Jensen-Shannon divergence between the next-token distributions of a student and a teacher.
 
-    With s and t the softmax of the two models' logits at the temperature and ``m = (1 - beta) * s + beta * t``, a token's
-    divergence is ``beta * KL(t || m) + (1 - beta) * KL(s || m)``; `beta` 0 stands for ``KL(t || s)`` and 1 for
+    With s and t the softmax of the two models' logits at the temperature and ``m = (1 - beta) * s + beta * t``, a
+    token's divergence is ``beta * KL(t || m) + (1 - beta) * KL(s || m)``; `beta` 0 stands for ``KL(t || s)`` and 1 for
     ``KL(s || t)`` (arXiv 2306.13649, as in TRL and Liger; no factor of ``temperature**2``). Logits are
     ``hidden @ weight.T`` rounded to the dtype of `hidden`, and the rest is fp32. The gradients are computed in the
     forward; double backward is an error. The teacher gets no gradient.
@@ -132,8 +132,8 @@ def linear_jsd(
             comes exactly so, the backward does not touch the gradients; otherwise it passes over them once.
 
     Returns:
-        The fp32 0-d loss (float64 for float64 inputs); with `outputs` a `DivergenceOutput`. Where every token is ignored
-        it is 0, with zero gradients.
+        The fp32 0-d loss (float64 for float64 inputs); with `outputs` a `DivergenceOutput`. Where every token is
+        ignored it is 0, with zero gradients.
 
     Raises:
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.

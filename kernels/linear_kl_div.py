@@ -1,4 +1,4 @@
-"""KL divergence of an LM head from probabilities that are given, such as cached ones (operator: `linear_divergence`)."""
+"""KL divergence of an LM head from given probabilities, such as cached ones (operator: `linear_divergence`)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def linear_kl_div(
     options = DivergenceOptions(
         *("probs_kl", 0.0, temperature, soft_weight, hard_weight, softcap, logit_scale, None, 1.0, eps, ignore_index)
     )
-    return reduced_divergence(
+    result = reduced_divergence(
         (hidden, weight, bias),
         (target, None, None),
         labels,
@@ -103,6 +103,10 @@ def linear_kl_div(
         logits_memory,
         expected_grad,
     )
+    if reduction == "mean" and isinstance(result, DivergenceOutput):
+        result.soft_loss = None if result.soft_loss is None else result.soft_loss / vocab_size
+        result.hard_loss = None if result.hard_loss is None else result.hard_loss / vocab_size
+    return result
 
 
 def linear_kl_div_reference(
