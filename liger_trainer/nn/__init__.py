@@ -3,6 +3,15 @@
 Arguments that only steer how Liger's kernels work inside are accepted and have no effect, as each class says.
 """
 
+from liger_trainer.nn.distillation import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerTVDLoss,
+)
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
@@ -10,10 +19,17 @@ from liger_trainer.nn.rope import liger_rotary_pos_emb
 
 __all__ = [
     "LigerCrossEntropyLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "LigerLayerNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "LigerTVDLoss",
     "liger_rotary_pos_emb",
 ]
