@@ -12,10 +12,6 @@ with it the sums that KL(t || s) or KL(s || t) needs, so the last pass can alrea
 logits. The JSD is not linear in the normalisers and takes one pass more for KL(s || m) and KL(t || m). Every pass goes
 the other way than the one before, as its last tiles are still in cache.
 
-The mixture is taken relative to the larger of s and t: with e = exp(-|log s - log t|) the two are big and big * e, and
-m / big = beta + (1 - beta) * e or the other way round, within [min(beta, 1 - beta), 1]. That is two exponentials and
-one logarithm an element, never overflows, and gives log(s / m) without cancellation.
-
 Bytes moved for N rows of V logits of b bytes in both models: 5 * N*V*b with gradient (jsd 7), less what is in L2.
 """
 
@@ -23,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._fast_math import has_lg2, log2
 from liger_trainer.kernels.cross_entropy_rows import _LOG2E, _load_logits, _transform
 from liger_trainer.kernels.divergence_options import DivergenceOptions, DivergenceStats
 from liger_trainer.kernels.divergence_reference import divergence_rows_torch_
@@ -45,16 +42,11 @@ def _fold(total, value, decay, grows):
 
 
 @triton.jit
-def _mixture(ls, lt, beta):
+def _mixture(ls, lt, beta, LG2: tl.constexpr):
     """s, t, log2(s / m) and log2(t / m) from log2(s) and log2(t)."""
-    gap = lt - ls
-    ahead = gap > 0.0
-    big = tl.exp2(tl.where(ahead, lt, ls))
-    ratio = tl.exp2(-tl.abs(gap))
-    log_share = -tl.log2(tl.where(ahead, beta + (1.0 - beta) * ratio, (1.0 - beta) + beta * ratio))  # log2(big / m)
-    small = big * ratio
-    student, teacher = tl.where(ahead, small, big), tl.where(ahead, big, small)
-    return student, teacher, log_share - tl.where(ahead, gap, 0.0), log_share + tl.where(ahead, 0.0, gap)
+    s, t = tl.exp2(ls), tl.exp2(lt)
+    log_m = log2((1.0 - beta) * s + beta * t, LG2)  # where m underflows, so do s and t, and their terms are 0
+    return s, t, ls - log_m, lt - log_m
 
 
 @triton.jit
@@ -94,6 +86,7 @@ def _divergence_rows_kernel(
     T_SOFTCAP: tl.constexpr,
     S_BIAS: tl.constexpr,
     T_BIAS: tl.constexpr,
+    LG2: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -145,7 +138,7 @@ def _divergence_rows_kernel(
             q = tl.load(t_ptr + columns, mask=columns < t_width, other=0.0).to(tl.float32)
             q = tl.where(columns < vocab_size, q, 0.0)
             t_sums += q
-            crosses += q * (tl.log2(tl.maximum(q, eps)) - zs)
+            crosses += q * (log2(tl.maximum(q, eps), LG2) - zs)
         else:
             zt, _ = _scores(t_ptr, t_bias_ptr, columns, t_width, vocab_size, t_inner, t_outer, T_SOFTCAP, T_BIAS)
             if DIVERGENCE == "cosine":
@@ -201,7 +194,7 @@ def _divergence_rows_kernel(
             columns = (tiles - 1 - tile) * BLOCK + lanes
             zs, _ = _scores(s_ptr, s_bias_ptr, columns, s_width, vocab_size, s_inner, s_outer, S_SOFTCAP, S_BIAS)
             zt, _ = _scores(t_ptr, t_bias_ptr, columns, t_width, vocab_size, t_inner, t_outer, T_SOFTCAP, T_BIAS)
-            s, t, s_log, t_log = _mixture(zs - s_lse, zt - t_lse, beta)
+            s, t, s_log, t_log = _mixture(zs - s_lse, zt - t_lse, beta, LG2)
             s_terms += s * s_log
             t_terms += t * t_log
         student_kl = tl.sum(s_terms, 0) * LN2
@@ -224,7 +217,7 @@ def _divergence_rows_kernel(
 
     if GRADIENT:
         coefficient = tl.load(coefficient_ptr + row * coefficient_stride).to(tl.float32) * slope_scale
-        soft_coefficient = coefficient * soft_weight
+        soft_coefficient = tl.where(soft == soft, coefficient * soft_weight, soft)  # NaN makes the whole row NaN
         hard_coefficient = coefficient * hard_weight * temperature
         if HARD:
             hard_coefficient = tl.where(in_range, hard_coefficient, float("nan"))
@@ -244,7 +237,7 @@ def _divergence_rows_kernel(
                 elif DIVERGENCE == "cosine":
                     gradient = (beta * LOG2E) * s_norm * (student_kl * s_norm * zs - t_norm * zt)
                 else:
-                    s, t, s_log, t_log = _mixture(zs - s_lse, zt - t_lse, beta)
+                    s, t, s_log, t_log = _mixture(zs - s_lse, zt - t_lse, beta, LG2)
                     gradient = (1.0 - beta) * s * (s_log * LN2 - student_kl)
             gradient *= soft_coefficient
             if HARD:
@@ -344,6 +337,7 @@ def divergence_rows_(
             T_SOFTCAP=options.teacher_softcap is not None,
             S_BIAS=student_bias is not None,
             T_BIAS=teacher_bias is not None,
+            LG2=has_lg2(student),
             BLOCK=block,
             STAGES=stages,
             num_warps=warps,

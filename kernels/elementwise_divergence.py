@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._fast_math import has_lg2, log2
 from liger_trainer.kernels.cross_entropy import _row_view
 from liger_trainer.kernels.cross_entropy_rows import _row_layout
 from liger_trainer.kernels.divergence_options import check_tokens
@@ -31,7 +32,7 @@ from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
 @triton.jit
-def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr):
+def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr, LG2: tl.constexpr):
     """The summands of one tile and their derivatives with respect to `x`."""
     LN2: tl.constexpr = 0.6931471805599453
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -40,7 +41,7 @@ def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr):
         value = 0.5 * tl.abs(gap)
         slope = tl.where(gap > 0.0, 0.5, tl.where(gap < 0.0, -0.5, gap))  # 0 at a tie, NaN for NaN
     elif DIVERGENCE == "kl":
-        value = tl.where((y == 0.0) & (x == x), 0.0, y * (tl.log(tl.maximum(y, eps)) - x))
+        value = tl.where((y == 0.0) & (x == x), 0.0, y * (LN2 * log2(tl.maximum(y, eps), LG2) - x))
         slope = -y
     elif DIVERGENCE == "kl_log" or DIVERGENCE == "forward_kl":
         p = tl.exp2(y * LOG2E)
@@ -50,18 +51,14 @@ def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr):
         q = tl.exp2(x * LOG2E)
         value = tl.where((q == 0.0) & (y == y), 0.0, q * (x - y))
         slope = value + q
-    else:  # relative to the larger of the two, as in `divergence_rows`
-        FLOOR: tl.constexpr = -1.0e30  # for minus infinity twice, whose difference must be 0
+    else:
+        FLOOR: tl.constexpr = -1.0e30  # for minus infinity, which times a probability of 0 must be 0
         x = tl.where(x < FLOOR, FLOOR, x)
         y = tl.where(y < FLOOR, FLOOR, y)
-        gap = y - x
-        ahead = gap > 0.0
-        big = tl.exp2(tl.where(ahead, y, x) * LOG2E)
-        ratio = tl.exp2(-tl.abs(gap) * LOG2E)
-        log_share = -LN2 * tl.log2(tl.where(ahead, beta + (1.0 - beta) * ratio, (1.0 - beta) + beta * ratio))
-        small = big * ratio
-        slope = (1.0 - beta) * tl.where(ahead, small, big) * (log_share - tl.where(ahead, gap, 0.0))
-        value = slope + beta * tl.where(ahead, big, small) * (log_share + tl.where(ahead, 0.0, gap))
+        q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
+        log_m = LN2 * log2((1.0 - beta) * q + beta * p, LG2)
+        slope = (1.0 - beta) * q * (x - log_m)
+        value = slope + beta * p * (y - log_m)
     return value, slope
 
 
@@ -91,6 +88,7 @@ def _elementwise_divergence_kernel(
     LABELS: tl.constexpr,
     ELEMENTS: tl.constexpr,
     BACKWARD: tl.constexpr,
+    LG2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Forward: row sums or, with ELEMENTS, the summands. Backward: the gradient of x for those of its outputs."""
@@ -124,7 +122,7 @@ def _elementwise_divergence_kernel(
         mask = columns < vocab_size
         x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        value, slope = _terms(x, y, beta, eps, DIVERGENCE)
+        value, slope = _terms(x, y, beta, eps, DIVERGENCE, LG2)
         if BACKWARD:
             if ELEMENTS:
                 slope *= tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -176,6 +174,7 @@ def _launch(
                 LABELS=labels is not None,
                 ELEMENTS=elements,
                 BACKWARD=grad is not None,
+                LG2=has_lg2(x),
                 BLOCK=block,
                 num_warps=warps,
             )

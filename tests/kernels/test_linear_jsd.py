@@ -387,13 +387,14 @@ def test_errors_of_given_probabilities(changes: dict[str, Any], words: list[str]
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def _row_launches(dtype: torch.dtype) -> list[Any]:
+def _row_launches(dtype: torch.dtype, target: str = "sm_90") -> list[Any]:
     student, teacher = torch.empty(2, 20032, dtype=dtype), torch.empty(2, 20032, dtype=dtype)
     labels, bias = torch.zeros(2, dtype=torch.int64), torch.ones(20000)
     lean, full = (DivergenceStats.allocate(student, 2, extra, extra) for extra in (False, True))
     with (
         recorded_launches() as launches,
         mock.patch.object(divergence_rows, "use_triton", return_value=True),
+        mock.patch.object(divergence_rows, "has_lg2", return_value=target.startswith("sm_")),
     ):
         for divergence in ("forward_kl", "reverse_kl", "jsd", "probs_kl", "cosine"):
             plain = DivergenceOptions(divergence, 0.5, 1.0, 1.0, 0.0, None, 1.0, None, 1.0, 1e-10, IGNORE)
@@ -408,7 +409,7 @@ def _row_launches(dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("target_name", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
-    launches = _row_launches(dtype)
+    launches = _row_launches(dtype, target_name)
     assert len(launches) == 11
     for launch in launches:
         assert compile_launch(launch, target_name) is not None
@@ -420,3 +421,4 @@ def test_rows_are_read_128_bits_at_a_time() -> None:
         wide = assembly.count("ld.global.v4.b32") + assembly.count("st.global.v4.b32")
         assert wide == accesses, launch.arguments["DIVERGENCE"]
         assert "ld.global.b16" not in assembly
+        assert ("lg2.approx" in assembly) == (launch.arguments["DIVERGENCE"] == "jsd")
