@@ -4,6 +4,7 @@ from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entrop
 from liger_trainer.kernels.divergence_options import DivergenceOutput
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -18,6 +19,7 @@ __all__ = [
     "DivergenceOutput",
     "cross_entropy",
     "fused_add_rms_norm",
+    "fused_ce_tvd",
     "geglu",
     "geglu_fused",
     "jsd",

@@ -4,6 +4,7 @@ Arguments that only steer how Liger's kernels work inside are accepted and have 
 """
 
 from liger_trainer.nn.distillation import (
+    LigerFusedCETVDLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSD,
     LigerFusedLinearJSDLoss,
@@ -19,6 +20,7 @@ from liger_trainer.nn.rope import liger_rotary_pos_emb
 
 __all__ = [
     "LigerCrossEntropyLoss",
+    "LigerFusedCETVDLoss",
     "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",

@@ -10,6 +10,7 @@ from torch import nn
 
 from liger_trainer.functional import (
     DivergenceOutput,
+    fused_ce_tvd,
     jsd,
     kl_div,
     linear_cosine_distance,
@@ -163,6 +164,24 @@ class LigerTVDLoss(nn.Module):
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
         """The distance of `p`, which gets the gradient, and `q`, (tokens, vocab)."""
         return tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`].
+
+    Args:
+        ignore_index: Label of tokens that do not count.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both terms of the logits, (tokens, vocab), and labels `target`, (tokens,), without reduction."""
+        return fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 
 class _FusedLinearDistillation(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.nn import (
+    LigerFusedCETVDLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSD,
     LigerFusedLinearJSDLoss,
@@ -60,6 +61,7 @@ def test_signatures_are_ligers() -> None:
     assert _arguments(LigerKLDIVLoss.__init__) == ["eps", "args", "kwargs"]
     assert _arguments(LigerTVDLoss.__init__) == ["reduction", "ignore_index"]
     assert _arguments(LigerTVDLoss.forward) == ["p", "q", "shift_labels"]
+    assert _arguments(LigerFusedCETVDLoss.forward) == ["student_logits", "teacher_logits", "target"]
     distillation = ["weight_hard_loss", "weight_soft_loss", "beta", "ignore_index", "temperature"]
     distillation += ["compiled", "chunk_size", "return_soft_hard_loss"]
     for module in (LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss):
@@ -124,6 +126,15 @@ def test_tvd(reduction: str) -> None:
         "batchmean": elements.sum() / valid.sum(),
     }[reduction]
     torch.testing.assert_close(LigerTVDLoss(reduction, IGNORE)(p, q, labels), expected)
+
+
+def test_ce_and_tvd() -> None:
+    student, teacher, labels = _heads()
+    z, zt = F.linear(*student), F.linear(*teacher)
+    ce, tvd = LigerFusedCETVDLoss(IGNORE)(z, zt, labels)
+    torch.testing.assert_close(ce, F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="none"))
+    expected = LigerTVDLoss("none", IGNORE)(z.softmax(-1), zt.softmax(-1), labels).sum(-1)
+    torch.testing.assert_close(tvd, expected)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 3])
