@@ -276,6 +276,13 @@ def test_elementwise_half_precision(device: str, dtype: torch.dtype, name: str) 
     assert (gradient.double() - truth).norm() <= 1.02 * (truth.to(dtype).double() - truth).norm()
 
 
+def test_tvd_has_no_gradient_at_a_tie(device: str) -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], device=device, requires_grad=True)
+    q = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.2, 0.7]], device=device)
+    tvd(p, q, reduction="sum").backward()
+    assert p.grad.tolist() == [[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]]
+
+
 def test_inputs_stay_and_double_backward_is_refused(device: str) -> None:
     student, teacher = torch.randn(2, 3, 17, device=device).log_softmax(-1)
     leaf = student.clone().requires_grad_()
