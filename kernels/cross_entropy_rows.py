@@ -293,6 +293,14 @@ def _row_config(width: int) -> tuple[int, int, int]:
     return 4096, 16, 1
 
 
+def transform_factors(softcap: float | None, logit_scale: float, temperature: float) -> tuple[float, float, float]:
+    """`inner` and `outer` of `_transform`, and the factor of its slope in dz/dx."""
+    scale = logit_scale / temperature
+    if softcap is None:
+        return 0.0, scale * _LOG2E, scale
+    return 2.0 * logit_scale / softcap * _LOG2E, softcap / temperature * _LOG2E, 4.0 * scale
+
+
 def _row_layout(rows: torch.Tensor) -> tuple[int, int, int]:
     """(inner rows, outer stride, inner stride) of `(N, V)` or `(B, S, V)` rows whose last stride is 1."""
     if rows.dim() == 2:
@@ -320,15 +328,12 @@ def _launch_rows(
         return
     softcap = options.softcap
     width = width or logits.shape[-1]
-    scale = options.logit_scale / options.temperature
     block, warps, stages = _row_config(width)
     destination = logits if gradient is None else gradient
     smoothing = options.label_smoothing > 0.0
     weight_sum = class_weights.sum() if class_weights is not None and smoothing else class_weights
     everything = partials is not None
-    inner, outer = 0.0, scale * _LOG2E
-    if softcap is not None:
-        inner, outer = 2.0 * options.logit_scale / softcap * _LOG2E, softcap / options.temperature * _LOG2E
+    inner, outer, slope_scale = transform_factors(softcap, options.logit_scale, options.temperature)
     entropy = everything or (with_stats and stats.entropy.numel() > 0)
     predicted = everything or (with_stats and stats.predicted.numel() > 0)
     squares = everything or (extra is not None and extra.sum_squared_probs.numel() > 0)
@@ -363,7 +368,7 @@ def _launch_rows(
             options.z_loss,
             inner,
             outer,
-            scale if softcap is None else 4.0 * scale,
+            slope_scale,
             STATS=with_stats,
             GRADIENT=coefficient is not None,
             SOFTCAP=softcap is not None,

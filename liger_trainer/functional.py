@@ -2,17 +2,24 @@
 
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_trainer.kernels.divergence_options import DivergenceOutput
+from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
+from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
+from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.kernels.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
@@ -21,6 +28,7 @@ from liger_trainer.kernels.vocab_parallel import (
 
 __all__ = [
     "CrossEntropyOutput",
+    "DivergenceOutput",
     "GRPOLossOutput",
     "LogProbsOutput",
     "clamped_swiglu",
@@ -28,13 +36,20 @@ __all__ = [
     "embedding",
     "embedding_backward_",
     "fused_add_rms_norm",
+    "fused_ce_tvd",
     "geglu",
     "geglu_down",
     "geglu_fused",
     "grpo_loss",
     "grpo_loss_from_log_probs",
+    "jsd",
+    "kl_div",
     "layer_norm",
+    "linear_cosine_distance",
     "linear_cross_entropy",
+    "linear_jsd",
+    "linear_kl",
+    "linear_kl_div",
     "linear_log_probs",
     "relu_squared",
     "rms_norm",
@@ -44,6 +59,7 @@ __all__ = [
     "swiglu_fused",
     "tied_embedding",
     "tiled_mlp",
+    "tvd",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_log_probs",

@@ -3,6 +3,16 @@
 Arguments that only steer how Liger's kernels work inside are accepted and have no effect, as each class says.
 """
 
+from liger_trainer.nn.distillation import (
+    LigerFusedCETVDLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerTVDLoss,
+)
 from liger_trainer.nn.embedding import LigerEmbedding
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_trainer.nn.mlp import (
@@ -31,10 +41,17 @@ __all__ = [
     "LigerEmbedding",
     "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP",
+    "LigerFusedCETVDLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP",
     "LigerGEGLUMLPForGemma4",
     "LigerHunyuanV1SwiGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "LigerLayerNorm",
     "LigerMLP",
     "LigerPhi3SwiGLUMLP",
@@ -43,6 +60,7 @@ __all__ = [
     "LigerReLUSquared",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
+    "LigerTVDLoss",
     "LigerTiledGEGLUMLP",
     "LigerTiledSwiGLUMLP",
     "LigerVocabParallelCrossEntropy",

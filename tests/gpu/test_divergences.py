@@ -1,0 +1,159 @@
+"""The divergences on a GPU: real shapes, no synchronisation, CUDA graphs, peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from liger_trainer.kernels.divergence_reference import linear_jsd_reference
+from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
+from liger_trainer.kernels.linear_jsd import linear_jsd
+from liger_trainer.kernels.linear_kl_div import linear_kl_div
+
+pytestmark = pytest.mark.gpu
+
+IGNORE = -100
+MIB = 2**20
+
+
+@pytest.fixture
+def _no_synchronisation() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def _heads(tokens: int, size: int, other: int, vocab: int, scale: float = 2.0) -> Any:
+    """Hidden states and heads of student and teacher in bf16, and labels of which every fifth is ignored."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    student = [normal(tokens, size), normal(vocab, size) * (scale / size**0.5)]
+    teacher = [normal(tokens, other), normal(vocab, other) * (scale / other**0.5)]
+    labels = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    labels[::5] = IGNORE
+    return [tensor.requires_grad_() for tensor in student], teacher, labels
+
+
+def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((gradient.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_gradients_are_no_further_from_float64_than_eager_bf16(beta: float, softcap: float | None) -> None:
+    student, teacher, labels = _heads(512, 1024, 768, 128256, scale=3.0)
+    options: dict[str, Any] = {"beta": beta, "temperature": 1.5, "student_softcap": softcap, "teacher_softcap": softcap}
+    doubles = [tensor.detach().double().requires_grad_() for tensor in student]
+    exact_loss = linear_jsd_reference(*doubles, *(tensor.double() for tensor in teacher), labels, **options)
+    exact = torch.autograd.grad(exact_loss, doubles)
+    eager = torch.autograd.grad(linear_jsd_reference(*student, *teacher, labels, **options), student)
+    loss = linear_jsd(*student, *teacher, labels, **options)
+    ours = torch.autograd.grad(loss, student)
+    assert abs(loss.item() - exact_loss.item()) < 1e-3 * (1.0 + exact_loss.item())
+    for mine, theirs, truth in zip(ours, eager, exact):
+        assert _error(mine, truth) <= 1.05 * _error(theirs, truth)
+    again = torch.autograd.grad(linear_jsd(*student, *teacher, labels, **options), student)
+    assert all(first.equal(second) for first, second in zip(ours, again))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.0, "hard_weight": 0.5, "outputs": ("entropy", "soft_loss")}, {"num_items": 100}],
+    ids=["plain", "hard", "num_items"],
+)
+@pytest.mark.usefixtures("_no_synchronisation")
+def test_nothing_synchronises(options: dict[str, Any]) -> None:
+    student, teacher, labels = _heads(1000, 256, 128, 5003)
+    probs = torch.rand(1000, 5003, device="cuda")
+    log_probs = torch.randn(1000, 5003, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        result = linear_jsd(*student, *teacher, labels, logits_memory=4 * MIB, **options)
+        loss = result if isinstance(result, torch.Tensor) else result.loss
+        loss = loss + linear_kl_div(*student, probs, labels, logits_memory=2 * MIB)
+        for function in (kl_div, jsd, tvd):
+            loss = loss + function(log_probs, probs, labels=labels)
+        (2.0 * loss).backward()
+
+    step()  # compiles the kernels and sets up cuBLAS, which may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+
+
+def test_cuda_graph_replays_on_new_inputs() -> None:
+    student, teacher, labels = _heads(512, 256, 128, 5000)
+    logits = torch.randn(512, 5000, device="cuda", requires_grad=True)
+    target = torch.randn(512, 5000, device="cuda").log_softmax(-1)
+
+    def step() -> torch.Tensor:
+        loss = linear_jsd(*student, *teacher, labels, hard_weight=0.5, logits_memory=4 * MIB)
+        loss = loss + jsd(logits, target, labels)
+        gradients = torch.autograd.grad(loss, (*student, logits))
+        return torch.stack([loss.detach(), *(gradient.float().norm() for gradient in gradients)])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    labels.copy_(labels.roll(1))
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_peak_memory_is_two_buffers_and_gradients(frozen: bool) -> None:
+    tokens, size, vocab = 8192, 1024, 128256
+    student, teacher, labels = _heads(tokens, size, 2048, vocab)
+    student[1].requires_grad_(not frozen)
+    linear_jsd(*student, *teacher, labels).backward()  # workspaces and compiled kernels
+    student[0].grad = student[1].grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (2.0 * linear_jsd(*student, *teacher, labels)).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    buffers, d_hidden = 2 * 2048 * vocab * 2, 2 * tokens * size
+    d_weight = 0 if frozen else 2 * vocab * size
+    assert peak <= buffers + d_hidden + d_weight + 4 * MIB
+    assert torch.cuda.memory_allocated() - before <= d_hidden + d_weight + 4 * MIB
+
+
+def test_given_distributions_allocate_one_gradient() -> None:
+    tokens, vocab = 2048, 128256
+    student = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16).log_softmax(-1).requires_grad_()
+    teacher = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16).log_softmax(-1)
+    for function in (lambda: kl_div(student, teacher, log_target=True), lambda: jsd(student, teacher)):
+        function().backward()
+        student.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function().backward()
+        assert torch.cuda.max_memory_allocated() - before <= 2 * tokens * vocab + MIB
+        student.grad = None
+
+
+def test_rows_beyond_two_billion_elements() -> None:
+    tokens, vocab = 8400, 262208  # the last rows start past 2**31 elements
+    student = torch.zeros(tokens, vocab, device="cuda", dtype=torch.bfloat16)
+    teacher = torch.zeros(tokens, vocab, device="cuda", dtype=torch.bfloat16)
+    student[-2:], teacher[-2:] = torch.randn(2, 2, vocab, device="cuda").log_softmax(-1)
+    labels = torch.full((tokens,), IGNORE, device="cuda")
+    labels[-2:] = 0
+    student.requires_grad_()
+    loss = jsd(student, teacher, labels)
+    (gradient,) = torch.autograd.grad(loss, student)
+    rows = student.detach()[-2:].double().requires_grad_()
+    exact = jsd(rows, teacher[-2:].double())
+    assert abs(loss.item() - exact.item()) < 1e-5
+    assert _error(gradient[-2:], torch.autograd.grad(exact, rows)[0]) < 3e-3
+    assert not gradient[:-2:4096].any()
