@@ -28,7 +28,7 @@ from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 @triton.jit
 def _scores(row_ptr, bias_ptr, columns, width, vocab_size, inner, outer, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
-    """log2(e) * z of one tile and a quarter of the soft-cap's slope; padding and minus infinity become a finite floor."""
+    """log2(e) * z of one tile and a quarter of the soft-cap's slope; padding and -inf become a finite floor."""
     FLOOR: tl.constexpr = -1.0e30  # so that differences of two masked logits are 0 and not NaN
     x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
     z, slope = _transform(x, inner, outer, SOFTCAP)
