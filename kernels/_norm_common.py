@@ -88,6 +88,25 @@ def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     return supported and use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32 under autocast, where torch runs its own norms in fp32 (not so on a CPU), else the dtype of `x`."""
+    device = x.device.type
+    low_precision = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
+
+
+def refuse_second_derivative(operator: torch.library.CustomOpDef, function: str) -> None:
+    """Gives the backward operator of `function` a derivative that raises RuntimeError and says what to do instead."""
+
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"The gradient of {function} cannot itself be differentiated (create_graph=True was given, or a gradient "
+            f"of a gradient was asked for); use {function}_reference, which is plain torch, where you need that."
+        )
+
+    operator.register_autograd(backward)
+
+
 def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
     """Checks a norm's input and its per-column parameters (given by their argument names).
 
@@ -112,6 +131,16 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
         if parameter.device != x.device:
             raise ValueError(
                 f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
+            )
+
+
+def check_residual(name: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Raises ValueError unless `residual` has the shape, dtype and device of `x`."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(residual, what) != getattr(x, what):
+            raise ValueError(
+                f"`residual` of {name} has {what} {getattr(residual, what)}, but `x` has {getattr(x, what)}; the two "
+                f"must agree, so expand, cast or move one of them."
             )
 
 
@@ -152,32 +181,36 @@ def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tenso
 def _column_sum_kernel(
     partial_ptr, first_ptr, second_ptr, num_partials, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    which = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)
+    which = tl.program_id(2)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.arange(0, ROWS)
-    partial_ptr += which * num_partials * H
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    partial_ptr += (which * tl.num_programs(1) + group) * num_partials * H
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, num_partials, ROWS):
         mask = (start + rows < num_partials)[:, None] & (cols < H)[None, :]
         total += tl.load(partial_ptr + ((start + rows) * H)[:, None] + cols[None, :], mask=mask, other=0.0)
     column = tl.sum(total, axis=0)
+    out = group * H + cols
     if which == 0:
-        tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < H)
+        tl.store(first_ptr + out, column.to(first_ptr.dtype.element_ty), mask=cols < H)
     else:
-        tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < H)
+        tl.store(second_ptr + out, column.to(second_ptr.dtype.element_ty), mask=cols < H)
 
 
 def column_sum(partial: torch.Tensor, *outputs: torch.Tensor) -> None:
-    """Writes `partial[i].sum(0)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
+    """Writes `partial[i].sum(-2)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
 
     Args:
-        partial: fp32 of shape (len(outputs), programs, hidden_size), contiguous.
-        outputs: One or two tensors of shape (hidden_size,) of any floating dtype.
+        partial: fp32 of shape (len(outputs), programs, hidden_size), or (len(outputs), groups, programs, hidden_size)
+            for a sum in each of up to 65535 groups; contiguous.
+        outputs: One or two contiguous tensors of `hidden_size` numbers (a group), of any floating dtype.
     """
-    count, num_partials, hidden_size = partial.shape
+    *batch, num_partials, hidden_size = partial.shape
+    count, groups = batch[0], batch[1] if len(batch) == 2 else 1
     # A narrow block has many programs for a short row; 8 fp32 columns are one memory sector.
     block = 8 if hidden_size <= 1024 else 32
-    grid = (triton.cdiv(hidden_size, block), count)
+    grid = (triton.cdiv(hidden_size, block), groups, count)
     _column_sum_kernel[grid](
         partial,
         outputs[0],

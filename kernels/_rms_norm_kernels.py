@@ -28,12 +28,26 @@ CASTINGS = ("llama", "gemma", "olmo2", "none")
 
 
 @triton.jit
-def _load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
+def load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
     weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
     scale = weight.to(tl.float32) + offset
     if CASTING != "gemma":
         scale = scale.to(weight.dtype).to(tl.float32)
     return scale[None, :]
+
+
+@triton.jit
+def normalise(x, eps, dtype: tl.constexpr, H: tl.constexpr, CASTING: tl.constexpr):
+    """The rows of the fp32 tile `x` over their root mean square, with the roundings of `CASTING`; and 1 / that."""
+    if CASTING == "none":
+        mean_square = (tl.sum((x * x).to(dtype).to(tl.float32), axis=1) * (1.0 / H)).to(dtype).to(tl.float32)
+        rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    else:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
+    y = x * rstd[:, None]
+    if CASTING == "llama" or CASTING == "none":
+        y = y.to(dtype).to(tl.float32)
+    return y, rstd
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,18 +80,10 @@ def _rms_norm_forward_kernel(
         tl.store(total_ptr + out, total, mask=mask)
         x = total.to(tl.float32)  # the model normalises the sum as it was rounded
 
-    if CASTING == "none":
-        mean_square = (tl.sum((x * x).to(dtype).to(tl.float32), axis=1) * (1.0 / H)).to(dtype).to(tl.float32)
-        rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    else:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
+    y, rstd = normalise(x, eps, dtype, H, CASTING)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-
-    y = x * rstd[:, None]
-    if CASTING == "llama" or CASTING == "none":
-        y = y.to(dtype).to(tl.float32)
     if weight_ptr is not None:
-        y *= _load_scale(weight_ptr, cols, offset, H, CASTING)
+        y *= load_scale(weight_ptr, cols, offset, H, CASTING)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -105,7 +111,7 @@ def _rms_norm_backward_kernel(
     SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
     cols = tl.arange(0, BLOCK_H)
     if weight_ptr is not None:
-        scale = _load_scale(weight_ptr, cols, offset, H, CASTING)
+        scale = load_scale(weight_ptr, cols, offset, H, CASTING)
     if partial_ptr is not None:
         dweight = tl.zeros((ROWS if SUM_LATE else 1, BLOCK_H), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _norm_common, _rms_norm_kernels
-from liger_trainer.kernels import layer_norm as layer_norm_module
+from liger_trainer.kernels import _layer_norm_kernels, _norm_common, _rms_norm_kernels
 from liger_trainer.kernels._norm_common import NormConfig, column_sum
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
@@ -28,7 +27,7 @@ CASTINGS = ["llama", "gemma", "olmo2", "none"]
 def one_multiprocessor(monkeypatch):
     """Few programs, so that each loops over several tiles of the small inputs used here."""
     monkeypatch.setattr(_rms_norm_kernels, "num_sms", lambda device: 1)
-    monkeypatch.setattr(layer_norm_module, "num_sms", lambda device: 1)
+    monkeypatch.setattr(_layer_norm_kernels, "num_sms", lambda device: 1)
     torch.manual_seed(0)
 
 
@@ -150,7 +149,7 @@ def test_other_configurations_give_the_same_gradients(device, monkeypatch, rows,
     # Long rows, several a tile: their weight gradients are added up in every iteration.
     config = NormConfig(rows=rows, num_warps=8, num_stages=num_stages, programs_per_sm=2)
     monkeypatch.setattr(_rms_norm_kernels, "backward_config", lambda hidden_size, device: config)
-    monkeypatch.setattr(layer_norm_module, "backward_config", lambda hidden_size, device: config)
+    monkeypatch.setattr(_layer_norm_kernels, "backward_config", lambda hidden_size, device: config)
     x, residual = (torch.randn(19, 1100, device=device) for _ in range(2))
     weight, bias = (torch.randn(1100, device=device) for _ in range(2))
     assert_as_accurate(fused_add_rms_norm, fused_add_rms_norm_reference, (x, residual, weight))
@@ -283,7 +282,7 @@ def test_gradients_not_needed_are_not_computed(device, monkeypatch):
         column_sum(*args)
 
     monkeypatch.setattr(_rms_norm_kernels, "column_sum", counting_column_sum)
-    monkeypatch.setattr(layer_norm_module, "column_sum", counting_column_sum)
+    monkeypatch.setattr(_layer_norm_kernels, "column_sum", counting_column_sum)
     x, frozen = torch.randn(6, 32, device=device), torch.randn(32, device=device)
     dy = torch.randn(6, 32, device=device)
     needs_grad = x.clone().requires_grad_()
