@@ -1,4 +1,4 @@
-"""RMSNorm followed by a scale and a shift that depend on the sample: the adaptive norm (adaLN) of diffusion transformers.
+"""RMSNorm, then a scale and a shift that depend on the sample: the adaptive norm (adaLN) of diffusion transformers.
 
     y = rms_norm(x, weight) * (1 + scale) + shift
 
