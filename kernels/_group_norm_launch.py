@@ -43,7 +43,7 @@ class _Tiles(NamedTuple):
 
 
 def _cut(group_channels: int, positions: int, whole: int, bytes_per_number: int, device: torch.device) -> _Tiles:
-    """One tile for a row that pads to no more than `whole` numbers, else tiles of `_TILE`: 16 or 32 numbers a thread."""
+    """One tile for a row that pads to at most `whole` numbers, else tiles of `_TILE`: 16 or 32 numbers a thread."""
     channels, block = triton.next_power_of_2(group_channels), triton.next_power_of_2(positions)
     if channels * block <= whole:
         warps = max(1, min(device_limits(device).max_warps, channels * block // 512))

@@ -19,7 +19,6 @@ are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for ba
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from liger_trainer.kernels._group_norm_launch import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import autocast_dtype, refuse_second_derivative
@@ -191,9 +190,13 @@ def group_norm_reference(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """`group_norm` through torch's own operator, in fp32 where the dtypes differ."""
+    if x.numel() == 0:  # torch gives a weight the gradient NaN
+        return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(autocast_dtype(x))
+    if weight is None and bias is not None:  # torch has no backward for that
+        weight = torch.ones_like(bias)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if len(dtypes) == 1 and x.numel():
-        return F.group_norm(x, num_groups, weight, bias, eps)
+    if len(dtypes) == 1:
+        return torch.group_norm(x, num_groups, weight, bias, eps)
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
-    return F.group_norm(x.to(compute), num_groups, weight, bias, eps).to(autocast_dtype(x))
+    return torch.group_norm(x.to(compute), num_groups, weight, bias, eps).to(autocast_dtype(x))
