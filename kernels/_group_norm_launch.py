@@ -13,8 +13,15 @@ from liger_trainer.kernels._group_norm_kernels import (
     group_norm_forward_kernel,
     moments_kernel,
 )
-from liger_trainer.kernels._norm_common import NormConfig, column_sum, device_limits, fit_config
-from liger_trainer.kernels.runtime import num_sms, on_device, triton
+from liger_trainer.kernels._norm_common import (
+    NormConfig,
+    cdiv,
+    column_sum,
+    device_limits,
+    fit_config,
+    next_power_of_2,
+)
+from liger_trainer.kernels.runtime import num_sms, on_device
 
 _TILE = 4096
 _WHOLE_FORWARD = 32768
@@ -44,13 +51,13 @@ class _Tiles(NamedTuple):
 
 def _cut(group_channels: int, positions: int, whole: int, bytes_per_number: int, device: torch.device) -> _Tiles:
     """One tile for a row that pads to at most `whole` numbers, else tiles of `_TILE`: 16 or 32 numbers a thread."""
-    channels, block = triton.next_power_of_2(group_channels), triton.next_power_of_2(positions)
+    channels, block = next_power_of_2(group_channels), next_power_of_2(positions)
     if channels * block <= whole:
         warps = max(1, min(device_limits(device).max_warps, channels * block // 512))
         return _Tiles(channels, block, 1, NormConfig(rows=1, num_warps=warps))
     block = min(block, _TILE)
     channels = min(channels, _TILE // block)
-    count = triton.cdiv(group_channels, channels) * triton.cdiv(positions, block)
+    count = cdiv(group_channels, channels) * cdiv(positions, block)
     config = NormConfig(rows=1, num_warps=8, num_stages=3)
     return _Tiles(channels, block, count, fit_config(config, _TILE, bytes_per_number, device))
 
@@ -73,10 +80,10 @@ def launch_forward(
     programs = num_sms(x.device) * _PROGRAMS_PER_SM
     with on_device(x):
         if tiles.per_row > 1:
-            blocks = triton.cdiv(group_channels * positions, _TILE)
-            chunk_size = triton.cdiv(blocks, min(MAX_CHUNKS, triton.cdiv(programs, rows), blocks)) * _TILE
-            chunks = triton.cdiv(group_channels * positions, chunk_size)
-            splits = min(tiles.per_row, triton.cdiv(programs, rows))
+            blocks = cdiv(group_channels * positions, _TILE)
+            chunk_size = cdiv(blocks, min(MAX_CHUNKS, cdiv(programs, rows), blocks)) * _TILE
+            chunks = cdiv(group_channels * positions, chunk_size)
+            splits = min(tiles.per_row, cdiv(programs, rows))
             chunk_mean, chunk_square = x.new_empty(2, rows, chunks, dtype=torch.float32)
             moments_kernel[(rows * chunks,)](
                 x,
@@ -130,12 +137,12 @@ def launch_backward(
     tiles = _cut(group_channels, positions, _WHOLE_BACKWARD, bytes_per_number, x.device)
     whole, chunks, splits = tiles.per_row == 1, 1, 1
     programs = num_sms(x.device) * _PROGRAMS_PER_SM
-    chunk_tiles = triton.cdiv(positions, tiles.positions)
+    chunk_tiles = cdiv(positions, tiles.positions)
     if not whole:
-        sum_rows = rows * triton.cdiv(group_channels, tiles.channels)
-        chunk_tiles = triton.cdiv(chunk_tiles, min(chunk_tiles, triton.cdiv(programs, sum_rows)))
-        chunks = triton.cdiv(triton.cdiv(positions, tiles.positions), chunk_tiles)
-        splits = min(tiles.per_row, triton.cdiv(programs, rows))
+        sum_rows = rows * cdiv(group_channels, tiles.channels)
+        chunk_tiles = cdiv(chunk_tiles, min(chunk_tiles, cdiv(programs, sum_rows)))
+        chunks = cdiv(cdiv(positions, tiles.positions), chunk_tiles)
+        splits = min(tiles.per_row, cdiv(programs, rows))
     sums = [] if dweight is None else [dweight]
     sums += [] if dbias is None else [dbias]
     partial = x.new_empty(2, samples * chunks, channels, dtype=torch.float32) if sums or not whole else None
@@ -174,7 +181,7 @@ def launch_backward(
                 splits,
                 chunks,
                 WHOLE=whole,
-                GROUP_CHANNELS=triton.next_power_of_2(group_channels),
+                GROUP_CHANNELS=next_power_of_2(group_channels),
                 **tiles.constants,
             )
         if sums and partial is not None:

@@ -15,12 +15,14 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
+    cdiv,
     column_sum,
     empty_in_order,
     empty_row_values,
     fit_config,
     forward_config,
     memory_order,
+    next_power_of_2,
 )
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
 
@@ -137,7 +139,7 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     As for RMSNorm, with tiles of half the size for short rows: the gradient of the bias takes as many registers again
     as that of the weight.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     if block <= 1024:
         return NormConfig(rows=min(64, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=4)
     num_warps = min(16, block // 512) if block <= 16384 else 32
@@ -163,7 +165,7 @@ def launch_forward(
     residual_rows = None if residual is None else as_rows(residual, order)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        _layer_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
+        _layer_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -178,7 +180,7 @@ def launch_forward(
             eps,
             H=hidden_size,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
     return y, total, mean, rstd
@@ -205,7 +207,7 @@ def launch_backward(
     streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
     bytes_per_column = sum(tensor.element_size() for tensor in streams)
     config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    programs = min(triton.cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
+    programs = min(cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
     outputs = [tensor for tensor in (dweight, dbias) if tensor.numel()]
     partial = x.new_empty(len(outputs), programs, hidden_size, dtype=torch.float32)
     with on_device(x):
@@ -225,7 +227,7 @@ def launch_backward(
             rows.shape[0],
             H=hidden_size,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )

@@ -21,9 +21,11 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
+    cdiv,
     column_sum,
     fit_config,
     forward_config,
+    next_power_of_2,
 )
 from liger_trainer.kernels._rms_norm_kernels import load_scale, normalise
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
@@ -196,7 +198,7 @@ def launch_forward(
     shift_rows = None if shift is None else as_rows(shift, None)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        _modulated_rms_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
+        _modulated_rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             weight if weight is None else weight.contiguous(),
             scale_rows,
@@ -213,7 +215,7 @@ def launch_forward(
             H=hidden_size,
             CASTING=casting,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
     return y, rstd
@@ -241,7 +243,7 @@ def launch_backward(
     num_groups = 1 if per_row else scale_rows.shape[0]
     rows_per_group = rows.shape[0] // num_groups
     programs = num_sms(x.device) * config.programs_per_sm
-    splits = max(1, min(programs // num_groups, triton.cdiv(rows_per_group, config.rows)))
+    splits = max(1, min(programs // num_groups, cdiv(rows_per_group, config.rows)))
     programs = splits * min(num_groups, programs)
     sums = [] if per_row or splits == 1 else [tensor for tensor in (dscale, dshift) if tensor is not None]
     partial = x.new_empty(len(sums), num_groups, splits, hidden_size, dtype=torch.float32)
@@ -268,7 +270,7 @@ def launch_backward(
             CASTING=casting,
             PER_ROW=per_row,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )

@@ -20,6 +20,16 @@ MAX_HIDDEN_SIZE = 65536
 _COLUMN_SUM_TILE = 4096
 
 
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up. Triton's own costs microseconds a call, and a launch needs several."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than `number` >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
 class NormConfig(NamedTuple):
     """How a norm kernel is launched; `num_stages` and `programs_per_sm` are for the persistent backward kernels.
 
@@ -59,11 +69,12 @@ def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
     16 to 32 numbers a thread are two to four 16-byte loads of bf16 in flight in each, and several programs share a
     multiprocessor. Short rows are put together in a tile; a row of more than 4096 gets more warps. Measured on an H200.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     rows = min(128, max(1, 2048 // block))
     return NormConfig(rows=rows, num_warps=min(32, max(4, rows * block // 1024)))
 
 
+@functools.cache
 def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, device: torch.device) -> NormConfig:
     """`config` with warps and stages lowered to what `device` has.
 
@@ -74,7 +85,7 @@ def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, devi
         device: Where it will run.
     """
     limits = device_limits(device)
-    tile_bytes = config.rows * triton.next_power_of_2(hidden_size) * bytes_per_column
+    tile_bytes = config.rows * next_power_of_2(hidden_size) * bytes_per_column
     buffers = (limits.shared_memory - 8192) // tile_bytes  # 8 KiB are for the reductions across warps
     return config._replace(
         num_warps=min(config.num_warps, limits.max_warps),
@@ -210,7 +221,7 @@ def column_sum(partial: torch.Tensor, *outputs: torch.Tensor) -> None:
     count, groups = batch[0], batch[1] if len(batch) == 2 else 1
     # A narrow block has many programs for a short row; 8 fp32 columns are one memory sector.
     block = 8 if hidden_size <= 1024 else 32
-    grid = (triton.cdiv(hidden_size, block), groups, count)
+    grid = (cdiv(hidden_size, block), groups, count)
     _column_sum_kernel[grid](
         partial,
         outputs[0],

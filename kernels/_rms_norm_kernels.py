@@ -15,12 +15,14 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
+    cdiv,
     column_sum,
     empty_in_order,
     empty_row_values,
     fit_config,
     forward_config,
     memory_order,
+    next_power_of_2,
 )
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
 
@@ -153,7 +155,7 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     registers, 32 need that many from 16384 on too (16 warps), where a part of the scale spills: it is read back from
     L1, while the next rows are on their way.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     if block <= 1024:
         return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=3)
     num_warps = min(16, block // 512) if block <= 16384 else 32
@@ -187,7 +189,7 @@ def launch_forward(
     residual_rows = None if residual is None else as_rows(residual, order)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        _rms_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
+        _rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -202,7 +204,7 @@ def launch_forward(
             H=hidden_size,
             CASTING=casting,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
     return y, total, rstd
@@ -230,7 +232,7 @@ def launch_backward(
     streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
     bytes_per_column = sum(tensor.element_size() for tensor in streams)
     config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    tiles = triton.cdiv(rows.shape[0], config.rows)
+    tiles = cdiv(rows.shape[0], config.rows)
     programs = min(tiles, num_sms(x.device) * config.programs_per_sm)
     partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if needs_dweight else None
     with on_device(x):
@@ -250,7 +252,7 @@ def launch_backward(
             H=hidden_size,
             CASTING=casting,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )

@@ -22,10 +22,12 @@ import torch
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_rows,
+    cdiv,
     check_arguments,
     column_sum,
     empty_in_order,
     memory_order,
+    next_power_of_2,
     refuse_second_derivative,
 )
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
@@ -129,7 +131,7 @@ def launch_config(hidden_size: int) -> NormConfig:
 
 
 def _block(hidden_size: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(hidden_size))
+    return min(_BLOCK, next_power_of_2(hidden_size))
 
 
 @torch.library.custom_op("liger_trainer::dyt", mutates_args=())
@@ -140,7 +142,7 @@ def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.
         return y
     rows, block, config = as_rows(x, order), _block(hidden_size), launch_config(hidden_size)
     with on_device(x):
-        _dyt_forward_kernel[(triton.cdiv(rows.shape[0], config.rows), triton.cdiv(hidden_size, block))](
+        _dyt_forward_kernel[(cdiv(rows.shape[0], config.rows), cdiv(hidden_size, block))](
             rows,
             alpha,
             gamma.contiguous(),
@@ -178,9 +180,9 @@ def _dyt_backward(
     hidden_size, order = x.shape[-1], memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     block, config = _block(hidden_size), launch_config(hidden_size)
-    columns = triton.cdiv(hidden_size, block)
-    programs = triton.cdiv(num_sms(x.device) * config.programs_per_sm, columns)
-    programs = min(programs, triton.cdiv(rows.shape[0], config.rows))
+    columns = cdiv(hidden_size, block)
+    programs = cdiv(num_sms(x.device) * config.programs_per_sm, columns)
+    programs = min(programs, cdiv(rows.shape[0], config.rows))
     sums = [tensor for tensor in (dgamma, dbeta) if tensor.numel()]
     partial = x.new_empty(len(sums), programs, hidden_size, dtype=torch.float32)
     alpha_partial = x.new_empty(1, programs * columns, 1, dtype=torch.float32) if needs_dalpha else None

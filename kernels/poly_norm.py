@@ -22,6 +22,7 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
+    cdiv,
     check_arguments,
     column_sum,
     empty_in_order,
@@ -29,6 +30,7 @@ from liger_trainer.kernels._norm_common import (
     fit_config,
     forward_config,
     memory_order,
+    next_power_of_2,
     refuse_second_derivative,
     runs_on_triton,
 )
@@ -135,7 +137,7 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
 
     As RMSNorm's, without its column sums; the powers and four reductions of a row take their registers.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     if block <= 1024:
         return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=4)
     num_warps = min(16, block // 512) if block <= 16384 else 32
@@ -153,7 +155,7 @@ def _poly_norm(
     rows = as_rows(x, order)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        _poly_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
+        _poly_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             weight.contiguous(),
             bias,
@@ -164,7 +166,7 @@ def _poly_norm(
             eps,
             H=hidden_size,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
     return y, *rstds  # type: ignore[return-value]
@@ -201,7 +203,7 @@ def _poly_norm_backward(
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     bytes_per_column = rows.element_size() + dy_rows.element_size()
     config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    programs = min(triton.cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
+    programs = min(cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
     weight_partial = x.new_empty(1, programs, 3, dtype=torch.float32) if needs_dweight else None
     bias_partial = None if bias_like is None else x.new_empty(1, programs, 1, dtype=torch.float32)
     with on_device(x):
@@ -218,7 +220,7 @@ def _poly_norm_backward(
             rows.shape[0],
             H=hidden_size,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )
