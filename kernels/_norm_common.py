@@ -20,6 +20,16 @@ MAX_HIDDEN_SIZE = 65536
 _COLUMN_SUM_TILE = 4096
 
 
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up. Triton's own costs microseconds a call, and a launch needs several."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than `number` >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
 class NormConfig(NamedTuple):
     """How a norm kernel is launched; `num_stages` and `programs_per_sm` are for the persistent backward kernels.
 
@@ -59,11 +69,12 @@ def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
     16 to 32 numbers a thread are two to four 16-byte loads of bf16 in flight in each, and several programs share a
     multiprocessor. Short rows are put together in a tile; a row of more than 4096 gets more warps. Measured on an H200.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     rows = min(128, max(1, 2048 // block))
     return NormConfig(rows=rows, num_warps=min(32, max(4, rows * block // 1024)))
 
 
+@functools.cache
 def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, device: torch.device) -> NormConfig:
     """`config` with warps and stages lowered to what `device` has.
 
@@ -74,7 +85,7 @@ def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, devi
         device: Where it will run.
     """
     limits = device_limits(device)
-    tile_bytes = config.rows * triton.next_power_of_2(hidden_size) * bytes_per_column
+    tile_bytes = config.rows * next_power_of_2(hidden_size) * bytes_per_column
     buffers = (limits.shared_memory - 8192) // tile_bytes  # 8 KiB are for the reductions across warps
     return config._replace(
         num_warps=min(config.num_warps, limits.max_warps),
@@ -86,6 +97,25 @@ def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     """Whether a norm of `x` with these parameters runs as a Triton kernel."""
     supported = all(parameter is None or use_triton(parameter) for parameter in parameters)
     return supported and use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32 under autocast, where torch runs its own norms in fp32 (not so on a CPU), else the dtype of `x`."""
+    device = x.device.type
+    low_precision = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
+
+
+def refuse_second_derivative(operator: torch.library.CustomOpDef, function: str) -> None:
+    """Gives the backward operator of `function` a derivative that raises RuntimeError and says what to do instead."""
+
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"The gradient of {function} cannot itself be differentiated (create_graph=True was given, or a gradient "
+            f"of a gradient was asked for); use {function}_reference, which is plain torch, where you need that."
+        )
+
+    operator.register_autograd(backward)
 
 
 def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
@@ -112,6 +142,16 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
         if parameter.device != x.device:
             raise ValueError(
                 f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
+            )
+
+
+def check_residual(name: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Raises ValueError unless `residual` has the shape, dtype and device of `x`."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(residual, what) != getattr(x, what):
+            raise ValueError(
+                f"`residual` of {name} has {what} {getattr(residual, what)}, but `x` has {getattr(x, what)}; the two "
+                f"must agree, so expand, cast or move one of them."
             )
 
 
@@ -152,32 +192,36 @@ def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tenso
 def _column_sum_kernel(
     partial_ptr, first_ptr, second_ptr, num_partials, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    which = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)
+    which = tl.program_id(2)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.arange(0, ROWS)
-    partial_ptr += which * num_partials * H
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    partial_ptr += (which * tl.num_programs(1) + group) * num_partials * H
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, num_partials, ROWS):
         mask = (start + rows < num_partials)[:, None] & (cols < H)[None, :]
         total += tl.load(partial_ptr + ((start + rows) * H)[:, None] + cols[None, :], mask=mask, other=0.0)
     column = tl.sum(total, axis=0)
+    out = group * H + cols
     if which == 0:
-        tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < H)
+        tl.store(first_ptr + out, column.to(first_ptr.dtype.element_ty), mask=cols < H)
     else:
-        tl.store(second_ptr + cols, column.to(second_ptr.dtype.element_ty), mask=cols < H)
+        tl.store(second_ptr + out, column.to(second_ptr.dtype.element_ty), mask=cols < H)
 
 
 def column_sum(partial: torch.Tensor, *outputs: torch.Tensor) -> None:
-    """Writes `partial[i].sum(0)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
+    """Writes `partial[i].sum(-2)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
 
     Args:
-        partial: fp32 of shape (len(outputs), programs, hidden_size), contiguous.
-        outputs: One or two tensors of shape (hidden_size,) of any floating dtype.
+        partial: fp32 of shape (len(outputs), programs, hidden_size), or (len(outputs), groups, programs, hidden_size)
+            for a sum in each of up to 65535 groups; contiguous.
+        outputs: One or two contiguous tensors of `hidden_size` numbers (a group), of any floating dtype.
     """
-    count, num_partials, hidden_size = partial.shape
+    *batch, num_partials, hidden_size = partial.shape
+    count, groups = batch[0], batch[1] if len(batch) == 2 else 1
     # A narrow block has many programs for a short row; 8 fp32 columns are one memory sector.
     block = 8 if hidden_size <= 1024 else 32
-    grid = (triton.cdiv(hidden_size, block), count)
+    grid = (cdiv(hidden_size, block), groups, count)
     _column_sum_kernel[grid](
         partial,
         outputs[0],

@@ -15,12 +15,14 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
+    cdiv,
     column_sum,
     empty_in_order,
     empty_row_values,
     fit_config,
     forward_config,
     memory_order,
+    next_power_of_2,
 )
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
 
@@ -28,12 +30,26 @@ CASTINGS = ("llama", "gemma", "olmo2", "none")
 
 
 @triton.jit
-def _load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
+def load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
     weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
     scale = weight.to(tl.float32) + offset
     if CASTING != "gemma":
         scale = scale.to(weight.dtype).to(tl.float32)
     return scale[None, :]
+
+
+@triton.jit
+def normalise(x, eps, dtype: tl.constexpr, H: tl.constexpr, CASTING: tl.constexpr):
+    """The rows of the fp32 tile `x` over their root mean square, with the roundings of `CASTING`; and 1 / that."""
+    if CASTING == "none":
+        mean_square = (tl.sum((x * x).to(dtype).to(tl.float32), axis=1) * (1.0 / H)).to(dtype).to(tl.float32)
+        rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    else:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
+    y = x * rstd[:, None]
+    if CASTING == "llama" or CASTING == "none":
+        y = y.to(dtype).to(tl.float32)
+    return y, rstd
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,18 +82,10 @@ def _rms_norm_forward_kernel(
         tl.store(total_ptr + out, total, mask=mask)
         x = total.to(tl.float32)  # the model normalises the sum as it was rounded
 
-    if CASTING == "none":
-        mean_square = (tl.sum((x * x).to(dtype).to(tl.float32), axis=1) * (1.0 / H)).to(dtype).to(tl.float32)
-        rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    else:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
+    y, rstd = normalise(x, eps, dtype, H, CASTING)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-
-    y = x * rstd[:, None]
-    if CASTING == "llama" or CASTING == "none":
-        y = y.to(dtype).to(tl.float32)
     if weight_ptr is not None:
-        y *= _load_scale(weight_ptr, cols, offset, H, CASTING)
+        y *= load_scale(weight_ptr, cols, offset, H, CASTING)
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -105,7 +113,7 @@ def _rms_norm_backward_kernel(
     SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
     cols = tl.arange(0, BLOCK_H)
     if weight_ptr is not None:
-        scale = _load_scale(weight_ptr, cols, offset, H, CASTING)
+        scale = load_scale(weight_ptr, cols, offset, H, CASTING)
     if partial_ptr is not None:
         dweight = tl.zeros((ROWS if SUM_LATE else 1, BLOCK_H), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
@@ -147,7 +155,7 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
     registers, 32 need that many from 16384 on too (16 warps), where a part of the scale spills: it is read back from
     L1, while the next rows are on their way.
     """
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     if block <= 1024:
         return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=3)
     num_warps = min(16, block // 512) if block <= 16384 else 32
@@ -181,7 +189,7 @@ def launch_forward(
     residual_rows = None if residual is None else as_rows(residual, order)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        _rms_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
+        _rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -196,7 +204,7 @@ def launch_forward(
             H=hidden_size,
             CASTING=casting,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
     return y, total, rstd
@@ -224,7 +232,7 @@ def launch_backward(
     streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
     bytes_per_column = sum(tensor.element_size() for tensor in streams)
     config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    tiles = triton.cdiv(rows.shape[0], config.rows)
+    tiles = cdiv(rows.shape[0], config.rows)
     programs = min(tiles, num_sms(x.device) * config.programs_per_sm)
     partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if needs_dweight else None
     with on_device(x):
@@ -244,7 +252,7 @@ def launch_backward(
             H=hidden_size,
             CASTING=casting,
             ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
+            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )

@@ -16,9 +16,11 @@ import torch
 
 from liger_trainer.kernels._norm_common import (
     check_arguments,
+    check_residual,
     empty_in_order,
     empty_row_values,
     memory_order,
+    refuse_second_derivative,
     runs_on_triton,
 )
 from liger_trainer.kernels._rms_norm_kernels import (
@@ -65,6 +67,9 @@ def _fused_add_rms_norm_backward(
 @_fused_add_rms_norm_backward.register_fake
 def _(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needs_dx, needs_dweight):
     return fake_gradients(new_residual, weight, needs_dx, needs_dweight)
+
+
+refuse_second_derivative(_fused_add_rms_norm_backward, "fused_add_rms_norm")
 
 
 def _setup_context(ctx, inputs, output):
@@ -125,12 +130,7 @@ def fused_add_rms_norm(
     """
     check_casting("fused_add_rms_norm", casting)
     check_arguments("fused_add_rms_norm", x, weight=weight)
-    for what in ("shape", "dtype", "device"):
-        if getattr(residual, what) != getattr(x, what):
-            raise ValueError(
-                f"`residual` of fused_add_rms_norm has {what} {getattr(residual, what)}, but `x` has "
-                f"{getattr(x, what)}; the two must agree, so expand, cast or move one of them."
-            )
+    check_residual("fused_add_rms_norm", x, residual)
     if not runs_on_triton(x, weight):
         return fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting)
     y, new_residual, _ = _fused_add_rms_norm(x, residual, weight, eps, offset, casting)

@@ -12,6 +12,8 @@ and, with g = dy * weight,
 Forward reads x and writes y (4 bytes a number in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
 backward: x, weight, and mean and rstd (fp32, one a row). The gradients of weight and bias are summed in fp32 in the
 registers of a persistent grid and added up by one second small kernel, without atomics.
+
+The kernels can also add a residual before the norm; `fused_add_layer_norm` launches them so.
 """
 
 from __future__ import annotations
@@ -19,125 +21,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.kernels._layer_norm_kernels import empty_gradients, launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import (
-    NormConfig,
-    as_row_values,
-    as_rows,
+    autocast_dtype,
     check_arguments,
-    column_sum,
     empty_in_order,
     empty_row_values,
-    fit_config,
-    forward_config,
     memory_order,
+    refuse_second_derivative,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _layer_norm_forward_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    num_rows,
-    eps,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_H)
-    mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
-    x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1) * (1.0 / H)
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + eps)
-    tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-    y = centred * rstd[:, None]
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + (rows * H)[:, None] + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _layer_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dy_stride,
-    x_stride,
-    num_rows,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    # Adding the rows of a tile goes across warps when a row is short, so there it is left to the end.
-    SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
-    SUM_ROWS: tl.constexpr = ROWS if SUM_LATE else 1
-    cols = tl.arange(0, BLOCK_H)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    if dweight_ptr is not None:
-        dweight = tl.zeros((SUM_ROWS, BLOCK_H), tl.float32)
-    if dbias_ptr is not None:
-        dbias = tl.zeros((SUM_ROWS, BLOCK_H), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
-        x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
-        dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        x_hat = (x.to(tl.float32) - mean) * rstd  # beyond H it meets dy = 0 only
-        if dx_ptr is not None:
-            g = dy
-            if weight_ptr is not None:
-                g = dy * weight
-            mean_g = tl.sum(g, axis=1)[:, None] * (1.0 / H)
-            projection = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / H)
-            dx = rstd * (g - mean_g - x_hat * projection)
-            tl.store(dx_ptr + (rows * H)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if dweight_ptr is not None:
-            if SUM_LATE:
-                dweight += dy * x_hat
-            else:
-                dweight += tl.sum(dy * x_hat, axis=0)[None, :]
-        if dbias_ptr is not None:
-            if SUM_LATE:
-                dbias += dy
-            else:
-                dbias += tl.sum(dy, axis=0)[None, :]
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + tl.program_id(0) * H + cols, tl.sum(dbias, axis=0), mask=cols < H)
-
-
-def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
-    """Tile, warps, stages and persistent grid of the backward kernel.
-
-    As for RMSNorm, with tiles of half the size for short rows: the gradient of the bias takes as many registers again
-    as that of the weight.
-    """
-    block = triton.next_power_of_2(hidden_size)
-    if block <= 1024:
-        return NormConfig(rows=min(64, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=4)
-    num_warps = min(16, block // 512) if block <= 16384 else 32
-    return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
 
 
 @torch.library.custom_op("liger_trainer::layer_norm", mutates_args=())
@@ -148,29 +41,7 @@ def _layer_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden_size, order = x.shape[-1], memory_order(x)
-    y = empty_in_order(x, order, dtype)
-    mean, rstd = empty_row_values(x, order), empty_row_values(x, order)
-    if x.numel() == 0:
-        return y, mean, rstd
-    rows = as_rows(x, order)
-    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
-    with on_device(x):
-        _layer_norm_forward_kernel[(triton.cdiv(rows.shape[0], config.rows),)](
-            rows,
-            weight if weight is None else weight.contiguous(),
-            bias if bias is None else bias.contiguous(),
-            as_rows(y, order),
-            as_row_values(mean, order),
-            as_row_values(rstd, order),
-            rows.stride(0),
-            rows.shape[0],
-            eps,
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
-            num_warps=config.num_warps,
-        )
+    y, _, mean, rstd = launch_forward(x, None, weight, bias, eps, dtype)
     return y, mean, rstd
 
 
@@ -191,55 +62,15 @@ def _layer_norm_backward(
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden_size, order = x.shape[-1], memory_order(x)
-    dx, dweight, dbias = _gradients(x, needs_dx, dweight_dtype, dbias_dtype)
-    if x.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
-    rows, dy_rows = as_rows(x, order), as_rows(dy, order)
-    bytes_per_column = rows.element_size() + dy_rows.element_size()
-    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    programs = min(triton.cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
-    outputs = [tensor for tensor in (dweight, dbias) if tensor.numel()]
-    partial = x.new_empty(len(outputs), programs, hidden_size, dtype=torch.float32)
-    with on_device(x):
-        _layer_norm_backward_kernel[(programs,)](
-            dy_rows,
-            rows,
-            weight if weight is None else weight.contiguous(),
-            as_row_values(mean, order),
-            as_row_values(rstd, order),
-            as_rows(dx, order) if needs_dx else None,
-            None if dweight_dtype is None else partial[0],
-            None if dbias_dtype is None else partial[-1],
-            dy_rows.stride(0),
-            rows.stride(0),
-            rows.shape[0],
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=triton.next_power_of_2(hidden_size),
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
-        )
-        if outputs:
-            column_sum(partial, *outputs)
-    return dx, dweight, dbias
+    return launch_backward(dy, None, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
 
 
 @_layer_norm_backward.register_fake
-def _gradients_fake(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype):
-    return _gradients(x, needs_dx, dweight_dtype, dbias_dtype)
+def _(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype):
+    return empty_gradients(x, needs_dx, dweight_dtype, dbias_dtype)
 
 
-def _gradients(
-    x: torch.Tensor, needs_dx: bool, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New gradients of x, weight and bias, empty where not needed."""
-    dx = empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0)
-    dweight, dbias = (
-        x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype or x.dtype)
-        for dtype in (dweight_dtype, dbias_dtype)
-    )
-    return dx, dweight, dbias
+refuse_second_derivative(_layer_norm_backward, "layer_norm")
 
 
 def _setup_context(ctx, inputs, output):
@@ -271,13 +102,6 @@ def _backward(ctx, dy, _mean_grad, _rstd_grad):
 _layer_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _output_dtype(x: torch.Tensor) -> torch.dtype:
-    """fp32 under autocast, where torch runs layer_norm in fp32 (not so on a CPU), else the dtype of `x`."""
-    device = x.device.type
-    low_precision = x.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
-
-
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -305,7 +129,7 @@ def layer_norm(
     check_arguments("layer_norm", x, weight=weight, bias=bias)
     if not runs_on_triton(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps, _output_dtype(x))[0]
+    return _layer_norm(x, weight, bias, eps, autocast_dtype(x))[0]
 
 
 def layer_norm_reference(
@@ -320,4 +144,4 @@ def layer_norm_reference(
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
-    return F.layer_norm(x.to(compute), x.shape[-1:], weight, bias, eps).to(_output_dtype(x))
+    return F.layer_norm(x.to(compute), x.shape[-1:], weight, bias, eps).to(autocast_dtype(x))

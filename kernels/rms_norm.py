@@ -24,6 +24,7 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     memory_order,
+    refuse_second_derivative,
     runs_on_triton,
 )
 from liger_trainer.kernels._rms_norm_kernels import (
@@ -66,6 +67,9 @@ def _rms_norm_backward(
 @_rms_norm_backward.register_fake
 def _(dy, x, weight, rstd, offset, casting, needs_dx, needs_dweight):
     return fake_gradients(x, weight, needs_dx, needs_dweight)
+
+
+refuse_second_derivative(_rms_norm_backward, "rms_norm")
 
 
 def _setup_context(ctx, inputs, output):

@@ -3,18 +3,23 @@
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.divergence_options import DivergenceOutput
+from liger_trainer.kernels.dyt import dyt
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
+from liger_trainer.kernels.fused_add_layer_norm import fused_add_layer_norm
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
 from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
+from liger_trainer.kernels.group_norm import group_norm
 from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
+from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.poly_norm import poly_norm
 from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
@@ -33,13 +38,16 @@ __all__ = [
     "LogProbsOutput",
     "clamped_swiglu",
     "cross_entropy",
+    "dyt",
     "embedding",
     "embedding_backward_",
+    "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_ce_tvd",
     "geglu",
     "geglu_down",
     "geglu_fused",
+    "group_norm",
     "grpo_loss",
     "grpo_loss_from_log_probs",
     "jsd",
@@ -51,6 +59,8 @@ __all__ = [
     "linear_kl",
     "linear_kl_div",
     "linear_log_probs",
+    "modulated_rms_norm",
+    "poly_norm",
     "relu_squared",
     "rms_norm",
     "rope",

@@ -82,7 +82,8 @@ def compile_launch(launch: Launch, target: str) -> Any:
     signature, constants, attributes = {}, {}, {}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize  # a launch makes it a constant
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         else:

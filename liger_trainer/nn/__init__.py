@@ -29,8 +29,21 @@ from liger_trainer.nn.mlp import (
     LigerSwiGLUMLP,
     LigerSwiGLUMLPForMuseGlimmer,
 )
-from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
+from liger_trainer.nn.norms import LigerDyT, LigerGroupNorm, LigerLayerNorm, LigerPolyNorm, LigerRMSNorm
 from liger_trainer.nn.policy import triton_grpo_loss
+from liger_trainer.nn.rms_norms import (
+    LigerFusedAddRMSNorm,
+    LigerModulatedRMSNorm,
+    LigerRMSNormForGemma,
+    LigerRMSNormForGemma2,
+    LigerRMSNormForGemma3,
+    LigerRMSNormForGemma4,
+    LigerRMSNormForGlm4,
+    LigerRMSNormForMuseGlimmer,
+    LigerRMSNormForMuseGlimmerTextCentered,
+    LigerRMSNormForOlmo2,
+    LigerRMSNormForQwen3Next,
+)
 from liger_trainer.nn.rope import liger_rotary_pos_emb
 from liger_trainer.nn.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
@@ -38,9 +51,11 @@ from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 __all__ = [
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
+    "LigerDyT",
     "LigerEmbedding",
     "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm",
     "LigerFusedCETVDLoss",
     "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
@@ -49,14 +64,26 @@ __all__ = [
     "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP",
     "LigerGEGLUMLPForGemma4",
+    "LigerGroupNorm",
     "LigerHunyuanV1SwiGLUMLP",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
     "LigerMLP",
+    "LigerModulatedRMSNorm",
     "LigerPhi3SwiGLUMLP",
+    "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
     "LigerReLUSquared",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liger_trainer.functional import layer_norm, rms_norm
+from liger_trainer.functional import dyt, group_norm, layer_norm, poly_norm, rms_norm
 
 _CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -103,3 +103,87 @@ class LigerLayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """What printing the module shows."""
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+class LigerGroupNorm(nn.Module):
+    """GroupNorm of (batch, channels, ...); it always has a bias, which starts at zero unless `bias` is set.
+
+    Args:
+        num_channels: Channels of the input.
+        num_groups: Number of groups, a divisor of `num_channels`.
+        eps: Added to the variance.
+        bias: Start the bias from random values, as Liger does, and not from zero.
+        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
+
+    Raises:
+        ValueError: for an unknown `init_fn`, or groups that do not divide the channels.
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"`num_groups` is {num_groups}, which does not divide `num_channels`, {num_channels}.")
+        self.num_channels = num_channels
+        self.num_groups = num_groups
+        self.weight = _initial_weight(num_channels, init_fn)
+        self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
+        self.eps = self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalises `hidden_states`, (batch, num_channels, ...)."""
+        return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+
+
+class LigerPolyNorm(nn.Module):
+    """PolyNorm; see [`liger_trainer.functional.poly_norm`] for the formula. Weights start at 1/3, the bias at 1.
+
+    Args:
+        eps: Added to each mean square.
+        in_place: No effect: the caller's gradient tensor is never overwritten.
+    """
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalises `hidden_states`, (..., hidden_size)."""
+        return poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"eps={self.variance_epsilon}"
+
+
+class LigerDyT(nn.Module):
+    """Dynamic tanh, `tanh(alpha * x) * gamma + beta`, in place of a norm.
+
+    Args:
+        hidden_size: Size of the last dimension.
+        beta: Whether there is a bias.
+        init_alpha: Initial alpha.
+    """
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.init_alpha = init_alpha
+        self.alpha = nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the function to `x`, (..., hidden_size)."""
+        return dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import _rms_norm_kernels
-from liger_trainer.kernels import layer_norm as layer_norm_module
+from liger_trainer.kernels import _layer_norm_kernels, _rms_norm_kernels
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -99,8 +98,8 @@ def test_another_number_of_rows_compiles_nothing(device):
     kernels = (
         _rms_norm_kernels._rms_norm_forward_kernel,
         _rms_norm_kernels._rms_norm_backward_kernel,
-        layer_norm_module._layer_norm_forward_kernel,
-        layer_norm_module._layer_norm_backward_kernel,
+        _layer_norm_kernels._layer_norm_forward_kernel,
+        _layer_norm_kernels._layer_norm_backward_kernel,
     )
     counts = set()
     for rows in (7, 1, 16, 4096, 100003):

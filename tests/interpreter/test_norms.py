@@ -1,7 +1,6 @@
 """RMSNorm, fused residual add and LayerNorm as Triton kernels: values, gradients, layouts, dtypes and the operators.
 
-Truth is float64. A low-precision result may be no further from it than torch's own result of that dtype is, times 1.1;
-fp32 results get a few units in the last place for another order of summation.
+`tests.accuracy` says how exact a result must be.
 """
 
 import copy
@@ -13,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _norm_common, _rms_norm_kernels
-from liger_trainer.kernels import layer_norm as layer_norm_module
+from liger_trainer.kernels import _layer_norm_kernels, _norm_common, _rms_norm_kernels
 from liger_trainer.kernels._norm_common import NormConfig, column_sum
 from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
+from tests.accuracy import assert_as_accurate, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASTINGS = ["llama", "gemma", "olmo2", "none"]
@@ -28,39 +27,8 @@ CASTINGS = ["llama", "gemma", "olmo2", "none"]
 def one_multiprocessor(monkeypatch):
     """Few programs, so that each loops over several tiles of the small inputs used here."""
     monkeypatch.setattr(_rms_norm_kernels, "num_sms", lambda device: 1)
-    monkeypatch.setattr(layer_norm_module, "num_sms", lambda device: 1)
+    monkeypatch.setattr(_layer_norm_kernels, "num_sms", lambda device: 1)
     torch.manual_seed(0)
-
-
-def run(function, tensors, upstream=None, **options):
-    """Outputs and gradients of `function` on detached copies; `upstream` are the gradients of the outputs."""
-    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
-    outputs = function(*leaves, **options)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    if upstream is None:
-        upstream = [torch.randn_like(output) for output in outputs]
-    torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
-    return [*outputs, *[leaf.grad for leaf in leaves if leaf is not None]], upstream
-
-
-def errors(results, truth):
-    return [((a.double() - b.double()).norm() / (b.double().norm() + 1e-30)).item() for a, b in zip(results, truth)]
-
-
-def assert_as_accurate(function, reference, tensors, **options):
-    """`function` is no further from float64 than the eager reference is (1.1 x, and 3e-7 for fp32's order of sums).
-
-    On a few numbers the two round differently by chance; the largest error of one rounding is always allowed.
-    """
-    rounding = max(torch.finfo(t.dtype).eps for t in tensors if t is not None) / 2
-    ours, upstream = run(function, tensors, **options)
-    eager, _ = run(reference, tensors, upstream, **options)
-    exact_tensors = [None if t is None else t.double() for t in tensors]
-    truth, _ = run(reference, exact_tensors, [u.double() for u in upstream], **options)
-    assert [t.dtype for t in ours] == [t.dtype for t in eager]
-    assert [t.shape for t in ours] == [t.shape for t in eager]
-    for index, (our, their) in enumerate(zip(errors(ours, truth), errors(eager, truth))):
-        assert our <= max(1.1 * their + 3e-7, rounding), f"result {index}: our error {our:.2e}, eager's {their:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,7 +118,7 @@ def test_other_configurations_give_the_same_gradients(device, monkeypatch, rows,
     # Long rows, several a tile: their weight gradients are added up in every iteration.
     config = NormConfig(rows=rows, num_warps=8, num_stages=num_stages, programs_per_sm=2)
     monkeypatch.setattr(_rms_norm_kernels, "backward_config", lambda hidden_size, device: config)
-    monkeypatch.setattr(layer_norm_module, "backward_config", lambda hidden_size, device: config)
+    monkeypatch.setattr(_layer_norm_kernels, "backward_config", lambda hidden_size, device: config)
     x, residual = (torch.randn(19, 1100, device=device) for _ in range(2))
     weight, bias = (torch.randn(1100, device=device) for _ in range(2))
     assert_as_accurate(fused_add_rms_norm, fused_add_rms_norm_reference, (x, residual, weight))
@@ -283,7 +251,7 @@ def test_gradients_not_needed_are_not_computed(device, monkeypatch):
         column_sum(*args)
 
     monkeypatch.setattr(_rms_norm_kernels, "column_sum", counting_column_sum)
-    monkeypatch.setattr(layer_norm_module, "column_sum", counting_column_sum)
+    monkeypatch.setattr(_layer_norm_kernels, "column_sum", counting_column_sum)
     x, frozen = torch.randn(6, 32, device=device), torch.randn(32, device=device)
     dy = torch.randn(6, 32, device=device)
     needs_grad = x.clone().requires_grad_()

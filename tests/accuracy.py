@@ -1,0 +1,38 @@
+"""How exact a kernel must be.
+
+Truth is float64. A low-precision result may be no further from it than torch's own result of that dtype is, times 1.1;
+fp32 results get a few units in the last place for another order of summation.
+"""
+
+import torch
+
+
+def run(function, tensors, upstream=None, **options):
+    """Outputs and gradients of `function` on detached copies; `upstream` are the gradients of the outputs."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    outputs = function(*leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if upstream is None:
+        upstream = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
+    return [*outputs, *[leaf.grad for leaf in leaves if leaf is not None]], upstream
+
+
+def errors(results, truth):
+    return [((a.double() - b.double()).norm() / (b.double().norm() + 1e-30)).item() for a, b in zip(results, truth)]
+
+
+def assert_as_accurate(function, reference, tensors, upstream=None, **options):
+    """`function` is no further from float64 than the eager reference is (1.1 x, and 3e-7 for fp32's order of sums).
+
+    On a few numbers the two round differently by chance; the largest error of one rounding is always allowed.
+    """
+    rounding = max(torch.finfo(t.dtype).eps for t in tensors if t is not None) / 2
+    ours, upstream = run(function, tensors, upstream, **options)
+    eager, _ = run(reference, tensors, upstream, **options)
+    exact_tensors = [None if t is None else t.double() for t in tensors]
+    truth, _ = run(reference, exact_tensors, [u.double() for u in upstream], **options)
+    assert [t.dtype for t in ours] == [t.dtype for t in eager]
+    assert [t.shape for t in ours] == [t.shape for t in eager]
+    for index, (our, their) in enumerate(zip(errors(ours, truth), errors(eager, truth))):
+        assert our <= max(1.1 * their + 3e-7, rounding), f"result {index}: our error {our:.2e}, eager's {their:.2e}"

@@ -1,0 +1,83 @@
+"""Every norm with its reference and random arguments, for the tests that all of them must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from liger_trainer import functional
+from liger_trainer.kernels import (
+    dyt,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    group_norm,
+    layer_norm,
+    modulated_rms_norm,
+    poly_norm,
+    rms_norm,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormCase:
+    """A norm as a function of tensors only, and its arguments for an input of some shape.
+
+    Args:
+        function: The public function.
+        reference: The same in plain torch.
+        parameters: Shapes of the arguments after `x`, as a function of its shape.
+        channel_dim: The dimension of `x` that the parameters lie along.
+    """
+
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    reference: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    parameters: Callable[[tuple[int, ...]], list[tuple[int, ...]]]
+    channel_dim: int = -1
+
+    def arguments(
+        self, shape: tuple[int, ...], device: str, dtype: torch.dtype, parameter_dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Random arguments for an `x` of `shape`; a residual has the dtype of `x`, parameters may have their own."""
+        arguments = [torch.randn(shape, device=device) * 1.5 + 0.5]
+        arguments += [torch.randn(size, device=device) for size in self.parameters(shape)]
+        dtypes = [dtype if a.shape == shape else parameter_dtype or dtype for a in arguments]
+        return [argument.to(kind) for argument, kind in zip(arguments, dtypes)]
+
+
+def _groups(shape: tuple[int, ...]) -> int:
+    """A number of groups that divides the channels of `shape`."""
+    return next(groups for groups in (4, 3, 2, 1) if shape[1] % groups == 0)
+
+
+NORMS = {
+    "rms_norm": NormCase(functional.rms_norm, rms_norm.rms_norm_reference, lambda s: [s[-1:]]),
+    "fused_add_rms_norm": NormCase(
+        functional.fused_add_rms_norm, fused_add_rms_norm.fused_add_rms_norm_reference, lambda s: [s, s[-1:]]
+    ),
+    "layer_norm": NormCase(functional.layer_norm, layer_norm.layer_norm_reference, lambda s: [s[-1:], s[-1:]]),
+    "fused_add_layer_norm": NormCase(
+        functional.fused_add_layer_norm,
+        fused_add_layer_norm.fused_add_layer_norm_reference,
+        lambda s: [s, s[-1:], s[-1:]],
+    ),
+    "modulated_rms_norm": NormCase(
+        functional.modulated_rms_norm,
+        modulated_rms_norm.modulated_rms_norm_reference,
+        lambda s: [s[-1:], (s[0], s[-1]), (s[0], s[-1])],
+    ),
+    "modulated_rms_norm of tokens": NormCase(
+        functional.modulated_rms_norm,
+        modulated_rms_norm.modulated_rms_norm_reference,
+        lambda s: [s[-1:], s, s],
+    ),
+    "group_norm": NormCase(
+        lambda x, weight, bias: functional.group_norm(x, _groups(x.shape), weight, bias),
+        lambda x, weight, bias: group_norm.group_norm_reference(x, _groups(x.shape), weight, bias),
+        lambda s: [s[1:2], s[1:2]],
+        channel_dim=1,
+    ),
+    "poly_norm": NormCase(functional.poly_norm, poly_norm.poly_norm_reference, lambda s: [(3,), (1,)]),
+    "dyt": NormCase(functional.dyt, dyt.dyt_reference, lambda s: [(1,), s[-1:], s[-1:]]),
+}
