@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,
@@ -29,7 +30,6 @@ from liger_trainer.kernels.cross_entropy_options import (
 )
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
 from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.rescale import refuse_double_backward
 from liger_trainer.kernels.runtime import is_expanded, use_triton
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
@@ -120,7 +120,7 @@ def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[
     missing = (None,) * 11
     if grad is None:
         return (None, *missing)
-    refuse_double_backward()
+    refuse_double_backward("cross_entropy")
     logits, *saved = ctx.saved_tensors
     if not ctx.inplace_backward:
         return (_backward(grad, logits, *saved, *ctx.options), *missing)

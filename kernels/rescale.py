@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 
@@ -86,12 +87,3 @@ def rescaled_gradients(
             rescale_(gradient, upstream, expected)
         results.append(gradient)
     return results
-
-
-def refuse_double_backward() -> None:
-    """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The gradient of this cross entropy cannot itself be differentiated, so backward(create_graph=True) would "
-            "be silently wrong; compute this loss with the *_reference function instead."
-        )

@@ -7,13 +7,17 @@ from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCross
 from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
 from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.softmax import LigerMultiTokenAttention, LigerSoftmax, LigerSparsemax
 
 __all__ = [
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
     "LigerLayerNorm",
+    "LigerMultiTokenAttention",
     "LigerRMSNorm",
+    "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
     "liger_rotary_pos_emb",
 ]
