@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 
-def refuse_double_backward(function: str = "this loss") -> None:
+def refuse_double_backward(function: str = "this operator") -> None:
     """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong.
 
     Args:
@@ -22,7 +22,7 @@ def refuse_double_backward(function: str = "this loss") -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"The gradient of {function} cannot itself be differentiated, so backward(create_graph=True) would be "
-            "silently wrong; compute this loss with the *_reference function instead."
+            "silently wrong; compute it with the *_reference function instead."
         )
 
 

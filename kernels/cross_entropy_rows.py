@@ -299,8 +299,9 @@ def row_statistics_(
     class_weights: torch.Tensor | None = None,
     coefficient: torch.Tensor | None = None,
     width: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Fills `stats`; with a `coefficient` it also overwrites `logits` with their gradient times it.
+    """Fills `stats`; with a `coefficient` it also writes the gradient times it to `out`, else over `logits`.
 
     Args:
         logits: `(N, V)` or `(B, S, V)`, last stride 1.
@@ -311,12 +312,14 @@ def row_statistics_(
         class_weights: `(V,)` of the computing dtype.
         coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
         width: Columns of memory each row owns, at least V (the default); those from V on are scratch.
+        out: Shaped as `logits`, last stride 1.
     """
     if use_triton(logits):
         width = width or logits.shape[-1]
-        _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, with_stats=True)
+        _launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, with_stats=True)
     else:
-        row_statistics_torch_(logits, target, stats, options, bias, class_weights, coefficient)
+        destination = logits if out is None else out.copy_(logits)
+        row_statistics_torch_(destination, target, stats, options, bias, class_weights, coefficient)
 
 
 def row_gradient_(
