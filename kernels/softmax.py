@@ -1,6 +1,6 @@
 """Softmax over the last dimension, one pass forward and one backward.
 
-Formulas, bytes moved and what is saved are in `row_softmax`, which holds the kernels.
+Formulas, bytes moved and what is saved are in `row_softmax`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sparsemax (arXiv 1602.02068): the point of the probability simplex nearest to the input, which is sparse.
 
 The threshold is found without sorting, by Newton's method with the row in registers; formulas, bytes moved and what is
-saved are in `row_softmax`, which holds the kernels.
+saved are in `row_softmax`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from liger_trainer.kernels import row_softmax as operators
+from liger_trainer.kernels import _row_softmax_kernels as kernels
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.softmax import softmax, softmax_reference
 from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
@@ -105,7 +105,7 @@ def test_other_lengths_compile_nothing_within_a_power_of_two(device):
         for name in PAIRS:
             x = torch.randn(40, columns, device=device)
             run(PAIRS[name][0], x, x)
-        cache = operators._forward_kernel.device_caches[torch.cuda.current_device()][0]
+        cache = kernels._forward_kernel.device_caches[torch.cuda.current_device()][0]
         counts.add(len(cache))
     assert len(counts) == 1, counts
 

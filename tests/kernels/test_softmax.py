@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import row_softmax as operators
+from liger_trainer.kernels import _row_softmax_kernels as kernels
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.softmax import softmax
 from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
@@ -110,8 +110,8 @@ def _launches(columns: int, dtype: torch.dtype) -> list[Launch]:
     x = torch.empty(3, columns, dtype=dtype)
     with recorded_launches() as launches:
         for option in (False, True):  # plain softmax, causal sparsemax
-            operators.launch_forward(x, x, sparse=option, causal=option)
-            operators.launch_backward(x, x, x, sparse=option, causal=option)
+            kernels.launch_forward(x, x, sparse=option, causal=option)
+            kernels.launch_backward(x, x, x, sparse=option, causal=option)
     return launches
 
 
