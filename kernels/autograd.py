@@ -26,18 +26,23 @@ def refuse_double_backward(function: str = "this operator") -> None:
         )
 
 
-def refuse_second_derivative(backward: Any, function: str) -> None:
-    """Makes differentiating the operator `backward` a RuntimeError that names the public `function`.
+def refuse_second_derivative(backward: Any, functions: str) -> None:
+    """Makes differentiating the operator `backward` a RuntimeError that names the public functions it belongs to.
 
     Args:
-        backward: A `torch.library.custom_op` that mutates nothing, the backward of `function`.
-        function: Name of the public function, or of several.
+        backward: A `torch.library.custom_op` that mutates nothing.
+        functions: The public function whose gradient it computes, or several.
     """
 
     def refuse(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
-        raise RuntimeError(
-            f"The gradient of {function} cannot itself be differentiated: its kernel has no second derivative; use the "
-            "*_reference function, which is plain torch, where you need one."
-        )
+        raise RuntimeError(second_derivative_message(functions))
 
     backward.register_autograd(refuse)
+
+
+def second_derivative_message(functions: str) -> str:
+    """What is said to somebody who asks for a second derivative of `functions`."""
+    return (
+        f"The gradient of {functions} cannot itself be differentiated (create_graph=True was given, or a gradient of a "
+        "gradient asked for); use the *_reference function, which is plain torch, where you need that."
+    )

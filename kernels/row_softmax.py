@@ -15,8 +15,8 @@ With the causal mask, rows belong to square matrices and row i of each ends at c
 counts as -inf, and is written as 0.
 
 Bytes moved for (N, V) numbers of b bytes: 2*N*V*b forward, 3*N*V*b backward, with the mask 1.5 and 2. Saved for
-backward: y. Rows too long for registers are read tile by tile, again and again, mostly from L2: twice for softmax, twice
-and once a step for sparsemax.
+backward: y. Rows too long for registers are read tile by tile, again and again, mostly from L2: twice for softmax,
+twice and once a step for sparsemax.
 """
 
 from __future__ import annotations
