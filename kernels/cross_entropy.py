@@ -170,13 +170,17 @@ def _(logits: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor, *rest:
     mutates_args=(),
     schema="(Tensor logits, Tensor gradient, Tensor losses, Tensor scale, Tensor expected) -> Tensor",
 )
-def _reduce(logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, _: Any) -> Any:
+def _reduce(
+    logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
+) -> Any:
     """The sum of `losses` times `scale`; the gradient of `logits` is `gradient`, made for the upstream `expected`."""
     return losses.sum() * scale
 
 
 @_reduce.register_fake
-def _(logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, _: Any) -> Any:
+def _(
+    logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
+) -> Any:
     return losses.new_empty(())
 
 
