@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from liger_trainer.kernels._linear_rows import allocate_kept, linear_partials_
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy_options import (
     ExtraStats,
     RowOptions,
@@ -21,7 +22,6 @@ from liger_trainer.kernels.cross_entropy_options import (
     compute_dtype,
 )
 from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_partials_
-from liger_trainer.kernels.rescale import refuse_double_backward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,7 +112,7 @@ def _attach_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor
 def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     gradient = None
     if grad is not None:
-        refuse_double_backward()
+        refuse_double_backward("the vocabulary-parallel losses")
         gradient = logits_gradient(grad, *ctx.saved_tensors, *ctx.options)
     return (None, gradient, *(None,) * 11)
 

@@ -4,8 +4,12 @@ The forward reads the logits once and saves the logits themselves and two fp32 n
 backward reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction,
 any upstream gradient and `retain_graph` cost nothing more, and the caller's logits stay as they are.
 
-Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Memory: the gradient, N*V*b, or none with
-`inplace_backward`.
+Where the caller names the upstream gradient to expect, or lets the logits be overwritten, the forward makes the
+gradient in the same launch, reading each row again while a part of it is in cache, and the backward only rescales it
+where the upstream gradient is another one (`rescale`).
+
+Bytes moved for (N, V) logits of b bytes: N*V*b forward and 2*N*V*b backward, or 2 to 3 N*V*b in the forward alone.
+Memory: the gradient, N*V*b, or none with `inplace`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,
@@ -29,8 +34,8 @@ from liger_trainer.kernels.cross_entropy_options import (
 )
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
 from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.rescale import refuse_double_backward
-from liger_trainer.kernels.runtime import is_expanded, use_triton
+from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 
@@ -39,7 +44,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softca
     "liger_trainer::cross_entropy_forward",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? class_weights, {_OPTIONS}, bool entropy, bool predicted, "
-    "bool inplace_backward) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool inplace) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
     """Token losses and their statistics, each `(N,)` or empty; see `RowStats`."""
@@ -108,21 +113,21 @@ def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits, target, class_weights, *options, _, _, inplace_backward = inputs
+    logits, target, class_weights, *options, _, _, inplace = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(logits, target, output[1], output[2], class_weights)
     ctx.options = options
-    ctx.inplace_backward = inplace_backward
+    ctx.inplace = inplace
 
 
 def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     missing = (None,) * 11
     if grad is None:
         return (None, *missing)
-    refuse_double_backward()
+    refuse_double_backward("cross_entropy")
     logits, *saved = ctx.saved_tensors
-    if not ctx.inplace_backward:
+    if not ctx.inplace or graph_is_kept():
         return (_backward(grad, logits, *saved, *ctx.options), *missing)
     # The version counter that this raises makes autograd refuse every later use of the logits by another backward.
     _backward_(grad, logits, *saved, *ctx.options)
@@ -130,6 +135,69 @@ def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[
 
 
 _forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "liger_trainer::cross_entropy_gradient_",
+    mutates_args={"gradient"},
+    schema="(Tensor logits, Tensor(a!) gradient, Tensor target, Tensor? class_weights, Tensor coefficient, "
+    f"{_OPTIONS}, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _gradient_(
+    logits: torch.Tensor,
+    gradient: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor,
+    *rest: Any,
+) -> Any:
+    """As `_forward`; `gradient`, which may be `logits`, becomes that of the summed losses times `coefficient`."""
+    *options, entropy, predicted = rest
+    stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
+    row_statistics_(
+        logits, target, stats, RowOptions(*options), None, class_weights, coefficient=coefficient, out=gradient
+    )
+    return tuple(stats)
+
+
+@_gradient_.register_fake
+def _(logits: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+    return tuple(RowStats.allocate(logits, target.numel(), rest[-2], rest[-1]))
+
+
+@torch.library.custom_op(
+    "liger_trainer::cross_entropy_reduce",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor gradient, Tensor losses, Tensor scale, Tensor expected) -> Tensor",
+)
+def _reduce(
+    logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
+) -> Any:
+    """The sum of `losses` times `scale`; the gradient of `logits` is `gradient`, made for the upstream `expected`."""
+    return losses.sum() * scale
+
+
+@_reduce.register_fake
+def _(
+    logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
+) -> Any:
+    return losses.new_empty(())
+
+
+def _reduce_setup(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[1], inputs[4])
+
+
+def _reduce_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    gradient = None
+    if grad is not None:
+        saved, expected = ctx.saved_tensors
+        (gradient,) = rescaled_gradients([saved], grad, expected, "cross_entropy")
+    return (gradient, None, None, None, None)
+
+
+_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 
 def _may_overwrite(logits: torch.Tensor) -> bool:
@@ -157,7 +225,8 @@ def cross_entropy(
     temperature: float = 1.0,
     class_weights: torch.Tensor | None = None,
     outputs: Sequence[str] = (),
-    inplace_backward: bool = False,
+    inplace: bool = False,
+    expected_grad: float | torch.Tensor | None = None,
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of logits and class ids, as ``torch.nn.functional.cross_entropy`` with the options of LM training.
 
@@ -168,7 +237,7 @@ def cross_entropy(
 
     Args:
         logits: `(..., V)` of fp16, bf16 or fp32 (float64 runs the reference); never overwritten unless
-            `inplace_backward` says so.
+            `inplace` says so.
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the loss NaN.
         ignore_index: Tokens with this label give no loss and no gradient, and their logits are not read.
@@ -182,16 +251,23 @@ def cross_entropy(
         temperature: Divides the logits after the soft-cap, more than 0.
         class_weights: `(V,)`, floating, not differentiated.
         outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
-        inplace_backward: Lets the backward write the gradient over `logits`, saving their size in memory. The logits
-            must then be of no further use: a second backward, or that of another operation which needs them, raises
-            autograd's error about an in-place change. Leaves of autograd and views of them, expanded logits, compiled
-            graphs and the reference path ignore it.
+        inplace: Writes the gradient over `logits`, saving their size in memory: with "mean" and "sum" in the forward,
+            otherwise in the last backward (reduction "none"; logits with gaps between their rows). The logits must
+            then be of no further use: who reads them finds the gradient, and the backward of another operation which
+            needs them raises autograd's error about an in-place change. ``retain_graph=True`` stays right. Nothing is
+            written where no gradient is needed. Leaves of autograd and views of them, expanded logits, compiled graphs
+            and the reference path ignore it.
+        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor. By default none is
+            expected, and the backward makes the gradient, whatever comes (`inplace` expects 1). With one, the forward
+            makes it; where the upstream gradient comes exactly so, the backward does not touch it, otherwise it passes
+            over it once. Not used by reduction "none", nor on the reference path.
 
     Returns:
         The fp32 loss (float64 for float64 logits), 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
 
     Raises:
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
+        RuntimeError: In a backward with ``create_graph=True``, except on the reference path.
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
@@ -216,15 +292,22 @@ def cross_entropy(
             outputs,
         )
     class_weights = checked_class_weights(class_weights, vocab_size, logits)
-    inplace_backward = inplace_backward and not torch.compiler.is_compiling() and _may_overwrite(logits)
-    predicted = "predicted_tokens" in outputs or "token_accuracy" in outputs
-    labels = target.reshape(-1).contiguous()
-    stats = RowStats(
-        *_forward(_row_view(logits), labels, class_weights, *options, "entropy" in outputs, predicted, inplace_backward)
-    )
-    if reduction == "none":
-        return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(
-        target, vocab_size, ignore_index, reduction, num_items, class_weights, compute_dtype(logits)
-    )
-    return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)
+    rows, labels = _row_view(logits), target.reshape(-1).contiguous()
+    extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    inplace = inplace and needs_gradient and not torch.compiler.is_compiling() and _may_overwrite(logits)
+    scale = None
+    if reduction != "none":
+        scale = inverse_normalizer(
+            target, vocab_size, ignore_index, reduction, num_items, class_weights, compute_dtype(logits)
+        )
+    if scale is None or not needs_gradient or not (rows.is_contiguous() if inplace else expected_grad is not None):
+        stats = RowStats(*_forward(rows, labels, class_weights, *options, *extras, inplace))
+        loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale
+        return with_outputs(loss, outputs, stats, target, options, scale)
+    expected = expected_gradient(expected_grad, scale, logits.dtype, reduction == "mean" or num_items is not None)
+    data = rows.detach()
+    gradient = data if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, *options, *extras))
+    loss = _reduce(rows, gradient, stats.loss, scale, expected)
+    return with_outputs(loss, outputs, stats, target, options, scale)

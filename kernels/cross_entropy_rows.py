@@ -398,8 +398,9 @@ def row_statistics_(
     coefficient: torch.Tensor | None = None,
     width: int | None = None,
     extra: ExtraStats | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Fills `stats`; with a `coefficient` it also overwrites `logits` with their gradient times it.
+    """Fills `stats`; with a `coefficient` it also writes the gradient times it to `out`, else over `logits`.
 
     Args:
         logits: `(N, V)` or `(B, S, V)`, last stride 1.
@@ -411,11 +412,13 @@ def row_statistics_(
         coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
         width: Columns of memory each row owns, at least V (the default); those from V on are scratch.
         extra: More statistics, filled; not together with class weights.
+        out: Shaped as `logits`, last stride 1.
     """
     if use_triton(logits):
-        _launch_rows(logits, None, target, stats, options, bias, class_weights, coefficient, width, True, extra)
+        _launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, True, extra)
     else:
-        row_statistics_torch_(logits, target, stats, options, bias, class_weights, coefficient, extra)
+        destination = logits if out is None else out.copy_(logits)
+        row_statistics_torch_(destination, target, stats, options, bias, class_weights, coefficient, extra)
 
 
 def row_gradient_(

@@ -28,8 +28,8 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     memory_order,
     next_power_of_2,
-    refuse_second_derivative,
 )
+from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
 
 _BLOCK = 1024  # columns of a tile at most

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels._fast_math import has_lg2, log2
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy import _row_view
 from liger_trainer.kernels.cross_entropy_rows import _row_layout
 from liger_trainer.kernels.divergence_options import check_tokens
 from liger_trainer.kernels.elementwise_divergence_reference import elements_reference, scaled
-from liger_trainer.kernels.rescale import refuse_double_backward
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
@@ -228,7 +228,7 @@ def _autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None,
     missing = (None,) * 7
     if grad is None:
         return (None, *missing)
-    refuse_double_backward()
+    refuse_double_backward("kl_div, jsd and tvd")
     return (_backward(grad, *ctx.saved_tensors, *ctx.options), *missing)
 
 

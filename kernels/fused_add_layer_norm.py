@@ -22,9 +22,9 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     memory_order,
-    refuse_second_derivative,
     runs_on_triton,
 )
+from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.layer_norm import layer_norm_reference
 
 

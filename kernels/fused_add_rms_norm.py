@@ -20,7 +20,6 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     memory_order,
-    refuse_second_derivative,
     runs_on_triton,
 )
 from liger_trainer.kernels._rms_norm_kernels import (
@@ -30,6 +29,7 @@ from liger_trainer.kernels._rms_norm_kernels import (
     launch_forward,
     output_dtype,
 )
+from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
 

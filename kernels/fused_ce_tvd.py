@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy import _row_view
 from liger_trainer.kernels.cross_entropy_options import check_labels_on_cpu, check_target, compute_dtype
 from liger_trainer.kernels.cross_entropy_rows import _row_config, _row_layout
 from liger_trainer.kernels.divergence_rows import _fold
 from liger_trainer.kernels.elementwise_divergence import _row_start
-from liger_trainer.kernels.rescale import refuse_double_backward
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
@@ -218,7 +218,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _autograd(ctx: Any, ce_grad: Any, tvd_grad: Any, _: Any) -> tuple[torch.Tensor | None, ...]:
     if ce_grad is None and tvd_grad is None:
         return (None, None, None, None)
-    refuse_double_backward()
+    refuse_double_backward("fused_ce_tvd")
     ce_grad = torch.zeros_like(tvd_grad) if ce_grad is None else ce_grad
     tvd_grad = torch.zeros_like(ce_grad) if tvd_grad is None else tvd_grad
     return (_backward(ce_grad, tvd_grad, *ctx.saved_tensors, ctx.ignore_index), None, None, None)

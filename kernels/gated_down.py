@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels import gated_activation as gated
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels._second_derivative import second_derivative_message
+from liger_trainer.kernels.autograd import second_derivative_message
 from liger_trainer.kernels.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu_reference
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy_options import (
     CrossEntropyOutput,
     RowOptions,
@@ -37,9 +38,8 @@ from liger_trainer.kernels.cross_entropy_options import (
     with_outputs,
 )
 from liger_trainer.kernels.linear_cross_entropy_chunks import Needs, allocate_gradients, run_chunks
-from liger_trainer.kernels.rescale import refuse_double_backward, rescaled_gradients
+from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
 
-_FP16_MAX_EXPECTED_GRAD = 4096.0
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 
 
@@ -101,7 +101,7 @@ def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[tor
         *saved, expected = ctx.saved_tensors
         gradients = [gradient if need else None for gradient, need in zip(saved, ctx.needs)]
         del saved
-        d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected)
+        d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
     return (d_hidden, d_weight, None, d_bias, *(None,) * 15)
 
 
@@ -196,7 +196,7 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, .
 def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     gradients: list[torch.Tensor | None] = [None, None, None]
     if grad is not None:
-        refuse_double_backward()
+        refuse_double_backward("linear_cross_entropy")
         needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         computed = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
         gradients = [gradient if need else None for gradient, need in zip(computed, needs)]
@@ -204,24 +204,6 @@ def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.
 
 
 _rows.register_autograd(_rows_autograd, setup_context=_rows_setup)
-
-
-@torch.no_grad()
-def _expected_gradient(
-    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
-) -> torch.Tensor:
-    """`expected_grad` as a 0-d tensor beside `scale`, with 1 where it could not be divided out again.
-
-    fp16 gradients of a mean lie below fp16's range; unless told otherwise they are kept times a power of two, as a
-    gradient scaler would have them, but never made larger than those of the sum. A sum needs no such help and might
-    overflow with it.
-    """
-    if expected_grad is None:
-        expected_grad = 1.0
-        if dtype == torch.float16 and normalised:
-            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
-    expected = torch.ones_like(scale) * expected_grad
-    return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)
 
 
 def linear_cross_entropy(
@@ -294,7 +276,7 @@ def linear_cross_entropy(
         loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale
         return with_outputs(loss, outputs, stats, target, options, scale)
     normalised = reduction == "mean" or num_items is not None
-    expected = _expected_gradient(expected_grad, scale, hidden.dtype, normalised)
+    expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = _forward(
         flat, weight, labels, bias, class_weights, scale, expected, *options, logits_memory, *extras, *needs
     )

@@ -33,7 +33,6 @@ from liger_trainer.kernels.divergence_options import (
     check_tokens,
 )
 from liger_trainer.kernels.divergence_rows import divergence_rows_
-from liger_trainer.kernels.linear_cross_entropy import _expected_gradient
 from liger_trainer.kernels.linear_cross_entropy_chunks import (
     _COLUMN_MULTIPLE,
     Needs,
@@ -41,7 +40,7 @@ from liger_trainer.kernels.linear_cross_entropy_chunks import (
     _round_up,
     allocate_gradients,
 )
-from liger_trainer.kernels.rescale import rescaled_gradients
+from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.weight_gradient import WeightGradientSum
 
 _TENSORS = 10  # of the operator's arguments
@@ -230,7 +229,7 @@ def reduced_divergence(
     needs = [enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     loss, _, _, _, soft, nll, entropy = _linear_divergence(
         *(flat, weight, bias, target, *(None if tensor is None else tensor.detach() for tensor in teacher[1:])),
-        *(labels, token_weights, scale, _expected_gradient(expected_grad, scale, hidden.dtype, normalised)),
+        *(labels, token_weights, scale, expected_gradient(expected_grad, scale, hidden.dtype, normalised)),
         *options,
         *(vocab_size, logits_memory, hard, "entropy" in outputs, *needs),
     )

@@ -28,6 +28,7 @@ from liger_trainer.kernels._linear_rows import (
     linear_gradients,
     linear_statistics_,
 )
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.cross_entropy_options import (
     ExtraStats,
     RowOptions,
@@ -39,7 +40,6 @@ from liger_trainer.kernels.cross_entropy_options import (
 )
 from liger_trainer.kernels.cross_entropy_reference import transformed_logits
 from liger_trainer.kernels.linear_cross_entropy_chunks import Needs, allocate_gradients
-from liger_trainer.kernels.rescale import refuse_double_backward
 from liger_trainer.kernels.runtime import graph_is_kept
 
 OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
@@ -180,7 +180,7 @@ def _attach_backward(
     gradients: list[torch.Tensor | None] = [None, None, None]
     given = grad if grad is not None else grad_entropy
     if given is not None:
-        refuse_double_backward()
+        refuse_double_backward("linear_log_probs")
         unit_gradient, *saved = ctx.saved_tensors
         needs = Needs(*(ctx.needs_input_grad[index] for index in (2, 3, 5)))
         if unit_gradient.dim() == 2 and grad_entropy is None:

@@ -31,9 +31,9 @@ from liger_trainer.kernels._norm_common import (
     forward_config,
     memory_order,
     next_power_of_2,
-    refuse_second_derivative,
     runs_on_triton,
 )
+from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
+
+_FP16_MAX_EXPECTED_GRAD = 4096.0
 
 
 @triton.jit
@@ -63,7 +66,10 @@ def _(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tensor) -> N
 
 
 def rescaled_gradients(
-    gradients: list[torch.Tensor | None], upstream: torch.Tensor, expected: torch.Tensor
+    gradients: list[torch.Tensor | None],
+    upstream: torch.Tensor,
+    expected: torch.Tensor,
+    function: str = "this operator",
 ) -> list[torch.Tensor | None]:
     """`gradients`, computed in the forward for `expected`, made those of `upstream`; for use inside a backward.
 
@@ -77,7 +83,7 @@ def rescaled_gradients(
     Raises:
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).
     """
-    refuse_double_backward()
+    refuse_double_backward(function)
     keep = graph_is_kept() or type(upstream) is not torch.Tensor  # tracing sees fake or functional tensors
     results: list[torch.Tensor | None] = []
     for gradient in gradients:
@@ -88,10 +94,19 @@ def rescaled_gradients(
     return results
 
 
-def refuse_double_backward() -> None:
-    """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The gradient of this operator cannot itself be differentiated, so backward(create_graph=True) would "
-            "be silently wrong; compute it with the *_reference function instead."
-        )
+@torch.no_grad()
+def expected_gradient(
+    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
+) -> torch.Tensor:
+    """`expected_grad` as a 0-d tensor beside `scale`, with 1 where it could not be divided out again.
+
+    fp16 gradients of a mean lie below fp16's range; unless told otherwise they are kept times a power of two, as a
+    gradient scaler would have them, but never made larger than those of the sum. A sum needs no such help and might
+    overflow with it.
+    """
+    if expected_grad is None:
+        expected_grad = 1.0
+        if dtype == torch.float16 and normalised:
+            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
+    expected = torch.ones_like(scale) * expected_grad
+    return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)

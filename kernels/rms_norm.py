@@ -24,7 +24,6 @@ from liger_trainer.kernels._norm_common import (
     empty_in_order,
     empty_row_values,
     memory_order,
-    refuse_second_derivative,
     runs_on_triton,
 )
 from liger_trainer.kernels._rms_norm_kernels import (
@@ -34,6 +33,7 @@ from liger_trainer.kernels._rms_norm_kernels import (
     launch_forward,
     output_dtype,
 )
+from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())

@@ -64,6 +64,8 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes `tensor`'s device current, as Triton launches on the current device whatever its arguments live on."""
     if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
+    if tensor.device.type == "xpu" and tensor.device.index != torch.xpu.current_device():
+        return torch.xpu.device(tensor.device)
     return contextlib.nullcontext()
 
 

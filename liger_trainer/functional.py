@@ -19,10 +19,13 @@ from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd,
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.poly_norm import poly_norm
 from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
+from liger_trainer.kernels.softmax import softmax
+from liger_trainer.kernels.sparsemax import sparsemax
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.kernels.vocab_parallel import (
@@ -60,10 +63,13 @@ __all__ = [
     "linear_kl_div",
     "linear_log_probs",
     "modulated_rms_norm",
+    "multi_token_attention",
     "poly_norm",
     "relu_squared",
     "rms_norm",
     "rope",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_down",
     "swiglu_fused",

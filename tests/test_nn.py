@@ -16,7 +16,10 @@ from liger_trainer.nn import (
     LigerFusedLinearCrossEntropyLoss,
     LigerGEGLUMLP,
     LigerLayerNorm,
+    LigerMultiTokenAttention,
     LigerRMSNorm,
+    LigerSoftmax,
+    LigerSparsemax,
     LigerSwiGLUMLP,
     liger_rotary_pos_emb,
 )
@@ -49,6 +52,9 @@ def test_signatures_are_ligers():
     assert arguments(LigerFusedLinearCrossEntropyLoss) == fused
     forward = inspect.signature(LigerFusedLinearCrossEntropyLoss.forward).parameters
     assert list(forward)[1:] == ["lin_weight", "_input", "target", "bias"]
+    convolution = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias"]
+    assert arguments(LigerMultiTokenAttention) == [*convolution, "sparse"]
+    assert arguments(LigerSparsemax) == ["dim"]
     rotary = inspect.signature(liger_rotary_pos_emb).parameters
     assert list(rotary) == ["q", "k", "cos", "sin", "position_ids", "unsqueeze_dim", "rotary_dim"]
 
@@ -241,3 +247,28 @@ def test_rotary():
     torch.testing.assert_close(swapped[0].transpose(1, 2), partial[0])
     with pytest.raises(ValueError, match="`rotary_dim` is 6"):
         liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=6)
+
+
+def test_softmax_and_sparsemax():
+    x = torch.randn(3, 5, 4)
+    assert torch.equal(LigerSoftmax()(x), functional.softmax(x))
+    assert torch.equal(LigerSparsemax(dim=1)(x), functional.sparsemax(x, dim=1))
+    assert "dim=1" in repr(LigerSparsemax(dim=1))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_multi_token_attention(sparse):
+    module = LigerMultiTokenAttention(4, 6, (3, 5), padding=(1, 2), groups=2, sparse=sparse)
+    assert module.weight.shape == (6, 2, 3, 5)
+    assert not module.bias.any()
+    module.bias.data.normal_()
+    scores = torch.randn(2, 4, 9, 9)
+    expected = functional.multi_token_attention(
+        scores, module.weight, module.bias, padding=(1, 2), groups=2, sparse=sparse
+    )
+    assert torch.equal(module(scores), expected)
+    assert expected.shape == (2, 6, 9, 9)
+    assert LigerMultiTokenAttention(1, 1, 1, bias=False).bias is None
+    assert f"sparse={sparse}" in repr(module)
+    with pytest.raises(ValueError, match="`groups` is 3"):
+        LigerMultiTokenAttention(4, 6, 3, groups=3)

@@ -24,8 +24,8 @@ if __name__ == "__main__" and __package__ is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import liger_trainer.kernels.fused_add_rms_norm  # noqa: F401 (registers its operator)
-from liger_trainer.kernels import _rms_norm_kernels as rms
 from liger_trainer.kernels import _layer_norm_kernels as ln
+from liger_trainer.kernels import _rms_norm_kernels as rms
 from liger_trainer.kernels._norm_common import NormConfig
 from liger_trainer.kernels.layer_norm import layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm_reference

@@ -45,6 +45,7 @@ from liger_trainer.nn.rms_norms import (
     LigerRMSNormForQwen3Next,
 )
 from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.softmax import LigerMultiTokenAttention, LigerSoftmax, LigerSparsemax
 from liger_trainer.nn.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 
@@ -71,6 +72,7 @@ __all__ = [
     "LigerLayerNorm",
     "LigerMLP",
     "LigerModulatedRMSNorm",
+    "LigerMultiTokenAttention",
     "LigerPhi3SwiGLUMLP",
     "LigerPolyNorm",
     "LigerQwen3MoeSwiGLUMLP",
@@ -85,6 +87,8 @@ __all__ = [
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
     "LigerReLUSquared",
+    "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
     "LigerTVDLoss",

@@ -71,7 +71,8 @@ def test_nothing_synchronises(options: dict[str, Any]) -> None:
     def step() -> None:
         linear = linear_cross_entropy(hidden, weight, target, bias, logits_memory=2 * MIB, **options)
         given = cross_entropy((hidden @ weight.t()), target, **options)
-        (2.0 * _sum(linear) + _sum(given)).backward()
+        inplace = cross_entropy((hidden @ weight.t()), target, inplace=True, **options)
+        (2.0 * _sum(linear) + _sum(given) + _sum(inplace)).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
     torch.cuda.synchronize()
@@ -158,11 +159,11 @@ def test_cross_entropy_allocates_one_gradient_or_none() -> None:
     tokens, vocab = 2048, 128256
     leaf = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, vocab, (tokens,), device="cuda")
-    for inplace, allowed in ((False, 1), (True, 0)):
+    for options, allowed in (({}, 1), ({"inplace": True}, 0), ({"expected_grad": 1.0}, 1)):
         logits = leaf * 1.0
-        loss = cross_entropy(logits, target, inplace_backward=inplace)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        loss = cross_entropy(logits, target, **options)
         (gradient,) = torch.autograd.grad(loss, logits)
         peak = torch.cuda.max_memory_allocated() - before
         assert peak <= allowed * 2 * tokens * vocab + MIB
@@ -171,15 +172,16 @@ def test_cross_entropy_allocates_one_gradient_or_none() -> None:
         del logits, loss, gradient
 
 
-def test_rows_beyond_two_billion_elements() -> None:
+@pytest.mark.parametrize("options", [{}, {"inplace": True}], ids=str)
+def test_rows_beyond_two_billion_elements(options: dict[str, Any]) -> None:
     tokens, vocab = 8400, 262208  # the last rows start past 2**31 elements
     logits = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16)
     target = torch.full((tokens,), IGNORE, device="cuda")
     target[-2:] = torch.tensor([5, vocab - 1], device="cuda")
-    logits.requires_grad_()
-    loss = cross_entropy(logits, target)
+    rows = logits[-2:].double().requires_grad_()
+    logits = logits.requires_grad_() * 1.0  # a leaf would not be overwritten
+    loss = cross_entropy(logits, target, **options)
     (gradient,) = torch.autograd.grad(loss, logits)
-    rows = logits.detach()[-2:].double().requires_grad_()
     exact = F.cross_entropy(rows, target[-2:])
     assert abs(loss.item() - exact.item()) < 1e-4
     assert _error(gradient[-2:], torch.autograd.grad(exact, rows)[0]) < 3e-3

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from liger_trainer.kernels import cross_entropy as operator
+from liger_trainer.kernels import rescale
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference
@@ -227,31 +230,147 @@ def test_strided_logits_are_read_where_they_are(device: str) -> None:
     _assert_equal(gradient, torch.autograd.grad(expected, whole)[0])
 
 
-@pytest.mark.parametrize("layout", ["view of a leaf", "expanded"])
-def test_inplace_backward_leaves_memory_alone_that_is_not_the_logits_own(layout: str, device: str) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("layout", ["leaf", "view of a leaf", "expanded"])
+def test_inplace_leaves_memory_alone_that_is_not_the_logits_own(reduction: str, layout: str, device: str) -> None:
     leaf, target = _case(device, 6, 70)
-    logits = leaf.view(6, 70) if layout == "view of a leaf" else (leaf[:1] * 1.0).expand(6, 70)
+    logits = {"leaf": leaf, "view of a leaf": leaf.view(6, 70), "expanded": (leaf[:1] * 1.0).expand(6, 70)}[layout]
     before = leaf.detach().clone()
-    (given,) = torch.autograd.grad(cross_entropy(logits, target, inplace_backward=True), leaf, retain_graph=True)
-    (expected,) = torch.autograd.grad(cross_entropy_reference(logits, target), leaf)
+    upstream = torch.rand(6 if reduction == "none" else (), device=device)
+    loss = cross_entropy(logits, target, reduction=reduction, inplace=True)
+    (given,) = torch.autograd.grad(loss, leaf, upstream, retain_graph=True)
+    exact = cross_entropy_reference(logits, target, reduction=reduction)
+    (expected,) = torch.autograd.grad(exact, leaf, upstream)
     _assert_equal(given, expected)
     assert leaf.detach().equal(before)
 
 
-def test_inplace_backward_writes_over_the_logits_once(device: str) -> None:
-    leaf = torch.randn(4, 9, device=device, requires_grad=True)
-    target = torch.randint(0, 9, (4,), device=device)
-    (expected,) = torch.autograd.grad(cross_entropy(leaf * 2.0, target), leaf)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+def test_inplace_is_right_with_any_upstream_and_a_kept_graph(
+    device: str, options: dict[str, Any], upstream: float
+) -> None:
+    options = _weights(options, 70, device)
+    leaf, target = _case(device, 6, 70)
+    exact = cross_entropy_reference(leaf * 2.0, target, **options)
+    grad = torch.full_like(exact, upstream)
+    (expected,) = torch.autograd.grad(exact, leaf, grad)
     logits = leaf * 2.0
-    loss = cross_entropy(logits, target, inplace_backward=True)
-    (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    _assert_equal(gradient, expected)
-    _assert_equal(logits.detach() * 2.0, expected)
+    loss = cross_entropy(logits, target, inplace=True, **options)
+    _assert_equal(loss, exact)
+    for factor in (0.0, 3.0, 1.0):
+        (gradient,) = torch.autograd.grad(loss, leaf, factor * grad, retain_graph=True)
+        _assert_equal(gradient, factor * expected, atol=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logits, grad)
+    _assert_equal(gradient * 2.0, expected, atol=1e-6)
+    assert gradient.data_ptr() == logits.data_ptr()
+
+
+def test_inplace_writes_the_gradient_in_the_forward_or_in_the_last_backward(device: str) -> None:
+    leaf, target = _case(device, 6, 70)
+    expected = torch.autograd.grad(cross_entropy(leaf, target, reduction="sum"), leaf)[0]
+    for reduction, step in (("sum", 1), ("none", 1), ("sum", 2)):  # every second row: gaps between them
+        logits = leaf.repeat_interleave(step, 0)[::step] if step > 1 else leaf * 1.0
+        before = logits.detach().clone()
+        loss = cross_entropy(logits, target, reduction=reduction, inplace=True).sum()
+        assert logits.detach().equal(before) is (reduction == "none" or step > 1)
+        torch.autograd.grad(loss, logits)
+        _assert_equal(logits.detach(), expected, atol=1e-6)
+
+
+def test_inplace_writes_nothing_where_no_gradient_is_needed(device: str) -> None:
+    leaf, target = _case(device, 6, 70)
+    frozen, logits = leaf.detach().clone(), leaf * 1.0
+    cross_entropy(frozen, target, inplace=True)
+    with torch.no_grad():
+        cross_entropy(logits, target, inplace=True)
+    assert frozen.equal(leaf)
+    assert logits.equal(leaf)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inplace_is_seen_by_other_users_of_the_logits(device: str, reduction: str) -> None:
+    leaf, target = _case(device, 6, 70)
+    logits = leaf.exp()  # which keeps its result for its own backward
+    loss = cross_entropy(logits, target, reduction=reduction, inplace=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, leaf)
-    kept = leaf.detach().clone()
-    cross_entropy(leaf, target, inplace_backward=True).backward()  # a leaf is never written
-    assert leaf.detach().equal(kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("expected_grad", [None, 1.0, 0.5])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_forward_makes_the_gradient_for_an_expected_upstream(
+    device: str, dtype: torch.dtype, expected_grad: float | None, inplace: bool
+) -> None:
+    leaf, target = _case(device, 6, 70)
+    leaf = leaf.detach().to(dtype).requires_grad_()
+    upstream = torch.tensor(0.5, device=device)
+    (right,) = torch.autograd.grad(cross_entropy_reference(leaf.double(), target), leaf, upstream.double())
+    with mock.patch.object(operator, "rescaled_gradients", wraps=rescale.rescaled_gradients) as rescaled:
+        loss = cross_entropy(leaf * 1.0, target, expected_grad=expected_grad, inplace=inplace)
+        (gradient,) = torch.autograd.grad(loss, leaf, upstream)
+    assert rescaled.called is (inplace or expected_grad is not None)
+    if expected_grad is not None:
+        assert rescaled.call_args.args[2] == expected_grad
+    _assert_equal(gradient.float(), right.float(), atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 2**-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"expected_grad": 1.0}, {"reduction": "none"}, {"inplace": True}], ids=str)
+def test_double_backward_is_refused(device: str, options: dict[str, Any]) -> None:
+    leaf, target = _case(device, 3, 9)
+    loss = cross_entropy(leaf * 1.0, target, **options).sum()
+    with pytest.raises(RuntimeError, match="The gradient of cross_entropy cannot itself be differentiated"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"inplace": True}, {"expected_grad": 1.0}], ids=str)
+def test_runs_give_the_same_bits(device: str, options: dict[str, Any]) -> None:
+    leaf, target = _case(device, 5, 300)
+    losses = [cross_entropy(leaf * 1.0, target, z_loss=0.1, **options) for _ in range(2)]
+    assert losses[0].equal(losses[1])
+    assert torch.autograd.grad(losses[0], leaf)[0].equal(torch.autograd.grad(losses[1], leaf)[0])
+
+
+@given(
+    tokens=st.integers(0, 4),
+    vocab_size=st.integers(1, 200),
+    gaps=st.tuples(st.integers(0, 2), st.integers(0, 3)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    num_items=st.sampled_from([None, 3, torch.tensor(7)]),
+    smoothing=st.sampled_from([0.0, 0.3]),
+    z_loss=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([None, 2.0]),
+    weighted=st.booleans(),
+    inplace=st.booleans(),
+    expected_grad=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_stride_dtype_and_option(
+    device: str, tokens: int, vocab_size: int, gaps: tuple[int, int], dtype: torch.dtype, reduction: str,
+    num_items: Any, smoothing: float, z_loss: float, softcap: float | None, weighted: bool, inplace: bool,
+    expected_grad: float | None, seed: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, tokens + gaps[0], vocab_size + gaps[1])
+    leaf = (2 * torch.randn(shape, generator=generator)).to(device, dtype).requires_grad_()
+    target = torch.randint(0, vocab_size, (2, tokens), generator=generator).to(device)
+    target[:, 1::3] = IGNORE
+    options = _weights({"weighted": weighted, "label_smoothing": smoothing, "z_loss": z_loss}, vocab_size, device)
+    options |= {"softcap": softcap, "reduction": reduction}
+    options |= {} if reduction == "none" else {"num_items": num_items}
+    logits = (leaf * 1.0)[:, gaps[0] :, gaps[1] :]
+    loss = cross_entropy(logits, target, inplace=inplace, expected_grad=expected_grad, **options)
+    double = leaf.detach().double().requires_grad_()
+    exact = cross_entropy_reference(double[:, gaps[0] :, gaps[1] :], target, **_in_double(options))
+    _assert_equal(loss, exact)
+    upstream = torch.full_like(loss, 2.0)
+    (gradient,) = torch.autograd.grad(loss, leaf, upstream)
+    (right,) = torch.autograd.grad(exact, double, upstream.double())
+    eps = torch.finfo(dtype).eps
+    _assert_equal(gradient, right, atol=1e-6, rtol=2e-5 + eps)
 
 
 def test_greedy_ties_take_the_lowest_id(device: str) -> None:
@@ -283,7 +402,8 @@ def test_both_compile_to_one_graph(device: str, reduction: str) -> None:
     weight = torch.randn(11, 9, device=device, requires_grad=True)
 
     def step(leaf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        given = cross_entropy(leaf * 1.0, target, reduction=reduction, inplace_backward=True)
+        given = cross_entropy(leaf * 1.0, target, reduction=reduction, inplace=True)
+        given = given + cross_entropy(leaf * 2.0, target, reduction=reduction, expected_grad=1.0)
         return (given + 2.0 * linear_cross_entropy(leaf, weight, target, reduction=reduction)).sum()
 
     loss, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(leaf, weight), step(leaf, weight)

@@ -176,6 +176,9 @@ def test_operators_pass_opcheck() -> None:
     nll, lse, logits = torch.rand(6), torch.rand(6), logits.detach()
     torch.library.opcheck(operator._backward, (torch.ones(6), logits, target, nll, lse, None, *options))
     torch.library.opcheck(operator._backward_, (torch.ones(6), logits, target, nll, lse, None, *options))
+    buffer, one = torch.zeros_like(logits), torch.ones(())
+    torch.library.opcheck(operator._gradient_, (logits, buffer, target, None, one, *options, True, True))
+    torch.library.opcheck(operator._reduce, (logits.requires_grad_(), buffer, nll, one, one))
     torch.library.opcheck(rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 
@@ -196,9 +199,12 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
         cross_entropy_rows.row_statistics_(logits, target, bare, plain)
         cross_entropy_rows.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
         cross_entropy_rows.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
+        cross_entropy_rows.row_statistics_(
+            logits, target, bare, plain, coefficient=torch.ones(()), out=torch.empty_like(logits)
+        )
         cross_entropy_rows.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
         cross_entropy_rows.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
         rescale.rescale_(torch.ones(8, dtype=dtype), torch.ones(()), torch.ones(()))
-    assert len(launches) == 6
+    assert len(launches) == 7
     for launch in launches:
         assert compile_launch(launch, target_name) is not None

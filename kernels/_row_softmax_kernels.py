@@ -1,0 +1,296 @@
+"""The row kernels of softmax and sparsemax and how they are launched; the formulas are in `row_softmax`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from liger_trainer.kernels._norm_common import device_limits
+from liger_trainer.kernels.runtime import on_device, tl, triton
+
+
+@triton.jit
+def _row_ends(rows, num_cols, CAUSAL: tl.constexpr):
+    """Where each row ends, and the same rounded up to 16, by which the compiler knows that loads may be wide."""
+    ends = rows * 0 + num_cols
+    reach = ends
+    if CAUSAL:
+        position = (rows % num_cols).to(tl.int32)
+        ends = position + 1
+        reach = (position // 16 + 1) * 16
+    return ends, reach
+
+
+@triton.jit
+def _load(pointers, columns, inside, ends, reach, CAUSAL: tl.constexpr, other):
+    """A tile of rows in fp32, `other` where they have ended."""
+    if CAUSAL:
+        tile = tl.load(pointers, mask=inside & (columns < reach), other=other).to(tl.float32)
+        return tl.where(columns < ends, tile, other)
+    return tl.load(pointers, mask=inside, other=other).to(tl.float32)
+
+
+@triton.jit
+def _mass_above(z, tau):
+    """What lies above the threshold, and 1 where something does."""
+    above = tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return above, (above > 0.0).to(tl.float32)
+
+
+@triton.jit
+def _threshold(z, tau):
+    """The sparsemax threshold of each row of `z`, whose largest number is 0, from a `tau` that is not beyond it."""
+    support = tl.zeros_like(tau)
+    step = tau
+    unsettled = 1
+    while unsettled > 0:
+        previous = support
+        mass, support = _mass_above(z, tau)
+        mass = tl.sum(mass, axis=1, keep_dims=True)
+        support = tl.sum(support, axis=1, keep_dims=True)
+        step = tau + (mass - 1.0) / support
+        tau = tl.maximum(tau, step)  # never lower, whatever was rounded: so the support shrinks and the loop ends
+        unsettled = tl.sum(tl.sum((support != previous).to(tl.int32), axis=1), axis=0)
+    return step  # the last one, with the support settled, takes back what the earlier ones rounded away
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x_ptr,
+    y_ptr,
+    x_stride,
+    num_rows,
+    num_cols,
+    SPARSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (columns < num_cols)
+    ends, reach = _row_ends(rows, num_cols, CAUSAL)
+    x = _load(x_ptr + rows * x_stride + columns, columns, inside, ends, reach, CAUSAL, float("-inf"))
+    if SPARSE:
+        peaks = tl.max(tl.reshape(x, [ROWS, BLOCK // LANES, LANES]), axis=1)
+        top = tl.max(peaks, axis=1, keep_dims=True)
+        x -= top
+        tau = _threshold(peaks - top, tl.full([ROWS, 1], -1.0, tl.float32))
+        tau = _threshold(x, tau)
+        y, _ = _mass_above(x, tau)
+    else:
+        y = tl.exp2((x - tl.max(x, axis=1, keep_dims=True)) * 1.4426950408889634)
+        y *= 1.0 / tl.sum(y, axis=1, keep_dims=True)
+    if CAUSAL:
+        y = tl.where(columns < ends, y, 0.0)
+    tl.store(y_ptr + rows * num_cols + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_kernel(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    dy_stride,
+    num_rows,
+    num_cols,
+    SPARSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (columns < num_cols)
+    ends, reach = _row_ends(rows, num_cols, CAUSAL)
+    y = _load(y_ptr + rows * num_cols + columns, columns, inside, ends, reach, CAUSAL, 0.0)
+    dy = _load(dy_ptr + rows * dy_stride + columns, columns, inside, ends, reach, CAUSAL, 0.0)
+    if SPARSE:
+        dx = _in_support(y, dy)
+        support = tl.sum(_in_support(y, 1.0), axis=1, keep_dims=True)
+        dx = _in_support(y, dx - tl.sum(dx, axis=1, keep_dims=True) / support)
+    else:
+        dx = y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
+    tl.store(dx_ptr + rows * num_cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _in_support(y, value):
+    """`value` where `y` is not 0 (so also where it is NaN), else 0."""
+    return tl.where(y == 0.0, 0.0, value)
+
+
+@triton.jit
+def _long_forward_kernel(
+    x_ptr, y_ptr, x_stride, num_cols, SPARSE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LOWEST: tl.constexpr = -3.0e38  # finite, so that differences of running maxima are never inf - inf
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * num_cols
+    lanes = tl.arange(0, BLOCK)
+    ends, reach = _row_ends(row, num_cols, CAUSAL)
+    tiles = tl.cdiv(ends, BLOCK).to(tl.int32)
+    if SPARSE:
+        peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in tl.range(0, tiles * BLOCK, BLOCK):
+            columns = start + lanes
+            x = _load(x_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, float("-inf"))
+            peaks = tl.maximum(peaks, x, propagate_nan=tl.PropagateNan.ALL)
+        top = tl.max(peaks, axis=0)
+        tau = tl.max(_threshold((peaks - top)[None, :], tl.full([1, 1], -1.0, tl.float32)))
+        support = 0.0
+        step = tau
+        unsettled = 1
+        while unsettled > 0:
+            previous = support
+            masses = tl.zeros([BLOCK], tl.float32)
+            supports = tl.zeros([BLOCK], tl.float32)
+            for start in tl.range(0, tiles * BLOCK, BLOCK):
+                columns = start + lanes
+                x = _load(x_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, float("-inf"))
+                mass, inside = _mass_above(x - top, tau)
+                masses += mass
+                supports += inside
+            support = tl.sum(supports, axis=0)
+            step = tau + (tl.sum(masses, axis=0) - 1.0) / support
+            tau = tl.maximum(tau, step)
+            unsettled = (support != previous).to(tl.int32)
+        tau = step
+    else:
+        peaks = tl.full([BLOCK], LOWEST, tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, tiles * BLOCK, BLOCK):
+            columns = start + lanes
+            x = _load(x_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, float("-inf"))
+            decay = tl.exp2(-tl.abs(x - peaks) * LOG2E)  # one exponential a number, whichever of the two is larger
+            sums = tl.where(x > peaks, sums * decay + 1.0, sums + decay)
+            peaks = tl.where(x > peaks, x, peaks)
+        top = tl.max(peaks, axis=0)
+        scale = 1.0 / tl.sum(sums * tl.exp2((peaks - top) * LOG2E), axis=0)
+
+    for tile in tl.range(0, tiles):  # backwards: the last tiles are still in cache
+        columns = (tiles - 1 - tile) * BLOCK + lanes
+        x = _load(x_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, float("-inf")) - top
+        y = _mass_above(x, tau)[0] if SPARSE else tl.exp2(x * LOG2E) * scale
+        if CAUSAL:
+            y = tl.where(columns < ends, y, 0.0)
+        tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=columns < num_cols)
+    if CAUSAL:
+        _store_zeros(y_ptr, tiles * BLOCK, num_cols, BLOCK)
+
+
+@triton.jit
+def _long_backward_kernel(
+    dy_ptr, y_ptr, dx_ptr, dy_stride, num_cols, SPARSE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_stride
+    y_ptr += row * num_cols
+    dx_ptr += row * num_cols
+    lanes = tl.arange(0, BLOCK)
+    ends, reach = _row_ends(row, num_cols, CAUSAL)
+    tiles = tl.cdiv(ends, BLOCK).to(tl.int32)
+    products = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, tiles * BLOCK, BLOCK):
+        columns = start + lanes
+        y = _load(y_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        dy = _load(dy_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        if SPARSE:
+            products += _in_support(y, dy)
+            weights += _in_support(y, 1.0)
+        else:
+            products += dy * y
+    mean = tl.sum(products, axis=0)
+    if SPARSE:
+        mean /= tl.sum(weights, axis=0)
+    for tile in tl.range(0, tiles):  # backwards: the last tiles are still in cache
+        columns = (tiles - 1 - tile) * BLOCK + lanes
+        y = _load(y_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        dy = _load(dy_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        dx = _in_support(y, dy - mean) if SPARSE else y * (dy - mean)
+        tl.store(dx_ptr + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < num_cols)
+    if CAUSAL:
+        _store_zeros(dx_ptr, tiles * BLOCK, num_cols, BLOCK)
+
+
+@triton.jit
+def _store_zeros(row_ptr, start, stop, BLOCK: tl.constexpr):
+    for first in tl.range(start, stop, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        zeros = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
+        tl.store(row_ptr + columns, zeros, mask=columns < stop)
+
+
+MAX_IN_REGISTERS = 32768
+"""Longest row that one program holds; a longer one is read tile by tile."""
+
+_LONG_TILE = 8192
+
+
+class _Config(NamedTuple):
+    rows: int
+    block: int
+    num_warps: int
+
+
+def _config(num_cols: int, numbers_a_thread: int, device: torch.device) -> _Config:
+    """Rows of a tile, its columns (a power of two) and its warps.
+
+    The fewer warps share a row, the less its reductions wait for each other, and several programs share a
+    multiprocessor to keep it busy meanwhile: sparsemax, which reduces the row in every step, gives a thread 64 numbers,
+    softmax 32, and the two-input backward 32 of each.
+    """
+    if num_cols > MAX_IN_REGISTERS:
+        return _Config(1, _LONG_TILE, 16)
+    block = max(16, triton.next_power_of_2(num_cols))
+    rows = max(1, 1024 // block)
+    num_warps = max(1, rows * block // (32 * numbers_a_thread))
+    return _Config(rows, block, min(num_warps, device_limits(device).max_warps))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) with contiguous columns; a view wherever the strides allow one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def launch_forward(x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> None:
+    """Writes the (sparse, causal) softmax of the rows of `x` to the contiguous `y`."""
+    rows = _rows(x)
+    num_rows, num_cols = rows.shape
+    config = _config(num_cols, 64 if sparse else 32, x.device)
+    options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
+    with on_device(x):
+        if num_cols > MAX_IN_REGISTERS:
+            _long_forward_kernel[(num_rows,)](rows, y, rows.stride(0), num_cols, **options)
+        else:
+            _forward_kernel[(triton.cdiv(num_rows, config.rows),)](
+                rows,
+                y,
+                rows.stride(0),
+                num_rows,
+                num_cols,
+                ROWS=config.rows,
+                LANES=min(config.block, 256 * config.num_warps),
+                **options,
+            )
+
+
+def launch_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sparse: bool, causal: bool) -> None:
+    """Writes the gradient of the rows to the contiguous `dx`; `y` is the contiguous result of the forward."""
+    rows = _rows(dy)
+    num_rows, num_cols = rows.shape
+    config = _config(num_cols, 32, dy.device)
+    options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
+    with on_device(dy):
+        if num_cols > MAX_IN_REGISTERS:
+            _long_backward_kernel[(num_rows,)](rows, y, dx, rows.stride(0), num_cols, **options)
+        else:
+            _backward_kernel[(triton.cdiv(num_rows, config.rows),)](
+                rows, y, dx, rows.stride(0), num_rows, num_cols, ROWS=config.rows, **options
+            )

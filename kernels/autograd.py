@@ -1,0 +1,48 @@
+"""What an operator says when its gradient is itself differentiated.
+
+Most backwards here are operators of their own without a derivative. Where the first gradient is right on its own, it
+stays available with ``create_graph=True`` and only its derivative is refused (`refuse_second_derivative`). Where a
+gradient was computed in the forward, even the recorded first one would be a constant in the eyes of autograd, and wrong
+without a word; there the backward itself refuses (`refuse_double_backward`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+def refuse_double_backward(function: str = "this operator") -> None:
+    """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong.
+
+    Args:
+        function: Name of the public function, for the message.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"The gradient of {function} cannot itself be differentiated, so backward(create_graph=True) would be "
+            "silently wrong; compute it with the *_reference function instead."
+        )
+
+
+def refuse_second_derivative(backward: Any, functions: str) -> None:
+    """Makes differentiating the operator `backward` a RuntimeError that names the public functions it belongs to.
+
+    Args:
+        backward: A `torch.library.custom_op` that mutates nothing.
+        functions: The public function whose gradient it computes, or several.
+    """
+
+    def refuse(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
+        raise RuntimeError(second_derivative_message(functions))
+
+    backward.register_autograd(refuse)
+
+
+def second_derivative_message(functions: str) -> str:
+    """What is said to somebody who asks for a second derivative of `functions`."""
+    return (
+        f"The gradient of {functions} cannot itself be differentiated (create_graph=True was given, or a gradient of a "
+        "gradient asked for); use the *_reference function, which is plain torch, where you need that."
+    )

@@ -1,0 +1,61 @@
+"""What every operator promises: the same bits in every run, kept graphs, inputs left alone, one graph when compiled."""
+
+import pytest
+import torch
+
+from liger_trainer import functional
+from tests.operators import OPERATORS
+
+operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+
+
+def test_every_public_function_has_a_row():
+    functions = {name for name in functional.__all__ if not isinstance(getattr(functional, name), type)}
+    assert functions == {name.split(",")[0] for name in OPERATORS}
+
+
+@operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_give_the_same_bits_and_leave_their_inputs_alone(operator, dtype, device):
+    tensors = operator.tensors(device, dtype)
+    before = [tensor.detach().clone() for tensor in tensors]
+    first, second = operator(*tensors), operator(*tensors)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, before, tensors))
+    assert not any(result.isnan().any() for result in first)
+
+
+@operators
+def test_a_kept_graph_gives_the_same_gradients_again(operator, device):
+    tensors = operator.tensors(device)
+    outputs = operator.function(*tensors)
+    loss = sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+    first = [gradient.clone() for gradient in torch.autograd.grad(loss, needed, retain_graph=True)]
+    for keep in (True, False):
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, needed, retain_graph=keep)))
+
+
+@operators
+def test_compiles_to_one_graph_forward_and_backward(operator, device):
+    torch.compiler.reset()
+    tensors = operator.tensors(device)
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def loss_of(*tensors):
+        outputs = operator.function(*tensors)
+        return sum(y.float().square().sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    loss, expected = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(*tensors), loss_of(*tensors)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, needed), torch.autograd.grad(expected, needed))
+
+
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.refuses])
+def test_a_second_derivative_is_refused_by_name(name, device):
+    operator = OPERATORS[name]
+    tensors = operator.tensors(device)
+    loss = operator.function(*tensors).square().sum()
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+    with pytest.raises(RuntimeError, match=rf"gradient of .*{operator.refuses}.* cannot itself be differentiated"):
+        sum(g.square().sum() for g in torch.autograd.grad(loss, needed, create_graph=True)).backward()

@@ -1,0 +1,63 @@
+"""Which devices Triton drives, by the names that torch gives them, and what is asked of them."""
+
+from __future__ import annotations
+
+import types
+from unittest import mock
+
+import pytest
+import torch
+
+from liger_trainer.kernels import runtime
+from liger_trainer.kernels._norm_common import device_limits
+
+
+def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Stands in for a tensor on a device that this machine does not have."""
+    return types.SimpleNamespace(device=torch.device(device), dtype=dtype)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "xpu:1"])  # a ROCm device is called "cuda" by torch
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_triton_runs_on_nvidia_amd_and_intel_gpus(device: str, dtype: torch.dtype) -> None:
+    assert runtime.use_triton(tensor_on(device, dtype))
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta", "hpu", "privateuseone"])
+def test_elsewhere_the_reference_runs(device: str) -> None:
+    with mock.patch.object(runtime, "INTERPRETED", False):
+        assert not runtime.use_triton(tensor_on(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_run_as_the_reference(dtype: torch.dtype) -> None:
+    assert not runtime.use_triton(tensor_on("cuda", dtype))
+
+
+def test_without_triton_the_reference_runs() -> None:
+    with mock.patch.object(runtime, "HAS_TRITON", False):
+        assert not runtime.use_triton(tensor_on("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_tensors_device_becomes_the_current_one(kind: str) -> None:
+    with mock.patch.object(torch, kind) as module:
+        module.current_device.return_value = 1
+        assert runtime.on_device(tensor_on(f"{kind}:2")) is module.device.return_value
+        module.device.assert_called_once_with(torch.device(f"{kind}:2"))
+        runtime.on_device(tensor_on(f"{kind}:1"))
+        assert module.device.call_count == 1
+
+
+def test_size_of_a_persistent_grid() -> None:
+    properties = types.SimpleNamespace(multi_processor_count=132, gpu_subslice_count=64)
+    for kind, expected in (("cuda", 132), ("xpu", 64), ("cpu", 8)):
+        with mock.patch.object(torch, kind, get_device_properties=lambda device: properties):
+            assert runtime.num_sms.__wrapped__(torch.device(kind)) == expected
+
+
+def test_limits_of_an_amd_gpu_have_its_wider_warps() -> None:
+    properties = types.SimpleNamespace(warp_size=64, shared_memory_per_block_optin=65536)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
+        assert device_limits.__wrapped__(torch.device("cuda")) == (16, 65536)
+    assert device_limits(torch.device("xpu")).max_warps == 16

@@ -1,0 +1,134 @@
+"""Softmax, sparsemax and multi-token attention: references against their definitions, checks, and compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_trainer.kernels import _row_softmax_kernels as kernels
+from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
+from liger_trainer.kernels.softmax import softmax
+from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
+from tests.aot import TARGETS, Launch, compile_launch, recorded_launches
+
+
+@given(
+    columns=st.integers(1, 40), scale=st.sampled_from([1e-3, 1.0, 20.0]), ties=st.booleans(), seed=st.integers(0, 99)
+)
+@settings(max_examples=60, deadline=None)
+def test_sparsemax_reference_is_the_projection_onto_the_simplex(
+    columns: int, scale: float, ties: bool, seed: int
+) -> None:
+    x = scale * torch.randn(columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = x.round() if ties else x
+    y = sparsemax_reference(x)
+    assert y.ge(0).all()
+    torch.testing.assert_close(y.sum(), torch.ones((), dtype=torch.float64))
+    # The conditions of Karush, Kuhn and Tucker: x - y is one number on the support, and nowhere more than it.
+    excess = x - y
+    tau = excess[y > 0]
+    assert tau.max() - tau.min() < 1e-12 * max(1.0, scale)
+    assert excess.max() <= tau.max() + 1e-12 * max(1.0, scale)
+
+
+def test_gradcheck() -> None:
+    x = (3 * torch.arange(15.0, dtype=torch.float64).sin()).view(3, 5).requires_grad_()
+    assert torch.autograd.gradcheck(sparsemax, x)
+    assert torch.autograd.gradcheck(lambda x: sparsemax(x, dim=0), x)
+    assert torch.autograd.gradcheck(softmax, x)
+    assert torch.autograd.gradgradcheck(softmax, x)  # float64 runs as the reference
+
+
+def test_sparsemax_by_hand() -> None:
+    x = torch.tensor([[0.0, 0.0], [2.0, 0.5], [0.3, 0.1], [-5.0, float("-inf")]])
+    expected = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.6, 0.4], [1.0, 0.0]])
+    torch.testing.assert_close(sparsemax(x), expected)
+    torch.testing.assert_close(sparsemax(x.T, dim=0), expected.T)
+    assert sparsemax(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_rows_without_an_answer_are_nan() -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[nan, 1.0], [-inf, -inf], [inf, 0.0], [1.0, 0.0]])
+    assert sparsemax(x).isnan().tolist() == [[True, True]] * 3 + [[False, False]]
+    assert softmax(x).isnan().any(-1).tolist() == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_multi_token_attention_is_its_formula(sparse: bool) -> None:
+    scores = torch.randn(2, 4, 9, 9, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    out = multi_token_attention(scores, weight, bias, padding=1, groups=2, sparse=sparse)
+    masked = scores + torch.full((9, 9), float("-inf")).triu(1)
+    probabilities = sparsemax_reference(masked) if sparse else masked.softmax(-1)
+    keep = torch.ones(9, 9, dtype=torch.float64).tril()
+    torch.testing.assert_close(out, F.conv2d(probabilities, weight, bias, padding=1, groups=2) * keep)
+    reference = multi_token_attention_reference(scores, weight, bias, padding=1, groups=2, sparse=sparse)
+    torch.testing.assert_close(out, reference)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: multi_token_attention(*leaves, padding=1, groups=2, sparse=sparse),
+        (scores[:1, :, :4, :4].detach().requires_grad_(), weight, bias),
+    )
+    unbatched = multi_token_attention(scores[0], weight, bias, padding=1, groups=2, sparse=sparse)
+    torch.testing.assert_close(unbatched, out[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: softmax(torch.zeros(())), ["`x` of softmax", "()"]),
+        (lambda: softmax(torch.zeros(3, dtype=torch.int64)), ["`x` of softmax", "int64"]),
+        (lambda: sparsemax(torch.zeros(())), ["`x` of sparsemax", "()"]),
+        (lambda: sparsemax(torch.zeros(2, dtype=torch.bool)), ["`x` of sparsemax", "bool"]),
+        (lambda: sparsemax(torch.zeros(2, 3), dim=2), ["`dim`", "2", "(2, 3)"]),
+        (lambda: sparsemax(torch.zeros(2, 3), dim=-3), ["`dim`", "-3"]),
+        (lambda: multi_token_attention(torch.zeros(1, 2, 3, 4), torch.zeros(2, 2, 1, 1)), ["`scores`", "(1, 2, 3, 4)"]),
+        (lambda: multi_token_attention(torch.zeros(3, 3), torch.zeros(2, 2, 1, 1)), ["`scores`", "(3, 3)"]),
+    ],
+)
+def test_errors_say_what_is_wrong(call, words) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are checked below)
+        call()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_to_one_graph(dtype: torch.dtype) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (sparsemax(x, dim=1) * softmax(x)).sum()
+
+    x = torch.randn(3, 5, dtype=dtype, requires_grad=True)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(step(x), x))
+
+
+def _launches(columns: int, dtype: torch.dtype) -> list[Launch]:
+    x = torch.empty(3, columns, dtype=dtype)
+    with recorded_launches() as launches:
+        for option in (False, True):  # plain softmax, causal sparsemax
+            kernels.launch_forward(x, x, sparse=option, causal=option)
+            kernels.launch_backward(x, x, x, sparse=option, causal=option)
+    return launches
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [500, 100_001])
+def test_compiles_ahead_of_time(target: str, dtype: torch.dtype, columns: int) -> None:
+    launches = _launches(columns, dtype)
+    assert len(launches) == 4
+    for launch in launches:
+        assert compile_launch(launch, target)
+
+
+@pytest.mark.parametrize("columns", [1024, 131_072])
+def test_kernels_read_128_bits_at_a_time(columns: int) -> None:
+    for launch in _launches(columns, torch.bfloat16):
+        lines = compile_launch(launch, "sm_90").asm["ptx"].splitlines()
+        accesses = [line for line in lines if "ld.global" in line or "st.global" in line]
+        assert accesses
+        assert all("v4.b32" in line for line in accesses)

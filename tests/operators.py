@@ -1,0 +1,95 @@
+"""Every operator with small arguments, one line each, for the tests that all of them must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from liger_trainer import functional as ops
+
+Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
+
+
+def leaf(*shape: int) -> Argument:
+    """Random numbers that need a gradient."""
+    return lambda generator, dtype: torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def table(*shape: int) -> Argument:
+    """Random numbers that need none."""
+    return lambda generator, dtype: torch.rand(shape, generator=generator).to(dtype)
+
+
+def labels(high: int, *shape: int) -> Argument:
+    """Random ids below `high`, the last one ignored."""
+    return lambda generator, dtype: torch.cat(
+        [torch.randint(0, high, (*shape[:-1], shape[-1] - 1), generator=generator), torch.full((*shape[:-1], 1), -100)],
+        dim=-1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """A function of tensors and its arguments.
+
+    Args:
+        function: A public function, or a closure over one.
+        arguments: What makes them, in order.
+        refuses: The function that the error about a second derivative names; None where there is one, or where another
+            test asks for it.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    refuses: str | None = None
+
+    def tensors(self, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+        """The arguments; floating ones of `dtype`."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [argument(generator, dtype) for argument in self.arguments]
+        return [tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs and, for upstream gradients of 0.5, the gradients of the arguments that need one."""
+        outputs = self.function(*tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        needed = [tensor for tensor in tensors if tensor.requires_grad]
+        upstream = [torch.full_like(output, 0.5) for output in outputs]
+        return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, needed, upstream)]
+
+
+def _of_activations(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`function` of a first argument that is no leaf, so that it may be overwritten."""
+    return lambda first, *rest: function(first * 1.0, *rest, **options)
+
+
+_CE, _LCE = "cross_entropy", "linear_cross_entropy"
+_LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
+_SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
+
+OPERATORS: dict[str, Operator] = {
+    "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32))),
+    "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32))),
+    "layer_norm": Operator(ops.layer_norm, (leaf(6, 32), leaf(32), leaf(32))),
+    "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
+    "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24))),
+    "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),)),
+    "geglu": Operator(ops.geglu, (leaf(6, 24), leaf(6, 24))),
+    "geglu_fused": Operator(ops.geglu_fused, (leaf(6, 48),)),
+    "softmax": Operator(ops.softmax, (leaf(6, 50),), "softmax"),
+    "sparsemax": Operator(ops.sparsemax, (leaf(6, 50),), "sparsemax"),
+    "sparsemax, dim": Operator(partial(ops.sparsemax, dim=0), (leaf(6, 50),), "sparsemax"),
+    "multi_token_attention": Operator(partial(ops.multi_token_attention, padding=1), _SCORES, "softmax"),
+    "multi_token_attention, sparse": Operator(partial(ops.multi_token_attention, sparse=True), _SCORES, "sparsemax"),
+    "cross_entropy": Operator(ops.cross_entropy, _LOGITS, _CE),
+    "cross_entropy, none": Operator(partial(ops.cross_entropy, reduction="none", softcap=4.0), _LOGITS, _CE),
+    "cross_entropy, expected": Operator(partial(ops.cross_entropy, expected_grad=0.5), _LOGITS, _CE),
+    "cross_entropy, in place": Operator(_of_activations(ops.cross_entropy, inplace=True), _LOGITS, _CE),
+    "linear_cross_entropy": Operator(ops.linear_cross_entropy, _HEAD, _LCE),
+    "linear_cross_entropy, none": Operator(partial(ops.linear_cross_entropy, reduction="none"), _HEAD, _LCE),
+}
+"""Each public function under its own name; after a comma, the same with other options."""
