@@ -98,7 +98,7 @@ def _forward_kernel(
     columns = start + tl.arange(0, BLOCK)
     gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
     activation, _, factor, _, _ = _gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
-    h = activation.to(gate.dtype).to(tl.float32) * factor * down_multiplier
+    h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
     tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=columns < cols)
 
 
@@ -145,7 +145,7 @@ def _backward_kernel(
         dgate = tl.where(gate_passes, dgate, 0.0)
         dup = tl.where(up_passes, dup, 0.0)
     if NEED_H:
-        h = activation.to(gate.dtype).to(tl.float32) * factor * down_multiplier
+        h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
         tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=mask)
     dgate_row_ptr, dup_row_ptr = dgate_ptr + row * dgate_stride, dup_ptr + row * dup_stride
     if INTERLEAVED:

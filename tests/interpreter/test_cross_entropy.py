@@ -177,15 +177,19 @@ def test_a_label_outside_the_vocabulary_is_nan_and_touches_nothing_else(device: 
 
 def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:
     logits, target = _case(device, 4, 70)
-    buffer = torch.full((4, 128), float("nan"), device=device)
-    buffer[:, :70] = logits.detach()
-    stats, clean = (RowStats.allocate(buffer, 4, entropy=True, predicted=True) for _ in range(2))
     one, options = torch.ones((), device=device), RowOptions(IGNORE, 0.1, 0.0, 5.0, 1.0, 1.0)
-    row_statistics_(buffer[:, :70], target, stats, options, coefficient=one, width=128)
-    alone = logits.detach().clone()
-    row_statistics_(alone, target, clean, options, coefficient=one)
-    assert all(ours.equal(theirs) for ours, theirs in zip(stats, clean))
-    assert buffer[:, :70].equal(alone)
+    results = []
+    for padding in (0.0, float("nan")):
+        buffer = torch.full((4, 128), padding, device=device)
+        buffer[:, :70] = logits.detach()
+        stats = RowStats.allocate(buffer, 4, entropy=True, predicted=True)
+        row_statistics_(buffer[:, :70], target, stats, options, coefficient=one, width=128)
+        results.append([*stats, buffer[:, :70]])
+    alone, stats = logits.detach().clone(), RowStats.allocate(logits, 4, entropy=True, predicted=True)
+    row_statistics_(alone, target, stats, options, coefficient=one)
+    for clean, scratch, exact in zip(*results, [*stats, alone]):
+        assert clean.equal(scratch)
+        torch.testing.assert_close(clean, exact)
 
 
 def test_ignored_rows_are_not_read_and_get_a_zero_gradient(device: str) -> None:

@@ -150,17 +150,22 @@ def test_half_precision_is_no_worse_than_rounding_the_gradient(
 
 def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:
     for divergence in ("forward_kl", "jsd"):
-        student, teacher, labels = _rows(device, 4, 70, divergence)
-        buffers = [torch.full((4, 128), float("nan"), device=device) for _ in range(2)]
-        for buffer, logits in zip(buffers, (student, teacher)):
-            buffer[:, :70] = logits
         options, one = FULL._replace(divergence=divergence), torch.ones((), device=device)
-        stats, clean = (DivergenceStats.allocate(student, 4, True, True) for _ in range(2))
-        views = [buffer[:, :70] for buffer in buffers]
-        divergence_rows_(*views, labels, stats, options, None, None, one, 128, 128)
-        divergence_rows_(student, teacher, labels, clean, options, None, None, one)
-        assert all(ours.equal(theirs) for ours, theirs in zip(stats, clean))
-        assert views[0].equal(student)
+        results = []
+        for padding in (0.0, float("nan")):
+            student, teacher, labels = _rows(device, 4, 70, divergence)
+            buffers = [torch.full((4, 128), padding, device=device) for _ in range(2)]
+            for buffer, logits in zip(buffers, (student, teacher)):
+                buffer[:, :70] = logits
+            stats = DivergenceStats.allocate(student, 4, True, True)
+            views = [buffer[:, :70] for buffer in buffers]
+            divergence_rows_(*views, labels, stats, options, None, None, one, 128, 128)
+            results.append([*stats, views[0]])
+        stats = DivergenceStats.allocate(student, 4, True, True)
+        divergence_rows_(student, teacher, labels, stats, options, None, None, one)
+        for clean, scratch, exact in zip(*results, [*stats, student]):
+            assert clean.equal(scratch)
+            torch.testing.assert_close(clean, exact)
 
 
 def test_a_label_outside_the_vocabulary_is_nan_and_touches_nothing_else(device: str) -> None:
