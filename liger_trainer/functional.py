@@ -7,6 +7,7 @@ from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
+from liger_trainer.kernels.rope_layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "linear_cross_entropy",
     "rms_norm",
     "rope",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_vision",
     "swiglu",
     "swiglu_fused",
 ]

@@ -6,7 +6,14 @@ Arguments that only steer how Liger's kernels work inside are accepted and have 
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_trainer.nn.norms import LigerLayerNorm, LigerRMSNorm
-from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.rope import (
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
+    liger_rotary_pos_emb,
+    liger_rotary_pos_emb_gpt_oss,
+    liger_rotary_pos_emb_vision,
+)
 
 __all__ = [
     "LigerCrossEntropyLoss",
@@ -15,5 +22,10 @@ __all__ = [
     "LigerLayerNorm",
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
+    "liger_llama4_text_rotary_pos_emb",
+    "liger_llama4_vision_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision",
 ]
