@@ -88,6 +88,25 @@ def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     return supported and use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32 under autocast, where torch runs its own norms in fp32 (not so on a CPU), else the dtype of `x`."""
+    device = x.device.type
+    low_precision = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
+
+
+def refuse_second_derivative(operator: torch.library.CustomOpDef, function: str) -> None:
+    """Gives the backward operator of `function` a derivative that raises RuntimeError and says what to do instead."""
+
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"The gradient of {function} cannot itself be differentiated (create_graph=True was given, or a gradient "
+            f"of a gradient was asked for); use {function}_reference, which is plain torch, where you need that."
+        )
+
+    operator.register_autograd(backward)
+
+
 def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
     """Checks a norm's input and its per-column parameters (given by their argument names).
 
