@@ -34,9 +34,9 @@ EXPECTED = {
     "phi3": {**TEXT, "swiglu": {FUSED}},
     "granite": TEXT,
     "olmo2": {**TEXT, "rms_norm": {OLMO2}},
-    "glm4": {"rope": {None}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
-    "cohere": {"rope": {None}, "rms_norm": {None}, "swiglu": {SWIGLU}},
-    "gpt_oss": {"rope": {None}, "rms_norm": {OLMO2}, "experts": {None}},
+    "glm4": {"rope": {"rope (neighbours)"}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
+    "cohere": {"rope": {"rope (neighbours)"}, "rms_norm": {None}, "swiglu": {SWIGLU}},
+    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "experts": {None}},
     "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}},
     "mllama": {**TEXT, "layer_norm": {"layer_norm"}},
 }
