@@ -16,7 +16,7 @@ from torch import nn
 
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.probe import Agreement, Probe
+from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
 
@@ -25,7 +25,8 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
     forward = type(module).forward
     key = ("rope", forward)
     if key not in probe.cache:
-        probe.cache[key] = list(_rotary_globals(forward))
+        probe.cache[key] = list(rotary_globals(forward))
+    patched = forward
     for name, function in probe.cache[key]:
         target = f"{name} in {type(module).__name__}"
         if not enabled("rope"):
@@ -35,14 +36,24 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
         if foreign is not None:
             yield Finding("rope", target, module, reason=f"its forward is already overridden by {foreign}")
             continue
-        proof = ("rope", forward, name, id(function))
+        proof = ("rope", name, function)
         if proof not in probe.cache:
-            probe.cache[proof] = _probe_rope(forward, name, function, probe)
-        kernel, patched, agreement = probe.cache[proof]
-        yield Finding("rope", target, module, kernel, patched, agreement.error, agreement.reason)
+            probe.cache[proof] = prove_rotation(function, probe)
+        kernel, rotary, agreement = probe.cache[proof]
+        if rotary is None:
+            yield Finding("rope", target, module, reason=agreement.reason)
+            continue
+        copy = forward_calling(patched, name, rotary)
+        if copy is None:
+            reason = "its forward is decorated in a way that hides the call"
+            yield Finding("rope", target, module, reason=reason)
+            continue
+        patched = copy  # of several functions, the last forward that is bound calls all of ours
+        yield Finding("rope", target, module, kernel, patched, agreement.error)
 
 
-def _rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
+def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
+    """The rotary functions that `forward`, or what it wraps, calls by a global name."""
     function = _python_function(forward)
     while function is not None:
         for name in function.__code__.co_names:
@@ -56,19 +67,6 @@ def _rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
 
 def _python_function(function: Any) -> types.FunctionType | None:
     return function if isinstance(function, types.FunctionType) else None
-
-
-def _probe_rope(
-    forward: Callable, name: str, function: Callable, probe: Probe
-) -> tuple[str | None, Callable | None, Agreement]:
-    kernel, rotary, agreement = prove_rotation(function, probe)
-    if rotary is None:
-        return None, None, agreement
-    patched = forward_calling(forward, name, rotary)
-    if patched is None:
-        reason = "its forward is decorated in a way that hides the call"
-        return None, None, Agreement(float("inf"), reason=reason)
-    return kernel, patched, agreement
 
 
 @functools.cache

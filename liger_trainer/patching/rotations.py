@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.rope_layouts import rope_complex
+from liger_trainer.patching.pending_norm import PendingNorm, computed
 from liger_trainer.patching.probe import Agreement, Probe
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
@@ -244,6 +246,18 @@ def rotary_function(
             return original(q, k, cos, sin, *args, **kwargs)
         return rotation(q, k, cos, sin, dim, precise or (mixed == "kept" and cos.dtype != q.dtype))
 
+    def of_pending(q, k, cos, sin, *args, **kwargs):
+        """The same of norms that are still to be computed: with them in one pass, if the call is the usual one."""
+        pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and not args and not kwargs
+        if pending and q.is_pending and k.is_pending and q.options == k.options:
+            layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
+            one_dtype = q.x.dtype == k.x.dtype == q.weight.dtype == k.weight.dtype == cos.dtype
+            if layout in proven and cos.dim() == 3 and q.x.dim() == 4 and (one_dtype or mixed == "promoted"):
+                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, *q.options, unsqueeze_dim=default_dim)
+        return rotary(computed(q), computed(k), cos, sin, *args, **kwargs)
+
+    if rotation == ROTATIONS[0] and not precise:
+        rotary.of_pending = of_pending  # type: ignore[attr-defined]
     return rotary
 
 

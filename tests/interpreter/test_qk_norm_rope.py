@@ -238,3 +238,33 @@ def test_any_shape_and_option(batch, seq, q_heads, k_heads, half, tail, norm, st
         # A single number has little to be averaged over: three bf16 roundings of the largest is what eager may make.
         floor = (2e-6 if dtype == torch.float32 else 3 * 2**-9) * right.norm()
         assert (own - right).norm() <= 1.1 * (theirs - right).norm() + floor + 1e-6
+
+
+def test_in_the_attention_of_a_model(device):
+    """The norms wait for the rotary function, and one launch does both."""
+    from transformers.models.qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+    from liger_trainer import apply_liger_kernel
+
+    torch.manual_seed(0)
+    config = Qwen3Config(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config._attn_implementation = "eager"
+    attention = Qwen3Attention(config, 0).to(device)
+    hidden = torch.randn(2, 5, 16, device=device)
+    tables = torch.randn(1, 5, 8, device=device), torch.randn(1, 5, 8, device=device)
+
+    def run():
+        attention.zero_grad()
+        y = attention(hidden, position_embeddings=tables, attention_mask=None)[0]
+        y.square().sum().backward()
+        return [y.detach(), *(parameter.grad.clone() for parameter in attention.parameters())]
+
+    expected = run()
+    report = apply_liger_kernel(attention, {"linear_cross_entropy": False, "cross_entropy": False})
+    assert "rope with the norms of q and k" in {row.kernel for row in report}
+    with mock.patch.object(module, "launch_forward", wraps=module.launch_forward) as launch:
+        got = run()
+    assert launch.call_count == 1
+    for ours, right in zip(got, expected):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

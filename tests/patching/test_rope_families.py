@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching import rotations
 from tests.patching.test_families import LAYERS, loss_and_gradients, relative, total_error
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
@@ -98,21 +99,28 @@ FAMILIES = {
     "gpt_oss": (TINY_MODELS["gpt_oss"], _text_of("gpt_oss"), {"rope (half-width tables)"}),
     "llama4": (_llama4, _text_of("llama4"), {"rope (complex)"}),
     "qwen2_5_vl": (_qwen2_5_vl, _image_of, {"rope"}),
-    "qwen3_vl": (_qwen3_vl, _image_of, {"rope"}),
+    "qwen3_vl": (_qwen3_vl, _image_of, {"rope", "rope with the norms of q and k"}),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @families
-def test_loss_and_every_gradient(family):
+def test_loss_and_every_gradient(family, monkeypatch):
     build, batch_of, kernels = FAMILIES[family]
+    calls = []
+    for name in ("rope", "rope_complex", "qk_norm_rope"):
+        original = getattr(rotations, name)
+        monkeypatch.setattr(rotations, name, lambda *a, _run=original, **k: calls.append(1) or _run(*a, **k))
     model = build()
     batch = batch_of(model)
     expected = loss_and_gradients(model, batch)
     rows = [row for row in apply_liger_kernel(model, LAYERS) if row.component == "rope"]
     assert {row.kernel for row in rows} == kernels
     assert all(row.probe_error <= 1e-5 for row in rows)
+    calls.clear()
     got = loss_and_gradients(model, batch)
+    # Every layer: Cohere2 and Llama 4 have layers without positions, vision towers have two of their own.
+    assert len(calls) == {"qwen2_5_vl": 4, "qwen3_vl": 4}.get(family, 2)
     assert got.keys() == expected.keys()
     largest = max(float(value.norm()) for value in expected.values())
     for name, value in expected.items():
