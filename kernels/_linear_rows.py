@@ -59,7 +59,7 @@ def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, re
     else:
         rows = retain_memory // (_width(weight) * hidden.element_size())
         rows -= rows % _ROW_MULTIPLE if rows >= _ROW_MULTIPLE else 0
-    return torch.sym_min(hidden.shape[0], rows)
+    return min(hidden.shape[0], rows)
 
 
 def allocate_kept(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:

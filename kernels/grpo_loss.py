@@ -290,7 +290,7 @@ def grpo_loss(
     labels = completion_ids if completion_mask is None else torch.where(completion_mask != 0, completion_ids, _IGNORE)
     # An ignored last position costs nothing, where slicing it off would copy the whole gradient.
     labels = torch.nn.functional.pad(labels, (0, logits.shape[1] - length), value=_IGNORE)
-    nll = cross_entropy(logits, labels, _IGNORE, "none", temperature=temperature, inplace_backward=inplace_backward)
+    nll = cross_entropy(logits, labels, _IGNORE, "none", temperature=temperature, inplace=inplace_backward)
     assert isinstance(nll, torch.Tensor)
     return grpo_loss_from_log_probs(
         -nll[:, :length],

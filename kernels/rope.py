@@ -1,14 +1,15 @@
 """Rotary position embedding of queries and keys in one launch, on the layout attention projections leave in memory.
 
-With ``x = [x1, x2]`` the two halves of the rotary part of a head, and ``cos = [c1, c2]``, ``sin = [s1, s2]`` the halves
-of a position's table (half-split convention, as in Hugging Face's Llama)::
+With pairs ``(x1, x2)`` of a head's rotary part and the entries ``(c1, c2)`` and ``(s1, s2)`` of a position's tables::
 
     y1 = x1 * c1 - x2 * s1          dx1 = dy1 * c1 + dy2 * s2
     y2 = x2 * c2 + x1 * s2          dx2 = dy2 * c2 - dy1 * s1
 
-The two halves of the tables are read as given: they are equal in plain RoPE, but need not be. What lies beyond the
-rotary part passes through. The backward is the forward with ``s1`` and ``s2`` exchanged and negated, so one kernel and
-one operator do both, and a second derivative works too.
+A pair is a number of the first half and its counterpart in the second (Hugging Face's Llama), or two neighbours (GLM4,
+Cohere, DeepSeek, Llama 4). The two entries of a table are read as given: they are equal in plain RoPE, but need not be;
+tables of half the width hold one entry for both. What lies beyond the rotary part passes through. The backward is the
+forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (`_rope_kernel`) and one operator do both, and a
+second derivative works too.
 
 Bytes moved, each way: q and k read once and written once; the tables come from L2 for all but the first reader.
 Saved for backward: cos and sin alone. The results are new tensors (queries and keys are the caller's), so the peak is
@@ -21,187 +22,25 @@ matmul takes the gradient without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernel
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load_halves(x_ptr, offsets, mask, HALF: tl.constexpr):
-    first = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _store_rotated(y_ptr, offsets, mask, x1, x2, cos1, cos2, sin1, sin2, HALF: tl.constexpr):
-    dtype = y_ptr.dtype.element_ty
-    tl.store(y_ptr + offsets, (x1 * cos1 - x2 * sin1).to(dtype), mask=mask)
-    tl.store(y_ptr + offsets + HALF, (x2 * cos2 + x1 * sin2).to(dtype), mask=mask)
-
-
-@triton.jit
-def _copy_tail(x_ptr, y_ptr, x_offsets, y_offsets, mask):
-    tl.store(y_ptr + y_offsets, tl.load(x_ptr + x_offsets, mask=mask).to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["seq_len"])
-def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,  # outputs are contiguous (batch, seq, heads, head_dim)
-    k_out_ptr,
-    seq_len,
-    q_stride_batch,
-    q_stride_seq,
-    q_stride_head,
-    k_stride_batch,
-    k_stride_seq,
-    k_stride_head,
-    cos_stride_batch,  # 0 where the table is shared by the batch
-    cos_stride_seq,
-    sin_stride_batch,
-    sin_stride_seq,
-    NUM_Q_HEADS: tl.constexpr,
-    NUM_K_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # multiply by the transposed rotation, as the backward does
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_Q_HEADS: tl.constexpr,
-    BLOCK_K_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-):
-    """One program rotates BLOCK_TOKENS tokens of one sequence: a block of query heads and a block of key heads."""
-    blocks_per_sequence = tl.cdiv(seq_len, BLOCK_TOKENS)
-    batch = (tl.program_id(0) // blocks_per_sequence).to(tl.int64)
-    first_token = (tl.program_id(0) % blocks_per_sequence) * BLOCK_TOKENS
-    # Tiles are (tokens, heads, columns).
-    token = (first_token + tl.arange(0, BLOCK_TOKENS).to(tl.int64))[:, None, None]
-    q_head = (tl.program_id(1) * BLOCK_Q_HEADS + tl.arange(0, BLOCK_Q_HEADS).to(tl.int64))[None, :, None]
-    k_head = (tl.program_id(1) * BLOCK_K_HEADS + tl.arange(0, BLOCK_K_HEADS).to(tl.int64))[None, :, None]
-    column = tl.arange(0, BLOCK_HALF)[None, None, :]
-    in_table = (token < seq_len) & (column < HALF)
-
-    # Everything is loaded before anything is stored: loads cannot move above stores they might alias.
-    cos_offsets = batch * cos_stride_batch + token * cos_stride_seq + column
-    sin_offsets = batch * sin_stride_batch + token * sin_stride_seq + column
-    cos1, cos2 = _load_halves(cos_ptr, cos_offsets, in_table, HALF)
-    sin1, sin2 = _load_halves(sin_ptr, sin_offsets, in_table, HALF)
-    if TRANSPOSED:
-        sin1, sin2 = -sin2, -sin1
-    q_row = batch * q_stride_batch + token * q_stride_seq + q_head * q_stride_head
-    k_row = batch * k_stride_batch + token * k_stride_seq + k_head * k_stride_head
-    q_out_row = ((batch * seq_len + token) * NUM_Q_HEADS + q_head) * HEAD_DIM
-    k_out_row = ((batch * seq_len + token) * NUM_K_HEADS + k_head) * HEAD_DIM
-    q_mask = in_table & (q_head < NUM_Q_HEADS)
-    k_mask = in_table & (k_head < NUM_K_HEADS)
-    if NUM_Q_HEADS > 0:
-        q1, q2 = _load_halves(q_ptr, q_row + column, q_mask, HALF)
-    if NUM_K_HEADS > 0:
-        k1, k2 = _load_halves(k_ptr, k_row + column, k_mask, HALF)
-    if NUM_Q_HEADS > 0:
-        _store_rotated(q_out_ptr, q_out_row + column, q_mask, q1, q2, cos1, cos2, sin1, sin2, HALF)
-    if NUM_K_HEADS > 0:
-        _store_rotated(k_out_ptr, k_out_row + column, k_mask, k1, k2, cos1, cos2, sin1, sin2, HALF)
-
-    if 2 * HALF < HEAD_DIM:  # partial rotary: the tail passes through
-        tail = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
-        in_tail = (token < seq_len) & (tail < HEAD_DIM)
-        if NUM_Q_HEADS > 0:
-            _copy_tail(q_ptr, q_out_ptr, q_row + tail, q_out_row + tail, in_tail & (q_head < NUM_Q_HEADS))
-        if NUM_K_HEADS > 0:
-            _copy_tail(k_ptr, k_out_ptr, k_row + tail, k_out_row + tail, in_tail & (k_head < NUM_K_HEADS))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launcher
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _launch_config(num_heads: int, block_half: int) -> tuple[int, int, int]:
-    """(tokens a program, programs the heads of a token are split over, warps), from the elements of half a token.
-
-    One program takes a whole token where that is 2,048 to 8,192 elements a half, enough to keep loads in flight,
-    several tokens where heads are few, and a share of the heads where they would spill registers.
-    """
-    elements = triton.next_power_of_2(num_heads) * block_half
-    tokens = max(1, min(16, 2048 // elements))
-    splits = max(1, elements // 8192)
-    return tokens, splits, 4 if tokens * elements // splits <= 4096 else 8
-
-
-def _contiguous_heads(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
-    transposed: bool,
-    config: tuple[int, int, int] | None = None,
-) -> None:
-    """Launches on q and k as (batch, seq, heads, head_dim), either of which may have no heads.
-
-    Of the outputs only the memory counts, which holds contiguous (batch, seq, heads, head_dim).
-    """
-    batch, seq_len, num_q_heads, head_dim = q.shape
-    num_k_heads, half = k.shape[2], cos.shape[-1] // 2
-    if batch * seq_len * (num_q_heads + num_k_heads) == 0:
-        return
-    q, k, cos, sin = (_contiguous_heads(x) for x in (q, k, cos, sin))
-    block_half = triton.next_power_of_2(max(half, 1))
-    block_tokens, splits, num_warps = config or _launch_config(max(num_q_heads, num_k_heads), block_half)
-    grid = (batch * triton.cdiv(seq_len, block_tokens), splits)
-    with on_device(q):
-        _rope_kernel[grid](
-            q,
-            k,
-            cos,
-            sin,
-            q_out,
-            k_out,
-            seq_len,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            sin.stride(0) if sin.shape[0] > 1 else 0,
-            sin.stride(1),
-            NUM_Q_HEADS=num_q_heads,
-            NUM_K_HEADS=num_k_heads,
-            HEAD_DIM=head_dim,
-            HALF=half,
-            TRANSPOSED=transposed,
-            BLOCK_TOKENS=block_tokens,
-            BLOCK_Q_HEADS=triton.next_power_of_2(triton.cdiv(max(num_q_heads, 1), splits)),
-            BLOCK_K_HEADS=triton.next_power_of_2(triton.cdiv(max(num_k_heads, 1), splits)),
-            BLOCK_HALF=block_half,
-            BLOCK_TAIL=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-            num_warps=num_warps,
-        )
-
+from liger_trainer.kernels._rope_kernel import launch as _launch
+from liger_trainer.kernels._rope_kernel import launch_config as _launch_config  # noqa: F401 (for the sweep)
+from liger_trainer.kernels.runtime import use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Operator
 # ---------------------------------------------------------------------------------------------------------------------
+
+_BACKWARD_PAIRS = {
+    "halves": "halves",
+    "interleaved": "interleaved",
+    "interleaved to halves": "halves to interleaved",
+    "halves to interleaved": "interleaved to halves",
+}
 
 
 def _by_token(x: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
@@ -222,23 +61,28 @@ def _rope(
     unsqueeze_dim: int,
     transposed: bool,
     out_dtype: torch.dtype,
+    pairs: str = "halves",
+    table: str = "halves",
+    sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
-    _launch(_by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim), cos, sin, q_out, k_out, transposed)
+    q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
+    _launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
     return q_out, k_out
 
 
 @_rope.register_fake
-def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype):
+def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
     return _empty_by_token(q, unsqueeze_dim, out_dtype), _empty_by_token(k, unsqueeze_dim, out_dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype = inputs
+    q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
-    ctx.unsqueeze_dim, ctx.transposed, ctx.in_dtype = unsqueeze_dim, transposed, q.dtype
+    ctx.unsqueeze_dim, ctx.in_dtype = unsqueeze_dim, q.dtype
+    ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections)
 
 
 def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[Any, ...]:
@@ -246,7 +90,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     dk_out = dk_out if ctx.needs_input_grad[1] else None
     some = dk_out if dq_out is None else dq_out
     if some is None:
-        return (None,) * 7
+        return (None,) * 10
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
     dq, dk = _rope(
@@ -255,21 +99,21 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         cos,
         sin,
         ctx.unsqueeze_dim,
-        not ctx.transposed,
-        ctx.in_dtype,
+        *ctx.options,
     )
-    return (None if dq_out is None else dq, None if dk_out is None else dk, None, None, None, None, None)
+    return (None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 8)
 
 
 _rope.register_autograd(_backward, setup_context=_setup_context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Public functions
+# Checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> None:
+def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
+    """Raises ValueError unless queries and keys are 4-dimensional and differ only in their heads."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(
             f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 "
@@ -286,67 +130,149 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; with `unsqueeze_dim={unsqueeze_dim}` they may "
             f"differ only in dimension {unsqueeze_dim}, the heads."
         )
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
+
+
+def _check_devices(**tensors: torch.Tensor) -> None:
+    devices = [tensor.device for tensor in tensors.values()]
+    if any(device != devices[0] for device in devices):
+        names, places = (", ".join(f"`{x}`" for x in tensors), ", ".join(map(str, devices)))
+        raise ValueError(f"{names} must be on one device; they are on {places}.")
+
+
+def check_rope_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    rotary_dim: int | None = None,
+    planes: tuple[int, ...] = (),
+) -> None:
+    """Raises ValueError unless the arguments of [`rope`] (or, with a leading dimension `planes`, its like) fit."""
+    check_rows(q, k, unsqueeze_dim)
+    batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    shapes = [(*planes, size, seq_len) for size in {1, batch}]
+    if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
+        wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
         raise ValueError(
-            f"`cos` is {tuple(cos.shape)} and `sin` is {tuple(sin.shape)}; both must be (batch or 1, seq, rotary_dim), "
-            f"here ({batch} or 1, {seq_len}, up to {q.shape[3]})."
+            f"`cos` is {tuple(cos.shape)} and `sin` is {tuple(sin.shape)}; both must be ({'planes, ' if planes else ''}"
+            f"batch or 1, seq, rotary_dim), here ({wanted})."
         )
-    if cos.shape[2] % 2 or cos.shape[2] > q.shape[3]:
+    width = cos.shape[-1]
+    if rotary_dim not in (None, width, 2 * width):
+        raise ValueError(f"`rotary_dim` is {rotary_dim}; with tables {width} wide it is that or twice that.")
+    rotary_dim = width if rotary_dim is None else rotary_dim
+    if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
-            f"`cos` and `sin` rotate {cos.shape[2]} of the {q.shape[3]} dimensions of a head; rotary_dim must be even "
-            "and at most head_dim."
+            f"`cos` and `sin` rotate {rotary_dim} of the {head_dim} dimensions of a head; rotary_dim must be even and "
+            "at most head_dim."
         )
-    if not q.device == k.device == cos.device == sin.device:
-        raise ValueError(
-            f"`q`, `k`, `cos` and `sin` must be on one device; they are on {q.device}, {k.device}, {cos.device} and "
-            f"{sin.device}."
-        )
+    _check_devices(q=q, k=k, cos=cos, sin=sin)
+
+
+def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
+    """Whether the kernel can rotate these: one dtype each, tables without a gradient, on a device Triton drives."""
+    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+        return False
+    if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
+        return False
+    return use_triton(q) and use_triton(tables[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    split_output: bool = False,
+    keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding of queries and keys, half-split convention (RoFormer, arXiv 2104.09864).
+    """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
 
-    The result is that of ``apply_rotary_pos_emb`` in Hugging Face's Llama and, with a narrower table, Phi-3, rounded
-    once. No gradient flows to `cos` and `sin` from the kernel; where either requires one, and where q and k or cos and
-    sin differ in dtype, the reference runs instead.
+    By default the result is that of ``apply_rotary_pos_emb`` in Hugging Face's Llama and, with a narrower table, Phi-3,
+    rounded once. No gradient flows to `cos` and `sin` from the kernel; where either requires one, and where q and k or
+    cos and sin differ in dtype, the reference runs instead.
 
     Args:
         q: Queries, (batch, q_heads, seq, head_dim), or (batch, seq, q_heads, head_dim) with ``unsqueeze_dim=2``. Any
             strides; float16, bfloat16 or float32 for the kernel, and any floating dtype for the reference.
         k: Keys, as `q` with any number of heads (grouped-query and multi-query attention).
         cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head beyond
-            rotary_dim pass through.
+            rotary_dim pass through. Column i belongs to dimension i of a head. With `rotary_dim` given, half as wide:
+            column i belongs to pair i (GPT-OSS; GLM4 and DeepSeek-V3 with ``cos[..., :rotary_dim // 2]``).
         sin: Sines, shaped as `cos`.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
+        rotary_dim: How many dimensions of a head are rotated: the width of the tables (the default) or twice that.
+        interleaved: Pairs are neighbours, (0, 1), (2, 3) and so on (GLM4, Cohere), not counterparts in two halves.
+        split_output: With `interleaved`, results hold the first members of all pairs, then the second ones
+            (DeepSeek-V3). The dot product of a query and a key is the same.
+        keep_dtype: Results have the dtype of `q` whatever the tables have, and the reference too computes in float32
+            and rounds once (Cohere; vision towers).
 
     Returns:
         Rotated q and k: new tensors shaped as the inputs, in the dtype that torch promotes q and cos to, laid out in
         memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: if shapes or devices do not fit together, or for `split_output` without `interleaved`.
     """
-    _check(q, k, cos, sin, unsqueeze_dim)
-    one_dtype = q.dtype == k.dtype and cos.dtype == sin.dtype
-    table_gradient = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if not (use_triton(q) and use_triton(cos) and one_dtype) or table_gradient:
-        return rope_reference(q, k, cos, sin, unsqueeze_dim)
-    return _rope(q, k, cos, sin, unsqueeze_dim, False, torch.promote_types(q.dtype, cos.dtype))
+    check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
+    if split_output and not interleaved:
+        raise ValueError("`split_output` is set without `interleaved`; results are then split anyway.")
+    if not runs_on_triton(q, k, cos, sin):
+        options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+        options |= {"split_output": split_output, "keep_dtype": keep_dtype}
+        return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
+    pairs = "halves" if not interleaved else "interleaved to halves" if split_output else "interleaved"
+    table = "interleaved" if interleaved else "halves"
+    if rotary_dim not in (None, cos.shape[-1]):
+        table = "shared"
+    out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+    return _rope(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
 
 
 def rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    split_output: bool = False,
+    keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[`rope`] in plain torch, differentiable in all four tensors."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    rotary_dim = cos.shape[-1]
+    if rotary_dim is None:
+        rotary_dim = cos.shape[-1]
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
-        first, second = rotary.chunk(2, dim=-1)
-        rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
+        if keep_dtype:
+            rotary = rotary.to(torch.promote_types(x.dtype, torch.float32))
+        rotated = rotary * cos + turn(rotary) * sin
+        if split_output:
+            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
+        rotated = rotated.to(x.dtype) if keep_dtype else rotated
         return torch.cat((rotated, tail), dim=-1) if tail.shape[-1] else rotated
 
     return rotate(q), rotate(k)

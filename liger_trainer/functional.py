@@ -21,9 +21,11 @@ from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_pr
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.poly_norm import poly_norm
+from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.kernels.rope import rope
+from liger_trainer.kernels.rope_layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.softmax import softmax
 from liger_trainer.kernels.sparsemax import sparsemax
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
@@ -65,9 +67,13 @@ __all__ = [
     "modulated_rms_norm",
     "multi_token_attention",
     "poly_norm",
+    "qk_norm_rope",
     "relu_squared",
     "rms_norm",
     "rope",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_vision",
     "softmax",
     "sparsemax",
     "swiglu",

@@ -39,9 +39,9 @@ def quack(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target)
 
 
-@provider("cross_entropy", "liger_trainer", inplace_backward=True)
+@provider("cross_entropy", "liger_trainer", inplace=True)
 @provider("cross_entropy", "liger_trainer")
-def ours(logits: Tensor, target: Tensor, inplace_backward: bool = False) -> Tensor:
+def ours(logits: Tensor, target: Tensor, inplace: bool = False) -> Tensor:
     from liger_trainer.functional import cross_entropy
 
-    return cross_entropy(logits, target, inplace_backward=inplace_backward)
+    return cross_entropy(logits, target, inplace=inplace)

@@ -44,7 +44,14 @@ from liger_trainer.nn.rms_norms import (
     LigerRMSNormForOlmo2,
     LigerRMSNormForQwen3Next,
 )
-from liger_trainer.nn.rope import liger_rotary_pos_emb
+from liger_trainer.nn.rope import (
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
+    liger_rotary_pos_emb,
+    liger_rotary_pos_emb_gpt_oss,
+    liger_rotary_pos_emb_vision,
+)
 from liger_trainer.nn.softmax import LigerMultiTokenAttention, LigerSoftmax, LigerSparsemax
 from liger_trainer.nn.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_trainer.nn.vocab_parallel import LigerVocabParallelCrossEntropy
@@ -95,6 +102,11 @@ __all__ = [
     "LigerTiledGEGLUMLP",
     "LigerTiledSwiGLUMLP",
     "LigerVocabParallelCrossEntropy",
+    "liger_llama4_text_rotary_pos_emb",
+    "liger_llama4_vision_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_gpt_oss",
+    "liger_rotary_pos_emb_vision",
     "triton_grpo_loss",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from liger_trainer.functional import rope
+from liger_trainer.functional import rope, rope_complex, rope_multimodal, rope_vision
 
 
 def liger_rotary_pos_emb(
@@ -33,10 +35,71 @@ def liger_rotary_pos_emb(
     Raises:
         ValueError: if `rotary_dim` is neither the width of the tables nor twice that.
     """
-    if rotary_dim is not None and rotary_dim != cos.shape[-1]:
-        if rotary_dim != 2 * cos.shape[-1]:
-            raise ValueError(
-                f"`rotary_dim` is {rotary_dim}; with tables {cos.shape[-1]} wide it is that or twice that."
-            )
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+
+
+def liger_rotary_pos_emb_gpt_oss(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates q and k of (batch, heads, seq, head_dim) by tables of (batch or 1, seq, head_dim / 2)."""
+    return rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates packed q and k of (seq, heads, head_dim); see [`liger_trainer.functional.rope_vision`]."""
+    return rope_vision(q, k, cos, sin)
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: Sequence[int],
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates q and k by the tables of three axes; see [`liger_trainer.functional.rope_multimodal`].
+
+    Args:
+        q: Queries, (batch, heads, seq, head_dim).
+        k: Keys, (batch, kv_heads, seq, head_dim).
+        cos: (3, batch or 1, seq, head_dim).
+        sin: As `cos`.
+        mrope_section: How many pairs follow time, height and width.
+        unsqueeze_dim: Where the heads are: 1, or 2 for (batch, seq, heads, head_dim).
+
+    Returns:
+        q and k, rotated.
+    """
+    return rope_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+def liger_llama4_text_rotary_pos_emb(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates q and k of (batch, seq, heads, head_dim) by complex factors of (batch or 1, seq, head_dim / 2)."""
+    return rope_complex(xq, xk, freqs_cis)
+
+
+def liger_llama4_vision_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates q and k of (batch, seq, heads, head_dim) by the complex factors of Llama 4's vision tower.
+
+    Args:
+        query: Queries, (batch, seq, heads, head_dim).
+        key: Keys, as `query`.
+        freqs_ci: (seq, head_dim / 2), with a dimension of 1 in the middle or not, or (1, seq, 1, head_dim / 2).
+            A real table is what is left of a complex buffer when a model is cast to bf16: it is taken as it is, as the
+            model's own code does, and then only scales.
+
+    Returns:
+        query and key, rotated.
+    """
+    if freqs_ci.dim() == 4:
+        freqs_ci = freqs_ci.squeeze(2)
+    if not freqs_ci.is_complex():
+        freqs_ci = torch.complex(freqs_ci.float(), torch.zeros_like(freqs_ci, dtype=torch.float32))
+    return rope_complex(query, key, freqs_ci)

@@ -18,6 +18,7 @@ from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
@@ -66,7 +67,7 @@ def apply_liger_kernel(
 
     probe = Probe(_probe_device(model))
     with probe.isolated():
-        findings = list(_find_all(model, parsed, probe))
+        findings = fuse_qk_norms(_find_all(model, parsed, probe), probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:

@@ -13,6 +13,7 @@ from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.rms_norm import rms_norm
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
 
 try:
@@ -167,6 +168,7 @@ def rms_norm_forward(
     *,
     mixed: bool,
     autocast: bool,
+    pending: bool = False,
 ) -> Callable:
     """A forward for one kind of RMSNorm; the same function for equal arguments.
 
@@ -179,15 +181,27 @@ def rms_norm_forward(
         weighted: Whether the module has a weight.
         mixed: Whether input and weight may differ in dtype.
         autocast: Whether autocast may be on.
+        pending: Return a [`PendingNorm`] where [`may_pend`] says so.
     """
 
     def forward(self, hidden_states):
         weight = self.weight if weighted else None
         if not _plain(hidden_states, weight, mixed, autocast):
             return original(self, hidden_states)
+        if pending and weight is not None and may_pend(self):
+            return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
         return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting)
 
+    if weighted:
+        options = (original, argument, eps, offset, casting, weighted)
+        forward.pending_options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
     return call_like(forward, argument)
+
+
+def pending_rms_norm_forward(forward: Callable) -> Callable:
+    """The forward that returns its result pending, for one of [`rms_norm_forward`] with a weight."""
+    options, cases = forward.pending_options  # type: ignore[attr-defined]
+    return rms_norm_forward(*options, **cases, pending=True)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.rope import _rope_kernel, rope, rope_reference
+from liger_trainer.kernels._rope_kernel import rope_kernel
+from liger_trainer.kernels.rope import rope, rope_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,7 @@ def test_no_host_sync(device):
 
 def test_one_compilation_for_every_batch_and_length(device):
     def compilations():
-        return sum(len(caches[0]) for caches in _rope_kernel.device_caches.values())
+        return sum(len(caches[0]) for caches in rope_kernel.device_caches.values())
 
     values_and_gradients(rope, *inputs(device, batch=2, seq=7))
     before = compilations()

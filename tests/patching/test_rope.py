@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.patching import rope as rope_patch
+from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rope import forward_calling
 from tests.patching.test_families import LAYERS
@@ -36,11 +36,48 @@ def apply_rotary_in_float(q, k, cos, sin):
     return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
-def apply_rotary_interleaved(q, k, cos, sin):
-    def pairs(x):
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+def neighbours(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
-    return q * cos + pairs(q) * sin, k * cos + pairs(k) * sin
+
+def apply_rotary_interleaved(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + neighbours(q) * sin, k * cos + neighbours(k) * sin
+
+
+def apply_rotary_repeated(q, k, cos, sin):
+    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return apply_rotary_interleaved(q, k, cos, sin)
+
+
+def apply_rotary_split(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    cos, sin = (x[..., : x.shape[-1] // 2].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+
+    def rotate(x):
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    return rotate(q), rotate(k)
+
+
+def apply_rotary_narrow(q, k, cos, sin, unsqueeze_dim=1):
+    return apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim)
+
+
+def apply_rotary_swapped_pairs(q, k, cos, sin):
+    return apply_rotary_interleaved(q, k, cos.roll(1, -1), sin.roll(1, -1))
+
+
+def apply_rotary_complex(xq, xk, freqs_cis):
+    def rotate(x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x)
+
+    return rotate(xq), rotate(xk)
+
+
+def apply_rotary_complex_column(query, key, freqs_ci):
+    return apply_rotary_complex(query, key, freqs_ci.reshape(1, query.shape[1], -1))
 
 
 def apply_rotary_other_way_round(q, k, cos, sin, unsqueeze_dim=1):
@@ -80,6 +117,36 @@ class Interleaved(nn.Module):
         return apply_rotary_interleaved(q, k, cos, sin)
 
 
+class Repeated(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_repeated(q, k, cos, sin)
+
+
+class Split(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_split(q, k, cos, sin)
+
+
+class Narrow(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_narrow(q, k, cos, sin)
+
+
+class SwappedPairs(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_swapped_pairs(q, k, cos, sin)
+
+
+class Complex(nn.Module):
+    def forward(self, q, k, factors):
+        return apply_rotary_complex(q, k, factors)
+
+
+class ComplexColumn(nn.Module):
+    def forward(self, q, k, factors):
+        return apply_rotary_complex_column(q, k, freqs_ci=factors)
+
+
 class OtherWayRound(nn.Module):
     def forward(self, q, k, cos, sin):
         return apply_rotary_other_way_round(q, k, cos, sin)
@@ -108,13 +175,13 @@ def tensors(batch=2, length=5, width=8, seq_first=False, dtype=torch.float32, ta
 def calls(monkeypatch):
     """How often our kernel ran outside of the probe."""
     seen = []
-    original = rope_patch.rope
+    original = rotations.rope
 
     def counted(*args, **kwargs):
         seen.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(rope_patch, "rope", counted)
+    monkeypatch.setattr(rotations, "rope", counted)
     return seen
 
 
@@ -177,9 +244,66 @@ def test_tables_of_another_dtype(module, calls):
 
 
 @pytest.mark.parametrize(
+    ("module", "kernel", "width"),
+    [
+        (Interleaved(), "rope (neighbours)", 8),
+        (Repeated(), "rope (neighbours)", 8),
+        (Split(), "rope (neighbours to halves)", 8),
+        (Narrow(), "rope (half-width tables)", 4),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_rotations(module, kernel, width, dtype, calls):
+    arguments = tensors(width=width, dtype=dtype)
+    expected = module(*arguments)
+    (row,) = apply_liger_kernel(module, LAYERS)
+    assert row.kernel == kernel
+    calls.clear()
+    got = module(*arguments)
+    revert_liger_kernel(module)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"), [(Complex(), (2, 5, 4)), (Complex(), (1, 5, 4)), (ComplexColumn(), (5, 1, 4))]
+)
+def test_complex_factors(module, shape, monkeypatch):
+    q, k, *_ = tensors(seq_first=True)
+    factors = torch.randn(shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    expected = module(q, k, factors)
+    (row,) = apply_liger_kernel(module, LAYERS)
+    assert row.kernel == "rope (complex)"
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return original(*args)
+
+    original = rotations.rope_complex
+    monkeypatch.setattr(rotations, "rope_complex", counted)
+    got = module(q, k, factors)
+    assert len(calls) == 1
+    torch.testing.assert_close(got, expected)
+    wide = factors.to(torch.complex128)  # not what was proved
+    torch.testing.assert_close(module(q, k, wide), type(module)()(q, k, wide))
+    assert len(calls) == 1
+    revert_liger_kernel(module)
+
+
+def test_real_factors_run_as_they_did():
+    """Casting Llama 4's vision tower drops the imaginary part of its buffer."""
+    q, k, *_ = tensors(seq_first=True)
+    module, cast = ComplexColumn(), torch.randn(5, 1, 4).bfloat16()
+    expected = module(q, k, cast)
+    apply_liger_kernel(module, LAYERS)
+    assert all(map(torch.equal, module(q, k, cast), expected))
+
+
+@pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Interleaved(), "another rotation"),
+        (SwappedPairs(), "another rotation"),
         (OtherWayRound(), "another rotation"),
         (Sections(), "it also takes sections"),
         (OneByOne(), "it takes (x, cos, sin), not (q, k, cos, sin)"),
@@ -274,7 +398,7 @@ def test_decorator_that_hides_the_call():
 def test_halves_of_the_tables_may_differ():
     """The probe does not assume what a particular rotary embedding happens to make equal."""
     with Probe(torch.device("cpu")).isolated():
-        _q, _k, cos, sin = rope_patch._tensors((4, 1, True, True), Probe(torch.device("cpu")))
+        _q, _k, cos, sin = rotations._tensors((4, 1, True, True), Probe(torch.device("cpu")))
     half = cos.shape[-1] // 2
     assert not torch.equal(cos[..., :half], cos[..., half:])
     assert not torch.equal(sin[..., :half], sin[..., half:])
@@ -317,7 +441,7 @@ def test_compiled_equals_and_holds_our_operators(family, calls):
     expected.sum().backward()
     gradient = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad()
-    apply_liger_kernel(model, LAYERS)
+    apply_liger_kernel(model, {**LAYERS, "rms_norm": family != "gemma3_text"})  # its norms would join the rotation
     calls.clear()
     compiled = torch.compile(model, backend="aot_eager")
     got = compiled(**batch, use_cache=False).logits

@@ -1,0 +1,125 @@
+"""Norms of queries and keys that go straight into the rotary function: both in one pass.
+
+Where the norms and the rotary function of an attention are proved, its forward runs once on a stand-in, up to the
+rotary function. If what arrives there as q and k are the results of two of its norms, these norms return them pending
+([`PendingNorm`]) while it runs, and the rotary function takes them so. To everything else that the attention might do
+with them they are ordinary tensors, and that is what the norms return to every other caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.norms import pending_rms_norm_forward
+from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
+from liger_trainer.patching.probe import Probe, full_shape, stand_in
+from liger_trainer.patching.rope import forward_calling, rotary_globals
+
+_HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
+
+
+class _ArrivedError(Exception):
+    """Carries what the rotary function was called with."""
+
+    def __init__(self, q: Any, k: Any) -> None:
+        self.q, self.k = q, k
+
+
+def _arrive(q, k, *_args, **_kwargs):
+    raise _ArrivedError(q, k)
+
+
+class _Norm(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> PendingNorm:
+        return PendingNorm(x, x.new_ones(x.shape[-1]), (0.0, 0.0, self.name))
+
+
+class _Projection(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_ones(*x.shape[:-1], self.size)
+
+
+def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
+    """`findings` with the forwards of attentions and norms replaced where the norms can be fused with the rotation."""
+    findings = list(findings)
+    norms = {id(f.module): f for f in findings if hasattr(f.forward, "pending_options")}
+    replaced: dict[int, Finding] = {}
+    for finding in findings:
+        if finding.component != "rope" or finding.forward is None:
+            continue
+        candidates = {name: norms[id(child)] for name, child in finding.module._modules.items() if id(child) in norms}
+        for name, rotary in rotary_globals(finding.forward):
+            names = _norms_before(finding.module, name, candidates, probe) if hasattr(rotary, "of_pending") else None
+            if names is None:
+                continue
+            forward = forward_calling(finding.forward, name, rotary.of_pending)  # type: ignore[attr-defined]
+            if forward is None:
+                continue
+            kernel = f"{finding.kernel} with the norms of q and k"
+            replaced[id(finding)] = dataclasses.replace(
+                finding, forward=forward_awaiting(forward, names), kernel=kernel
+            )
+            for norm in (candidates[child] for child in names):
+                pending = pending_rms_norm_forward(norm.forward)  # type: ignore[arg-type]
+                replaced[id(norm)] = dataclasses.replace(norm, forward=pending)
+    return [replaced.get(id(finding), finding) for finding in findings]
+
+
+def _norms_before(
+    module: nn.Module, rotary_name: str, candidates: dict[str, Finding], probe: Probe
+) -> tuple[str, str] | None:
+    """The names of the two children whose results arrive at the rotary function as q and k; None if that is not so."""
+    sizes = {full_shape(norm.module._parameters["weight"])[0] for norm in candidates.values()}  # type: ignore[arg-type]
+    if len(candidates) < 2 or len(sizes) != 1 or overriding_forward(module) is not None:
+        return None
+    (head_dim,) = sizes
+    kernels = {norm.kernel for norm in candidates.values()}
+    key = ("norms before", type(module).forward, rotary_name, head_dim, tuple(candidates), len(kernels))
+    if key not in probe.cache:
+        probe.cache[key] = _run_to_rotary(module, rotary_name, candidates, head_dim)
+    return probe.cache[key]
+
+
+def _run_to_rotary(
+    module: nn.Module, rotary_name: str, candidates: dict[str, Finding], head_dim: int
+) -> tuple[str, str] | None:
+    forward = forward_calling(type(module).forward, rotary_name, _arrive)
+    if forward is None:
+        return None
+    children = {
+        name: _Norm(name) if name in candidates else _Projection(_HEADS * head_dim)
+        for name, child in module._modules.items()
+        if child is not None
+    }
+    table = torch.ones(1, _LENGTH, head_dim)
+    hidden = torch.ones(1, _LENGTH, _HIDDEN_SIZE)
+    try:
+        forward(
+            stand_in(module, {}, children),
+            hidden_states=hidden,
+            position_embeddings=(table, table),
+            attention_mask=None,
+        )
+    except _ArrivedError as arrived:
+        q, k = arrived.q, arrived.k
+        if isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and q.is_pending and k.is_pending:
+            names = q.options[2], k.options[2]
+            return names if len(set(names)) == 2 else None
+    except Exception:
+        return None
+    return None

@@ -1,0 +1,315 @@
+"""The proof of a rotary function: which rotation it computes, and our function with its signature.
+
+A rotation is proved layout by layout: what a call looks like on which the two were compared. Any other call runs the
+model's own function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
+from liger_trainer.kernels.rope import rope
+from liger_trainer.kernels.rope_layouts import rope_complex
+from liger_trainer.patching.pending_norm import PendingNorm, computed
+from liger_trainer.patching.probe import Agreement, Probe
+
+_BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
+
+# What a call looks like: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
+Layout = tuple[int, int, bool, bool]
+
+Proof = tuple[str | None, Callable | None, Agreement]
+"""The kernel's name, our function, and the agreement; the first two are None where the function is left alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """One of the ways to pair the dimensions of a head and to keep the tables of the pairs.
+
+    Args:
+        name: What the report calls it.
+        interleaved: Pairs are neighbours.
+        split_output: Results have the first members of all pairs before the second ones.
+        table: What is read of a table: ``"all"``, an entry for each dimension; ``"first half"`` of it, an entry for
+            each pair; or ``"narrow"``, all of a table that is half as wide as a head.
+    """
+
+    name: str
+    interleaved: bool = False
+    split_output: bool = False
+    table: str = "all"
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int, keep_dtype: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates q and k of 4 dimensions, or of 3, one sequence: (tokens, heads, head_dim)."""
+        if q.dim() == 3:
+            q, k = self(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2, keep_dtype)
+            return q.squeeze(0), k.squeeze(0)
+        rotary_dim = q.shape[-1] if self.table == "narrow" else cos.shape[-1]
+        if self.table == "first half":
+            cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
+        return rope(
+            q,
+            k,
+            cos,
+            sin,
+            unsqueeze_dim=dim,
+            rotary_dim=rotary_dim,
+            interleaved=self.interleaved,
+            split_output=self.split_output,
+            keep_dtype=keep_dtype,
+        )
+
+
+ROTATIONS = (
+    Rotation("rope"),
+    Rotation("rope (half-width tables)", table="narrow"),
+    Rotation("rope (neighbours)", interleaved=True),
+    Rotation("rope (neighbours)", interleaved=True, table="first half"),
+    Rotation("rope (neighbours to halves)", interleaved=True, split_output=True, table="first half"),
+)
+
+
+def arguments_of(function: Callable) -> list[str]:
+    """The names of a function's arguments; none where Python cannot tell."""
+    try:
+        return list(inspect.signature(_call(function)).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _call(function: Callable) -> Callable:
+    # Hugging Face's kernels library makes such a function a module, whose forward has the signature.
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _refused(reason: str) -> Proof:
+    return None, None, Agreement(float("inf"), reason=reason)
+
+
+def prove_rotation(function: Callable, probe: Probe) -> Proof:
+    """The verdict on a rotary function of q, k, cos and sin, or of q, k and complex factors."""
+    arguments = arguments_of(function)
+    if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
+        return _prove_complex(function, arguments[2], probe)
+    if arguments[:4] != ["q", "k", "cos", "sin"]:
+        return _refused(f"it takes ({', '.join(arguments)}), not (q, k, cos, sin)")
+    parameters = inspect.signature(_call(function)).parameters
+    needed = [p.name for p in list(parameters.values())[4:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if needed:
+        return _refused(f"it also takes {', '.join(needed)}")
+    return _prove_tables(function, parameters, probe)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cosines and sines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
+    has_dim = "unsqueeze_dim" in parameters
+    default = parameters["unsqueeze_dim"].default if has_dim else None
+    nearest: list[Agreement] = []
+    for rotation in ROTATIONS:
+        for precise in (False, True):
+            usual = [layout for layout in _layouts() if _is_usual(layout, rotation, default)]
+            agreements = {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in usual}
+            if not any(agreement.equal for agreement in agreements.values()):
+                nearest += agreements.values()
+                continue
+            others = [layout for layout in _layouts() if layout not in agreements]
+            agreements |= {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in others}
+            proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
+            used = next(layout for layout in usual if layout in proven)
+            mixed = _mixed_result(function, has_dim, rotation, used, precise, probe)
+            position = list(parameters).index("unsqueeze_dim") - 4 if has_dim else None
+            dim = used[1] if default is None else default
+            ours = rotary_function(function, rotation, dim, position, frozenset(proven), mixed, precise)
+            return rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values()))
+    best = min(nearest, key=lambda agreement: agreement.error)
+    return None, None, best.explained("another rotation than those of q and k by pairs")
+
+
+def _is_usual(layout: Layout, rotation: Rotation, default: int | None) -> bool:
+    """Whether a model calls its function so: on tables of the batch's length, and the width the rotation has."""
+    _, dim, full_width, full_batch = layout
+    return full_batch and full_width == (rotation.table != "narrow") and default in (None, dim)
+
+
+def _layouts() -> Iterator[Layout]:
+    for full_width in (True, False):
+        for full_batch in (True, False):
+            yield 4, 1, full_width, full_batch
+            yield 4, 2, full_width, full_batch
+        # Without a batch the dimension says nothing; a function that takes none is called with its default.
+        yield 3, 1, full_width, True
+        yield 3, 2, full_width, True
+
+
+def _tensors(layout: Layout, probe: Probe) -> list[torch.Tensor]:
+    dimensions, unsqueeze_dim, full_width, full_batch = layout
+    width = _HEAD_DIM if full_width else _HEAD_DIM // 2
+    batch = _BATCH if full_batch else 1
+    # The two halves of the tables differ on purpose: nothing in the function's contract makes them equal.
+    tables = [probe.randn(batch, _LENGTH, width) for _ in range(2)]
+    rows = [probe.randn(_BATCH, heads, _LENGTH, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
+    if unsqueeze_dim == 2 or dimensions == 3:
+        rows = [row.transpose(1, 2) for row in rows]
+    if dimensions == 3:  # no batch dimension: (tokens, heads, head_dim)
+        return [tensor[0] for tensor in (*rows, *tables)]
+    return [*rows, *tables]
+
+
+def _compare(
+    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
+) -> Agreement:
+    q, k, cos, sin = _tensors(layout, probe)
+    dim = layout[1]
+
+    def original(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return function(q, k, cos, sin, unsqueeze_dim=dim) if has_dim else function(q, k, cos, sin)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotation(q, k, cos, sin, dim, precise)
+
+    return probe.compare(_fixed_tables(original, cos, sin), _fixed_tables(ours, cos, sin), [q, k])
+
+
+def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> Callable:
+    """`function` of q and k alone: the tables are not trained, and have q's dtype."""
+    return lambda q, k: function(q, k, cos.to(q.dtype), sin.to(q.dtype))
+
+
+def _mixed_result(
+    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
+) -> str | None:
+    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"kept"`` (in the heads' dtype), or None for neither."""
+    q, k, cos, sin = _tensors(layout, probe)
+    half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
+
+    def original(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return function(q, k, cos, sin, unsqueeze_dim=layout[1]) if has_dim else function(q, k, cos, sin)
+
+    for mixed in ("promoted", "kept"):
+
+        def ours(q: torch.Tensor, k: torch.Tensor, keep: bool = precise or mixed == "kept") -> Any:
+            return rotation(q, k, cos, sin, layout[1], keep)
+
+        if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
+            return mixed
+    return None
+
+
+@functools.cache
+def rotary_function(
+    original: Callable,
+    rotation: Rotation,
+    default_dim: int,
+    dim_position: int | None,
+    proven: frozenset[Layout],
+    mixed: str | None,
+    precise: bool,
+) -> Callable:
+    """Our rotary function with the signature of `original`, which still runs what is not proved equal.
+
+    Args:
+        original: The model's function.
+        rotation: What it computes.
+        default_dim: Its `unsqueeze_dim` where the call does not say.
+        dim_position: Where `unsqueeze_dim` comes among the arguments after `sin`; None if there is no such argument.
+        proven: The layouts on which the two agree.
+        mixed: What tables of another dtype than q give: ``"promoted"`` as torch does, ``"kept"`` in q's dtype, or None
+            to let the original run.
+        precise: Compute in float32 and round once, as the original does. On an accelerator the kernel does so anyway,
+            and this is only tried where the plain call does not agree.
+    """
+
+    def rotary(q, k, cos, sin, *args, **kwargs):
+        if not args and not kwargs:
+            dim: Any = default_dim
+        elif not args and len(kwargs) == 1 and dim_position is not None:
+            dim = kwargs.get("unsqueeze_dim")
+        else:
+            dim = args[0] if dim_position == 0 and len(args) == 1 and not kwargs else None
+        layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
+        as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
+        if not as_probed or (mixed is None and cos.dtype != q.dtype):
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rotation(q, k, cos, sin, dim, precise or (mixed == "kept" and cos.dtype != q.dtype))
+
+    def of_pending(q, k, cos, sin, *args, **kwargs):
+        """The same of norms that are still to be computed: with them in one pass, if the call is the usual one."""
+        pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and not args and not kwargs
+        if pending and q.is_pending and k.is_pending and q.options == k.options:
+            layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
+            one_dtype = q.x.dtype == k.x.dtype == q.weight.dtype == k.weight.dtype == cos.dtype
+            if layout in proven and cos.dim() == 3 and q.x.dim() == 4 and (one_dtype or mixed == "promoted"):
+                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, *q.options, unsqueeze_dim=default_dim)
+        return rotary(computed(q), computed(k), cos, sin, *args, **kwargs)
+
+    if rotation == ROTATIONS[0] and not precise:
+        rotary.of_pending = of_pending  # type: ignore[attr-defined]
+    return rotary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Complex factors
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Shapes of the factors: of every sequence, of all sequences, and as Llama 4's vision tower keeps them.
+_FACTORS = {"batch": (_BATCH, _LENGTH), "shared": (1, _LENGTH), "plain": (_LENGTH,), "column": (_LENGTH, 1)}
+
+
+def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
+    nearest: list[Agreement] = []
+    for dim in (2, 1):
+        rows = [probe.randn(_BATCH, _LENGTH, heads, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
+        rows = [row.transpose(1, 2) for row in rows] if dim == 1 else rows
+        agreements = {}
+        for form, shape in _FACTORS.items():
+            factors = torch.complex(probe.randn(*shape, _HEAD_DIM // 2), probe.randn(*shape, _HEAD_DIM // 2))
+            agreements[form] = probe.compare(_with(factors, function), _with(factors, rope_complex, dim), rows)
+        proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
+        if proven:
+            ours = complex_rotary_function(function, name, dim, frozenset(proven))
+            return "rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values()))
+        nearest += agreements.values()
+    best = min(nearest, key=lambda agreement: agreement.error)
+    return None, None, best.explained("another rotation than complex factors of neighbours")
+
+
+def _with(factors: torch.Tensor, function: Callable, *args: int) -> Callable:
+    return lambda q, k: function(q, k, factors, *args)
+
+
+@functools.cache
+def complex_rotary_function(original: Callable, name: str, dim: int, proven: frozenset[str]) -> Callable:
+    """As [`rotary_function`], for an original of q, k and complex factors called `name`, with heads in dimension `dim`.
+
+    A real table (what casting a model leaves of a complex buffer) runs the original.
+    """
+
+    def rotary(q, k, *args, **kwargs):
+        factors = args[0] if len(args) == 1 and not kwargs else kwargs.get(name)
+        if len(args) + len(kwargs) != 1 or not _is_proven(factors, q, k, dim, proven):
+            return original(q, k, *args, **kwargs)
+        return rope_complex(q, k, factors, dim)
+
+    return rotary
+
+
+def _is_proven(factors: Any, q: torch.Tensor, k: torch.Tensor, dim: int, proven: frozenset[str]) -> bool:
+    if factors is None or factors.dtype != torch.complex64 or q.dim() != 4 or q.dtype != k.dtype:
+        return False
+    batch, length = q.shape[0], q.shape[3 - dim]
+    shapes = {"batch": (batch, length), "shared": (1, length), "plain": (length,), "column": (length, 1)}
+    return any(tuple(factors.shape[:-1]) == shapes[form] for form in proven)

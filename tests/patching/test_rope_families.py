@@ -1,0 +1,175 @@
+"""Families whose rotary embedding is not Llama's: applied, equal in loss and gradients, undone without a trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching import rotations
+from tests.patching.test_families import LAYERS, loss_and_gradients, relative, total_error
+from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
+
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+_TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+_IDS = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
+
+
+def _cohere2():
+    return _build(tf.Cohere2ForCausalLM, tf.Cohere2Config(**COMMON, logit_scale=0.0625, sliding_window=8))
+
+
+def _deepseek_v3():
+    config = tf.DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4},
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    return _build(tf.DeepseekV3ForCausalLM, config)
+
+
+def _llama4():
+    config = tf.Llama4TextConfig(
+        **COMMON,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=16,
+    )
+    return _build(tf.Llama4ForCausalLM, config)
+
+
+def _qwen2_5_vl():
+    vision = {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = tf.Qwen2_5_VLConfig(text_config={**COMMON, "rope_parameters": _MROPE}, vision_config=vision, **_TOKENS)
+    return _build(tf.Qwen2_5_VLForConditionalGeneration, config)
+
+
+def _qwen3_vl():
+    vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = {**COMMON, "head_dim": 8, "rope_parameters": _MROPE}
+    config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS)
+    return _build(tf.Qwen3VLForConditionalGeneration, config)
+
+
+def _text_of(family):
+    return lambda model: tiny_batch(family, model)
+
+
+def _image_of(model):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": _IDS,
+        "labels": _IDS.masked_fill(_IDS >= 120, -100),
+        "attention_mask": torch.ones_like(_IDS),
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (_IDS == 120).int(),
+    }
+
+
+# Family: (builder, its batch, the kernels of its rotary functions)
+FAMILIES = {
+    "glm4": (TINY_MODELS["glm4"], _text_of("glm4"), {"rope (neighbours)"}),
+    "cohere2": (_cohere2, _text_of("cohere2"), {"rope (neighbours)"}),
+    "deepseek_v3": (_deepseek_v3, _text_of("deepseek_v3"), {"rope", "rope (neighbours to halves)"}),
+    "gpt_oss": (TINY_MODELS["gpt_oss"], _text_of("gpt_oss"), {"rope (half-width tables)"}),
+    "llama4": (_llama4, _text_of("llama4"), {"rope (complex)"}),
+    "qwen2_5_vl": (_qwen2_5_vl, _image_of, {"rope"}),
+    "qwen3_vl": (_qwen3_vl, _image_of, {"rope", "rope with the norms of q and k"}),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_loss_and_every_gradient(family, monkeypatch):
+    build, batch_of, kernels = FAMILIES[family]
+    calls = []
+    for name in ("rope", "rope_complex", "qk_norm_rope"):
+        original = getattr(rotations, name)
+        monkeypatch.setattr(rotations, name, lambda *a, _run=original, **k: calls.append(1) or _run(*a, **k))
+    model = build()
+    batch = batch_of(model)
+    expected = loss_and_gradients(model, batch)
+    rows = [row for row in apply_liger_kernel(model, LAYERS) if row.component == "rope"]
+    assert {row.kernel for row in rows} == kernels
+    assert all(row.probe_error <= 1e-5 for row in rows)
+    calls.clear()
+    got = loss_and_gradients(model, batch)
+    # Every layer: Cohere2 and Llama 4 have layers without positions, vision towers have two of their own.
+    assert len(calls) == {"qwen2_5_vl": 4, "qwen3_vl": 4}.get(family, 2)
+    assert got.keys() == expected.keys()
+    largest = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        # A softmax does not see the bias of keys, whose gradient is rounding noise.
+        assert relative(value, got[name]) <= 1e-5 or float(value.norm()) <= 1e-6 * largest, name
+    revert_liger_kernel(model)
+    again = loss_and_gradients(model, batch)
+    assert all(torch.equal(value, again[name]) for name, value in expected.items())
+
+
+@families
+def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
+    build, batch_of, _ = FAMILIES[family]
+    model = build().to(torch.bfloat16)
+    batch = batch_of(model)
+    truth = loss_and_gradients(copy.deepcopy(model).float(), batch)
+    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    theirs = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, {**LAYERS, "rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False})
+    ours = loss_and_gradients(model, batch)
+    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
+    assert {name: value.dtype for name, value in ours.items()} == {name: v.dtype for name, v in theirs.items()}
+
+
+def test_llama4_vision_tower():
+    config = tf.Llama4VisionConfig(
+        hidden_size=32,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        image_size=16,
+        patch_size=4,
+        vision_output_dim=32,
+        projector_input_dim=32,
+        projector_output_dim=32,
+    )
+    model = _build(tf.Llama4VisionModel, config)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        loss = model(pixels).last_hidden_state.square().mean()
+        loss.backward()
+        return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+    expected = run()
+    rows = {row.component: row.kernel for row in apply_liger_kernel(model, LAYERS)}
+    assert rows["rope"] == "rope (complex)"
+    got = run()
+    largest = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        assert relative(value, got[name]) <= 1e-5 or float(value.norm()) <= 1e-6 * largest, name
