@@ -16,11 +16,14 @@ conversion instructions run at an eighth of the speed of an addition.
 
 Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, as a half-
 precision accumulation moves. Memory: dW, and V*H/128 bytes of exponents.
+
+Two kernels compute the same: the one here, and for Hopper the one of _weight_gradient_hopper.py.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -30,6 +33,10 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], None]
+"""What `launch` is, for any of the kernels."""
+
 MAX_HALF_CHUNKS = 8
 """A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
 
@@ -106,12 +113,57 @@ def _weight_gradient_kernel(
         _finish(right, stored_desc, dw_desc, right_exponents, row, column + BLOCK, vocab_size, KEEP, ROWS)
 
 
+def launch(
+    weight_gradient: torch.Tensor,
+    exponents: torch.Tensor,
+    logits_gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    add: bool,
+    keep: bool,
+) -> None:
+    """Adds a chunk to the sum stored in `weight_gradient` and `exponents`, or starts one; keeps the sum, or ends it."""
+    (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
+    rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
+    programs = num_sms(hidden.device)
+    with on_device(hidden):
+        _weight_gradient_kernel[(programs,)](
+            TensorDescriptor.from_tensor(logits_gradient, [depth, rows]),
+            TensorDescriptor.from_tensor(hidden, [depth, columns]),
+            TensorDescriptor.from_tensor(weight_gradient.view(torch.int16), [rows, columns // 2]),
+            TensorDescriptor.from_tensor(weight_gradient, [rows, columns // 2]),
+            exponents,
+            tokens,
+            vocab_size,
+            hidden_size,
+            ADD=add,
+            KEEP=keep,
+            PROGRAMS=programs,
+            **_TILE,
+        )
+
+
+def hopper_launch() -> Launch | None:
+    """The launcher of the kernel for Hopper; None with a Triton it cannot be compiled with."""
+    try:
+        from liger_trainer.kernels._weight_gradient_hopper import launch
+    except (ImportError, AttributeError):
+        return None
+    return launch
+
+
 @functools.cache
-def _kernel_serves(device: torch.device) -> bool:
-    """Whether matmuls written in Triton keep up with the vendor's there: tensor cores fed by a bulk copy engine."""
-    if device.type == "cuda" and HAS_TRITON and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return INTERPRETED
+def launch_for(device: torch.device) -> Launch | None:
+    """The launcher that keeps up with the vendor's matmul there; None where no matmul written in Triton does.
+
+    One does with tensor cores fed by a bulk copy engine: on Blackwell the kernel of this file, on Hopper its
+    counterpart in Gluon.
+    """
+    if device.type != "cuda" or not HAS_TRITON or torch.version.hip is not None:
+        return launch if INTERPRETED else None
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) and not INTERPRETED:
+        return hopper_launch() or launch
+    return launch if capability[0] in (9, 10) else None
 
 
 class WeightGradientSum:
@@ -133,11 +185,13 @@ class WeightGradientSum:
         self.chunks = chunks
         self.added = 0
         half = weight_gradient.dtype in (torch.float16, torch.bfloat16)
+        self.launch: Launch | None = None
         self.exponents: torch.Tensor | None = None
         self.total = weight_gradient
         if half and chunks > 1:
             vocab_size, hidden_size = weight_gradient.shape
-            if hidden_size % 8 == 0 and _kernel_serves(weight_gradient.device):
+            self.launch = launch_for(weight_gradient.device) if hidden_size % 8 == 0 else None
+            if self.launch is not None:
                 blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
                 self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
             elif chunks > MAX_HALF_CHUNKS:
@@ -147,8 +201,11 @@ class WeightGradientSum:
         """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous."""
         first = self.added == 0
         self.added += 1
-        if self.exponents is not None:
-            self._launch(logits_gradient, hidden, add=not first, keep=self.added < self.chunks)
+        if self.launch is not None and self.exponents is not None:
+            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
+                hidden = hidden.clone()
+            keep = self.added < self.chunks
+            self.launch(self.weight_gradient, self.exponents, logits_gradient, hidden, not first, keep)
         else:
             matmul_into(self.total, logits_gradient.t(), hidden, add=not first)
 
@@ -157,28 +214,6 @@ class WeightGradientSum:
         assert self.added == self.chunks, "every chunk adds once"
         if self.total is not self.weight_gradient:
             self.weight_gradient.copy_(self.total)
-
-    def _launch(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, add: bool, keep: bool) -> None:
-        (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
-        rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
-        if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
-            hidden = hidden.clone()
-        programs = num_sms(hidden.device)
-        with on_device(hidden):
-            _weight_gradient_kernel[(programs,)](
-                TensorDescriptor.from_tensor(logits_gradient, [depth, rows]),
-                TensorDescriptor.from_tensor(hidden, [depth, columns]),
-                TensorDescriptor.from_tensor(self.weight_gradient.view(torch.int16), [rows, columns // 2]),
-                TensorDescriptor.from_tensor(self.weight_gradient, [rows, columns // 2]),
-                self.exponents,
-                tokens,
-                vocab_size,
-                hidden_size,
-                ADD=add,
-                KEEP=keep,
-                PROGRAMS=programs,
-                **_TILE,
-            )
 
 
 def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:

@@ -17,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -68,13 +67,22 @@ def recorded_launches() -> Iterator[list[Launch]]:
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + _DTYPES[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_DTYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if hasattr(value, "block_shape"):  # a tensor descriptor; Gluon's has a layout too
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{_DTYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     return "fp32"
+
+
+def _source_of(kernel: JITFunction) -> type[ASTSource]:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
@@ -92,5 +100,5 @@ def compile_launch(launch: Launch, target: str) -> Any:
             divisible = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
             if isinstance(value, torch.Tensor) or divisible:
                 attributes[(launch.kernel.arg_names.index(parameter.name),)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = _source_of(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=launch.options)

@@ -7,10 +7,25 @@ import torch
 
 from liger_trainer.kernels import weight_gradient
 from liger_trainer.kernels.runtime import INTERPRETED
-from liger_trainer.kernels.weight_gradient import WeightGradientSum, _kernel_serves
+from liger_trainer.kernels.weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
 
-if not INTERPRETED and not _kernel_serves(torch.device("cuda", 0)):
+if not INTERPRETED and launch_for(torch.device("cuda", 0)) is None:
     pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)", allow_module_level=True)
+
+KERNELS = {"plain": launch}
+if not INTERPRETED and launch_for(torch.device("cuda", 0)) is hopper_launch():
+    KERNELS["hopper"] = hopper_launch()
+
+SHAPES = [(70, 130, 264), (16, 8, 8), (1, 3, 520)]
+if not INTERPRETED:  # steps of 64 tokens and the remainder, and many tiles for every multiprocessor
+    SHAPES += [(64, 1001, 512), (65, 200, 1288), (192, 1000, 640), (200, 33000, 1288)]
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernel(request):
+    with mock.patch.object(weight_gradient, "launch_for", return_value=KERNELS[request.param]):
+        yield
+
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -39,7 +54,7 @@ def summed(parts, dtype, device):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(70, 130, 264), (16, 8, 8), (1, 3, 520)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_is_that_of_one_rounding(dtype, shape, device):
     parts = chunks_of(4, *shape, dtype, device)
     # Rows of the gradient start at multiples of 16 bytes, as in the head's padded buffer.
@@ -134,6 +149,6 @@ def test_linear_cross_entropy_rounds_its_weight_gradient_once(device):
         return ((gradient.double() - exact).norm() / exact.norm()).item()
 
     in_one, four_chunks = error(), 24 * 128 * 2
-    with mock.patch.object(weight_gradient, "_kernel_serves", return_value=False):
+    with mock.patch.object(weight_gradient, "launch_for", return_value=None):
         in_bf16 = error(logits_memory=four_chunks)
     assert error(logits_memory=four_chunks) < 1.02 * in_one < in_bf16

@@ -1,12 +1,23 @@
 """How a head's weight gradient is summed over chunks, and its kernel compiled for every GPU."""
 
+import os
+import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
+import triton
 
 from liger_trainer.kernels import weight_gradient
-from liger_trainer.kernels.weight_gradient import MAX_HALF_CHUNKS, WeightGradientSum
+from liger_trainer.kernels.weight_gradient import (
+    MAX_HALF_CHUNKS,
+    WeightGradientSum,
+    hopper_launch,
+    launch,
+    launch_for,
+)
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 
@@ -54,30 +65,81 @@ def test_every_chunk_is_added():
         total.finish()
 
 
-def launches_of(dtype):
-    with mock.patch.object(weight_gradient, "_kernel_serves", return_value=True), recorded_launches() as launches:
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((8, 0), None),
+        ((9, 0), hopper_launch()),
+        ((10, 0), launch),
+        ((10, 3), launch),
+        ((12, 0), None),
+    ],
+)
+def test_kernel_of_a_device(capability, expected):
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.version, "hip", None),
+    ):
+        assert launch_for.__wrapped__(torch.device("cuda", 0)) is expected
+
+
+def test_another_gluon_leaves_hopper_to_the_plain_kernel():
+    with (
+        mock.patch.dict(sys.modules),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.version, "hip", None),
+        mock.patch.object(triton, "__version__", "4.0.0"),
+    ):
+        sys.modules.pop("liger_trainer.kernels._weight_gradient_hopper", None)
+        assert hopper_launch() is None
+        assert launch_for.__wrapped__(torch.device("cuda", 0)) is launch
+
+
+def launches_of(kernel, dtype):
+    with mock.patch.object(weight_gradient, "launch_for", return_value=kernel), recorded_launches() as launches:
         total = WeightGradientSum(torch.empty(256, 512, dtype=dtype), 3)
         assert total.exponents is not None
         for _ in range(3):
             total.add(*chunk(64, 256, 512, dtype))
+    assert [(recorded.arguments["ADD"], recorded.arguments["KEEP"]) for recorded in launches] == [
+        (False, True),
+        (True, True),
+        (True, False),
+    ]
     return launches
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target.startswith("sm_")])
 def test_compiles_ahead_of_time(target):
-    launches = launches_of(torch.bfloat16)
-    assert [(launch.arguments["ADD"], launch.arguments["KEEP"]) for launch in launches] == [
-        (False, True),
-        (True, True),
-        (True, False),
-    ]
-    for launch in launches if target == "sm_90" else launches[1:2]:
-        assert compile_launch(launch, target)
+    launches = launches_of(launch, torch.bfloat16)
+    for recorded in launches if target == "sm_90" else launches[1:2]:
+        assert compile_launch(recorded, target)
 
 
 def test_kernel_uses_the_tensor_cores_and_the_copy_engine():
-    assembly = compile_launch(launches_of(torch.float16)[1], "sm_90").asm["ptx"]
+    assembly = compile_launch(launches_of(launch, torch.float16)[1], "sm_90").asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16" in assembly
     assert "cp.async.bulk.tensor.2d.shared" in assembly
     assert "cp.async.bulk.tensor.2d.global" in assembly
     assert "cvt.rn.f32.s" not in assembly  # an eighth of the speed of the additions used instead
+
+
+@pytest.mark.skipif(hopper_launch() is None, reason="the kernel for Hopper is not written for this Triton's Gluon")
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("state", [0, 1, 2], ids=["first", "middle", "last"])
+def test_hopper_kernel_compiles_ahead_of_time(state, dtype, tmp_path):
+    torch_dtype = torch.float16 if dtype == "f16" else torch.bfloat16
+    compiled = compile_launch(launches_of(hopper_launch(), torch_dtype)[state], "sm_90")
+    assembly = compiled.asm["ptx"]
+    assert f"wgmma.mma_async.sync.aligned.m64n256k16.f32.{dtype}.{dtype}" in assembly
+    assert re.search(r"setmaxnreg\.inc\S+\s+232;", assembly)  # a consumer's, above what all warps start with
+    assert re.search(r"setmaxnreg\.dec\S+\s+40;", assembly)  # the producer's
+    assert "cp.async.bulk.tensor.2d.shared" in assembly
+    assert "cp.async.bulk.tensor.2d.global" in assembly
+    assert compiled.metadata.shared <= 227 * 1024
+    if not os.access(cuobjdump := triton.knobs.nvidia.cuobjdump.path, os.X_OK):
+        return
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    command = [cuobjdump, "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage  # nothing spills
