@@ -37,6 +37,7 @@ _TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], None]
 """What `launch` is, for any of the kernels."""
 
+_GLUON_TRIED = ("3.6.",)  # Tritons whose Gluon kernel has run on a GPU; a kernel of many barriers is not taken on trust
 MAX_HALF_CHUNKS = 8
 """A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
 
@@ -143,7 +144,7 @@ def launch(
 
 
 def hopper_launch() -> Launch | None:
-    """The launcher of the kernel for Hopper; None with a Triton it cannot be compiled with."""
+    """The launcher of the kernel for Hopper; None where this Triton's Gluon cannot compile it."""
     try:
         from liger_trainer.kernels._weight_gradient_hopper import launch
     except (ImportError, AttributeError):
@@ -161,7 +162,7 @@ def launch_for(device: torch.device) -> Launch | None:
     if device.type != "cuda" or not HAS_TRITON or torch.version.hip is not None:
         return launch if INTERPRETED else None
     capability = torch.cuda.get_device_capability(device)
-    if capability == (9, 0) and not INTERPRETED:
+    if capability == (9, 0) and triton.__version__.startswith(_GLUON_TRIED) and not INTERPRETED:
         return hopper_launch() or launch
     return launch if capability[0] in (9, 10) else None
 

@@ -32,6 +32,22 @@ def labels(high: int, *shape: int) -> Argument:
     )
 
 
+def ids(high: int, *shape: int) -> Argument:
+    """Random ids below `high`."""
+    return lambda generator, dtype: torch.randint(0, high, shape, generator=generator)
+
+
+def probabilities(*shape: int, log: bool = False, needs_gradient: bool = False) -> Argument:
+    """Random distributions over the last dimension, or their logarithms."""
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+        logits = torch.randn(shape, generator=generator)
+        values = logits.log_softmax(-1) if log else logits.softmax(-1)
+        return values.to(dtype).requires_grad_(needs_gradient)
+
+    return make
+
+
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """A function of tensors and its arguments.
@@ -67,9 +83,21 @@ def _of_activations(function: Callable[..., Any], **options: Any) -> Callable[..
     return lambda first, *rest: function(first * 1.0, *rest, **options)
 
 
+def _with(function: Callable[..., Any], position: int, argument: Any) -> Callable[..., Any]:
+    """`function` with `argument` put between its tensors."""
+    return lambda *tensors: function(*tensors[:position], argument, *tensors[position:])
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
+
+_TEACHER = (table(5, 12), table(70, 12))
+_HEADS = (leaf(5, 16), leaf(70, 16), *_TEACHER, labels(70, 5))
+_LOG_Q, _LOG_P = probabilities(5, 70, log=True, needs_gradient=True), probabilities(5, 70, log=True)
+_POLICY, _LLP = (labels(70, 2, 5), table(2)), "linear_log_probs"
+_Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
+_VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32))),
@@ -91,5 +119,48 @@ OPERATORS: dict[str, Operator] = {
     "cross_entropy, in place": Operator(_of_activations(ops.cross_entropy, inplace=True), _LOGITS, _CE),
     "linear_cross_entropy": Operator(ops.linear_cross_entropy, _HEAD, _LCE),
     "linear_cross_entropy, none": Operator(partial(ops.linear_cross_entropy, reduction="none"), _HEAD, _LCE),
+    "fused_add_layer_norm": Operator(ops.fused_add_layer_norm, (leaf(6, 32), leaf(6, 32), leaf(32), leaf(32))),
+    "modulated_rms_norm": Operator(ops.modulated_rms_norm, (leaf(2, 3, 32), leaf(32), leaf(2, 32), leaf(2, 32))),
+    "group_norm": Operator(_with(ops.group_norm, 1, 2), (leaf(2, 6, 10), leaf(6), leaf(6))),
+    "poly_norm": Operator(ops.poly_norm, (leaf(6, 32), leaf(3), leaf(1))),
+    "dyt": Operator(ops.dyt, (leaf(6, 32), leaf(1), leaf(32), leaf(32))),
+    "qk_norm_rope": Operator(ops.qk_norm_rope, (*_Q_K, leaf(8), leaf(8), table(1, 3, 8), table(1, 3, 8))),
+    "rope, interleaved": Operator(
+        partial(ops.rope, interleaved=True), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))
+    ),
+    "rope_complex": Operator(
+        lambda q, k, angles: ops.rope_complex(q, k, torch.polar(torch.ones_like(angles), angles).to(torch.complex64)),
+        (*_Q_K, lambda generator, dtype: torch.rand(2, 3, 4, generator=generator)),
+    ),
+    "rope_multimodal": Operator(
+        partial(ops.rope_multimodal, sections=[1, 2, 1]),
+        (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(3, 2, 3, 8), table(3, 2, 3, 8)),
+    ),
+    "rope_vision": Operator(ops.rope_vision, _VISION),
+    "clamped_swiglu": Operator(ops.clamped_swiglu, (leaf(6, 48),), "clamped_swiglu"),
+    "relu_squared": Operator(ops.relu_squared, (leaf(6, 48),), "relu_squared"),
+    "swiglu_down": Operator(ops.swiglu_down, (leaf(6, 24), leaf(6, 24), leaf(16, 24)), "swiglu_down"),
+    "geglu_down": Operator(ops.geglu_down, (leaf(6, 24), leaf(6, 24), leaf(16, 24)), "geglu_down"),
+    "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
+    "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
+    "linear_log_probs": Operator(ops.linear_log_probs, _HEAD, _LLP),
+    "linear_log_probs, recomputed": Operator(partial(ops.linear_log_probs, retain_memory=0), _HEAD, _LLP),
+    "linear_jsd": Operator(ops.linear_jsd, _HEADS, ""),
+    "linear_kl": Operator(ops.linear_kl, _HEADS, ""),
+    "linear_kl_div": Operator(ops.linear_kl_div, (leaf(5, 16), leaf(70, 16), probabilities(5, 70)), ""),
+    "linear_cosine_distance": Operator(ops.linear_cosine_distance, _HEADS),
+    "kl_div": Operator(ops.kl_div, (_LOG_Q, probabilities(5, 70)), "kl_div"),
+    "jsd": Operator(ops.jsd, (_LOG_Q, _LOG_P), "jsd"),
+    "tvd": Operator(ops.tvd, (probabilities(5, 70, needs_gradient=True), probabilities(5, 70)), "tvd"),
+    "fused_ce_tvd": Operator(ops.fused_ce_tvd, (leaf(5, 70), table(5, 70), labels(70, 5))),
+    "grpo_loss": Operator(
+        lambda logits, completion, advantages: (
+            ops.grpo_loss(logits, completion.clamp_min(0), advantages, completion_mask=completion != -100).loss
+        ),
+        (leaf(2, 5, 70), *_POLICY),
+    ),
+    "grpo_loss_from_log_probs": Operator(
+        lambda log_probs, advantages: ops.grpo_loss_from_log_probs(log_probs, advantages).loss, (leaf(2, 5), table(2))
+    ),
 }
 """Each public function under its own name; after a comma, the same with other options."""

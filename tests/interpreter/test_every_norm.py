@@ -124,7 +124,8 @@ def test_each_input_alone_gets_its_gradient(device, name):
         wanted = [output.requires_grad for output in outputs]
         used = [output for output, want in zip(outputs, wanted) if want]
         (alone,) = torch.autograd.grad(used, leaf, [u for u, want in zip(upstream, wanted) if want])
-        assert torch.equal(alone, together[index]), index
+        # Another compilation of the kernel, whose products and sums a GPU may fuse otherwise.
+        torch.testing.assert_close(alone, together[index])
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -175,7 +176,9 @@ def test_a_second_derivative_is_refused(device, name):
     upstream = [torch.ones_like(output, requires_grad=True) for output in outputs]
     (dx,) = torch.autograd.grad(outputs, leaves[:1], upstream, create_graph=True)
     function = name.split()[0]
-    with pytest.raises(RuntimeError, match=f"gradient of {function} cannot itself be differentiated.*{function}_ref"):
+    with pytest.raises(
+        RuntimeError, match=f"gradient of {function} cannot itself be differentiated.*_reference function"
+    ):
         dx.square().sum().backward()
 
 

@@ -9,9 +9,13 @@ from tests.operators import OPERATORS
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
+# Whose arguments are no tensors alone, or which need several processes: their own test files ask the same of them.
+ELSEWHERE = {"embedding_backward_", "tiled_mlp"} | {name for name in functional.__all__ if name.startswith("vocab_")}
+
+
 def test_every_public_function_has_a_row():
     functions = {name for name in functional.__all__ if not isinstance(getattr(functional, name), type)}
-    assert functions == {name.split(",")[0] for name in OPERATORS}
+    assert functions - ELSEWHERE == {name.split(",")[0] for name in OPERATORS}
 
 
 @operators

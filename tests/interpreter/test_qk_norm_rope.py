@@ -135,7 +135,8 @@ def test_frozen_inputs(trained, device):
         )
     wanted = launch.call_args.args[10:14]
     assert [gradient is not None for gradient in wanted] == [i in trained for i in range(4)]
-    assert all(torch.equal(ours, right[i]) for ours, i in zip(got, trained))
+    # Another compilation of the kernel, whose products and sums a GPU may fuse otherwise.
+    torch.testing.assert_close(got, tuple(right[i] for i in trained))
 
 
 def test_one_output_alone(device):

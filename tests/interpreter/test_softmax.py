@@ -18,6 +18,7 @@ from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
 INF, NAN = float("inf"), float("nan")
 PAIRS = {"softmax": (softmax, softmax_reference), "sparsemax": (sparsemax, sparsemax_reference)}
 functions = pytest.mark.parametrize("name", PAIRS)
+from liger_trainer.kernels.runtime import INTERPRETED
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +101,9 @@ def test_sparsemax_threshold_takes_few_steps_whatever_the_row(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_worse_than_eager(name, dtype, device):
     function, reference = PAIRS[name]
-    x = torch.randn(4, 500, device=device).to(dtype)
-    dy = torch.randn(4, 500, device=device).to(dtype)
+    rows = 4 if INTERPRETED else 4096  # enough that chance does not move the norms
+    x = torch.randn(rows, 500, device=device).to(dtype)
+    dy = torch.randn(rows, 500, device=device).to(dtype)
     exact = value_and_gradient(reference, x.double(), dy)
     results = zip(value_and_gradient(function, x, dy), value_and_gradient(reference, x, dy), exact)
     for ours, theirs, right in results:
