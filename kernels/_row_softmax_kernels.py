@@ -139,9 +139,11 @@ def _long_forward_kernel(
         for start in tl.range(0, tiles * BLOCK, BLOCK):
             columns = start + lanes
             x = _load(x_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, float("-inf"))
-            peaks = tl.maximum(peaks, x, propagate_nan=tl.PropagateNan.ALL)
-        top = tl.max(peaks, axis=0)
-        tau = tl.max(_threshold((peaks - top)[None, :], tl.full([1, 1], -1.0, tl.float32)))
+            peaks = tl.maximum(peaks, x)
+        # One number a thread is enough of a start; over more of them, Triton 3.6 compiles for minutes.
+        peaks = tl.max(tl.reshape(peaks, [1, BLOCK // 16, 16]), axis=2)
+        top = tl.max(peaks)
+        tau = tl.max(_threshold(peaks - top, tl.full([1, 1], -1.0, tl.float32)))
         support = 0.0
         step = tau
         unsettled = 1
@@ -229,7 +231,7 @@ def _store_zeros(row_ptr, start, stop, BLOCK: tl.constexpr):
 MAX_IN_REGISTERS = 32768
 """Longest row that one program holds; a longer one is read tile by tile."""
 
-_LONG_TILE = 8192
+_LONG_TILE = 8192  # 16 numbers for each thread of 16 warps
 
 
 class _Config(NamedTuple):
