@@ -79,20 +79,24 @@ def test_kernel_of_a_device(capability, expected):
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(torch.version, "hip", None),
+        mock.patch.object(triton, "__version__", "3.6.0"),
     ):
         assert launch_for.__wrapped__(torch.device("cuda", 0)) is expected
 
 
-def test_another_gluon_leaves_hopper_to_the_plain_kernel():
+@pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0.0"])
+def test_a_triton_that_was_not_tried_leaves_hopper_to_the_plain_kernel(version):
     with (
-        mock.patch.dict(sys.modules),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(triton, "__version__", "4.0.0"),
+        mock.patch.object(triton, "__version__", version),
     ):
-        sys.modules.pop("liger_trainer.kernels._weight_gradient_hopper", None)
-        assert hopper_launch() is None
         assert launch_for.__wrapped__(torch.device("cuda", 0)) is launch
+
+
+def test_without_gluon_there_is_no_kernel_for_hopper():
+    with mock.patch.dict(sys.modules, {"liger_trainer.kernels._weight_gradient_hopper": None}):
+        assert hopper_launch() is None
 
 
 def launches_of(kernel, dtype):
