@@ -1,4 +1,4 @@
-"""The row kernels of softmax and sparsemax and how they are launched; the formulas are in `row_softmax`."""
+"""The row kernels of softmax and sparsemax and how they are launched; the formulas are in `_row_softmax`."""
 
 from __future__ import annotations
 

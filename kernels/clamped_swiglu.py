@@ -4,15 +4,15 @@ With ``g`` and ``u`` clamped to the limit, ``g`` from above and ``u`` from both 
 
     h = (u + 1) * g * sigmoid(alpha * g) = (u + 1) * silu(alpha * g) / alpha
 
-so it is the kernel of ``gated_activation.py`` with alpha as the gate's multiplier and 1 / alpha behind. The interleaved
-columns are read and written as they lie: 6 bytes an element of h in bf16 forward, 10 backward.
+so it is the kernel of ``_gated_activation.py`` with alpha as the gate's multiplier and 1 / alpha behind. The
+interleaved columns are read and written as they lie: 6 bytes an element of h in bf16 forward, 10 backward.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, scalars
+from liger_trainer.kernels._gated_activation import fused_kernel_takes, gated_activation, scalars
 
 
 def clamped_swiglu(

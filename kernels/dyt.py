@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_rows,
@@ -29,7 +30,6 @@ from liger_trainer.kernels._norm_common import (
     memory_order,
     next_power_of_2,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
 
 _BLOCK = 1024  # columns of a tile at most

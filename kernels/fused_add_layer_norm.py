@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._layer_norm_kernels import empty_gradients, launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import (
     autocast_dtype,
@@ -24,7 +25,6 @@ from liger_trainer.kernels._norm_common import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.layer_norm import layer_norm_reference
 
 

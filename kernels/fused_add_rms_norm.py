@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     check_residual,
@@ -29,7 +30,6 @@ from liger_trainer.kernels._rms_norm_kernels import (
     launch_forward,
     output_dtype,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
 

@@ -10,7 +10,7 @@ pass of the backward, which has gate and up in registers, writes h once more, ov
 
 Bytes moved beyond the matrix products: forward 3 elements, backward 6 (three read, three written) instead of 5. With
 `inplace_backward` the gradients go over gate and up, and the backward allocates nothing of h's size but dh. A frozen W
-needs no h, so none is written. Formulas of the activations are in ``gated_activation.py``.
+needs no h, so none is written. Formulas of the activations are in ``_gated_activation.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels import gated_activation as gated
+from liger_trainer.kernels import _gated_activation as gated
+from liger_trainer.kernels._autograd import second_derivative_message
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels.autograd import second_derivative_message
 from liger_trainer.kernels.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu_reference
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._group_norm_launch import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import autocast_dtype
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import use_triton
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._layer_norm_kernels import empty_gradients, launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import (
     autocast_dtype,
@@ -30,7 +31,6 @@ from liger_trainer.kernels._norm_common import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::layer_norm", mutates_args=())

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._modulated_rms_norm_kernels import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import check_arguments, runs_on_triton
 from liger_trainer.kernels._rms_norm_kernels import check_casting
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
 

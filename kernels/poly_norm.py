@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
@@ -33,7 +34,6 @@ from liger_trainer.kernels._norm_common import (
     next_power_of_2,
     runs_on_triton,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.gated_activation import overwrites_saved
+from liger_trainer.kernels._autograd import refuse_second_derivative
+from liger_trainer.kernels._gated_activation import overwrites_saved
 from liger_trainer.kernels.runtime import is_expanded, on_device, tl, triton, use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------

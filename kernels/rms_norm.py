@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     empty_in_order,
@@ -33,7 +34,6 @@ from liger_trainer.kernels._rms_norm_kernels import (
     launch_forward,
     output_dtype,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())

@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels._rope_kernel import launch as _launch
-from liger_trainer.kernels._rope_kernel import launch_config as _launch_config  # noqa: F401 (for the sweep)
+from liger_trainer.kernels._rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def _empty_by_token(x: torch.Tensor, unsqueeze_dim: int, dtype: torch.dtype) -> 
 
 
 @torch.library.custom_op("liger_trainer::rope", mutates_args=())
-def _rope(
+def rotate(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
@@ -65,14 +64,15 @@ def _rope(
     table: str = "halves",
     sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated q and k as an operator; call [`rope`] or one of its kin, which check their inputs."""
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
-    _launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
+    launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
     return q_out, k_out
 
 
-@_rope.register_fake
+@rotate.register_fake
 def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
     return _empty_by_token(q, unsqueeze_dim, out_dtype), _empty_by_token(k, unsqueeze_dim, out_dtype)
 
@@ -93,7 +93,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         return (None,) * 10
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
-    dq, dk = _rope(
+    dq, dk = rotate(
         no_heads if dq_out is None else dq_out,
         no_heads if dk_out is None else dk_out,
         cos,
@@ -104,7 +104,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     return (None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 8)
 
 
-_rope.register_autograd(_backward, setup_context=_setup_context)
+rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def rope(
     if rotary_dim not in (None, cos.shape[-1]):
         table = "shared"
     out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-    return _rope(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
 
 
 def rope_reference(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.rope import _rope, check_rope_arguments, check_rows, rope, rope_reference, runs_on_triton
+from liger_trainer.kernels.rope import check_rope_arguments, check_rows, rope, rope_reference, rotate, runs_on_triton
 
 
 def rope_complex(
@@ -46,7 +46,7 @@ def rope_complex(
     parts = torch.view_as_real(freqs_cis.resolve_conj())
     if runs_on_triton(q, k, parts):
         table = parts.flatten(-2)
-        return _rope(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
+        return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
     cos, sin = parts.unbind(-1)
     options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": True, "keep_dtype": True}
     return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
@@ -87,7 +87,7 @@ def rope_multimodal(
     if not runs_on_triton(q, k, cos, sin):
         return rope_multimodal_reference(q, k, cos, sin, sections, unsqueeze_dim)
     out_dtype = torch.promote_types(q.dtype, cos.dtype)
-    return _rope(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
 
 
 def rope_vision(

@@ -1,13 +1,13 @@
 """Softmax over the last dimension, one pass forward and one backward.
 
-Formulas, bytes moved and what is saved are in `row_softmax`.
+Formulas, bytes moved and what is saved are in `_row_softmax`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import row_softmax
 from liger_trainer.kernels.runtime import use_triton
 
 

@@ -1,14 +1,14 @@
 """Sparsemax (arXiv 1602.02068): the point of the probability simplex nearest to the input, which is sparse.
 
 The threshold is found without sorting, by Newton's method with the row in registers; formulas, bytes moved and what is
-saved are in `row_softmax`.
+saved are in `_row_softmax`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import row_softmax
 from liger_trainer.kernels.runtime import use_triton
 
 

@@ -1,6 +1,6 @@
 """SwiGLU, ``silu(gate) * up`` (arXiv 2002.05202), on separate projections and on one fused ``gate_up`` projection.
 
-Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the operators.
+Formulas, bytes moved and what is saved are in ``_gated_activation.py``, which holds the operators.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
+from liger_trainer.kernels._gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
 
 
 def swiglu(

@@ -25,7 +25,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels._autograd import second_derivative_message
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
 

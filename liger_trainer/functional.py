@@ -1,8 +1,8 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
+from liger_trainer.kernels._divergence_options import DivergenceOutput
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.divergence_options import DivergenceOutput
 from liger_trainer.kernels.dyt import dyt
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels import _gated_activation as operators
 from liger_trainer.kernels import gated_down as down_operators
 from liger_trainer.kernels.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
 from liger_trainer.kernels.swiglu import swiglu

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
+from liger_trainer.kernels._autograd import refuse_double_backward
 from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 _FP16_MAX_EXPECTED_GRAD = 4096.0

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
