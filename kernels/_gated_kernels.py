@@ -1,4 +1,4 @@
-"""The elementwise Triton kernels of the gated activations, and their launches; formulas in ``_gated_activation.py``."""
+"""The elementwise Triton kernels of the gated activations, and their launches; formulas in `_gated_activation`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton
 
 
 @triton.jit
@@ -159,11 +155,6 @@ def _backward_kernel(
             tl.store(dup_row_ptr + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def launch_config(element_size: int) -> tuple[int, int]:
     """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
     return (1024, 4) if element_size == 2 else (512, 4)
@@ -205,7 +196,7 @@ def _launch(
     strides = [0 if flat else x.stride(0) for x in tensors]
     constants |= {"CLAMP": scalars[2] < math.inf, "INTERLEAVED": interleaved, "FLAT": flat}
     with on_device(tensors[0]):
-        kernel[(rows * triton.cdiv(cols, block),)](
+        kernel[(rows * cdiv(cols, block),)](
             *tensors, cols, *strides, *scalars, ACTIVATION=activation, BLOCK=block, num_warps=num_warps, **constants
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.runtime import tl, triton
+from liger_trainer.kernels.runtime import next_power_of_2, tl, triton
 
 
 def row_view(logits: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def row_config(width: int) -> tuple[int, int, int]:
     Eight elements a thread are one 16-byte load in flight and leave registers for the running state; on an H200 wider
     tiles and pipelining were slower at every vocabulary tried, for one pass and for both.
     """
-    block = min(4096, max(128, triton.next_power_of_2(width)))
+    block = min(4096, max(128, next_power_of_2(width)))
     return block, max(1, block // 256), 1
 
 

@@ -124,11 +124,11 @@ def fused_add_layer_norm(
         eps: Added to the variance.
 
     Returns:
-        `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that [`layer_norm`] gives, and
+        `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that `layer_norm` gives, and
         the sum, rounded to the dtype of `x`.
 
     Raises:
-        ValueError: if `residual` differs from `x` in shape, dtype or device, and as [`layer_norm`].
+        ValueError: If `residual` differs from `x` in shape, dtype or device, and as `layer_norm`.
     """
     check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
     check_residual("fused_add_layer_norm", x, residual)

@@ -123,7 +123,7 @@ def layer_norm(
         Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as torch's.
 
     Raises:
-        ValueError: if `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has
+        ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has
             no last dimension of at least 1.
     """
     check_arguments("layer_norm", x, weight=weight, bias=bias)

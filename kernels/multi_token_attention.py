@@ -46,7 +46,7 @@ def multi_token_attention(
         (batch, out_heads, rows, columns), with 0 above its diagonal.
 
     Raises:
-        ValueError: if `scores` is not floating, or not of square matrices of heads.
+        ValueError: If `scores` is not floating, or not of square matrices of heads.
     """
     if scores.dim() not in (3, 4) or scores.shape[-1] != scores.shape[-2] or not scores.is_floating_point():
         raise ValueError(

@@ -1,6 +1,6 @@
 """RMSNorm of every head of queries and keys, and their rotary position embedding, in one pass over both.
 
-For a head x of D numbers, with the pairs, tables and rotation of [`rope`](rope.py):
+For a head x of D numbers, with the pairs, tables and rotation of `rope`:
 
     rstd = 1 / sqrt(mean(x^2) + eps)        n = x * rstd * (offset + weight)        y = rotate(n)
 
@@ -32,10 +32,6 @@ from liger_trainer.kernels.rope import check_rope_arguments, rope, rope_referenc
 MAX_HEAD_DIM = 4096
 """Longest head that is fused; a tile holds whole heads in registers."""
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators, on (batch, seq, heads, head_dim)
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 def _results(
     q: torch.Tensor, k: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, casting: str
@@ -58,7 +54,7 @@ def qk_norm_rope_forward(
     offset: float,
     casting: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated q and k, and the reciprocal root mean squares of their heads."""
+    """Rotated q and k, (batch, seq, heads, head_dim), and the reciprocal root mean squares of their heads."""
     results = _results(q, k, q_weight, cos, casting)
     launch_forward(q, k, q_weight, k_weight, cos, sin, *results, eps, offset, casting)
     return results
@@ -128,11 +124,6 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
 qk_norm_rope_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Public functions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,7 +138,7 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over every head of queries and keys, then rotary position embedding (Qwen3, Gemma3).
 
-    The result is that of [`rms_norm`] on q and on k, followed by [`rope`], roundings included. Where the kernel does
+    The result is that of `rms_norm` on q and on k, followed by `rope`, roundings included. Where the kernel does
     not run (see `rope`; also where q and k, or the two weights, differ in dtype, and with ``casting="none"``), that is
     what is computed.
 
@@ -162,7 +153,7 @@ def qk_norm_rope(
         sin: Sines, shaped as `cos`.
         eps: Added to the mean square.
         offset: Added to the weights; 1.0 for Gemma.
-        casting: Where the norm rounds, as [`rms_norm`] takes it: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"``.
+        casting: Where the norm rounds, as `rms_norm` takes it: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"``.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
@@ -170,7 +161,7 @@ def qk_norm_rope(
         to, laid out in memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit together, or `casting` is unknown.
+        ValueError: If shapes, dtypes or devices do not fit together, or `casting` is unknown.
     """
     check_casting("qk_norm_rope", casting)
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
@@ -197,7 +188,7 @@ def qk_norm_rope_reference(
     casting: str = "llama",
     unsqueeze_dim: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`qk_norm_rope`] in plain torch."""
+    """`qk_norm_rope` in plain torch."""
     q = rms_norm_reference(q, q_weight, eps, offset, casting)
     k = rms_norm_reference(k, k_weight, eps, offset, casting)
     return rope_reference(q, k, cos, sin, unsqueeze_dim)

@@ -30,10 +30,6 @@ import torch
 from liger_trainer.kernels._rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Operator
-# ---------------------------------------------------------------------------------------------------------------------
-
 _BACKWARD_PAIRS = {
     "halves": "halves",
     "interleaved": "interleaved",
@@ -64,7 +60,7 @@ def rotate(
     table: str = "halves",
     sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated q and k as an operator; call [`rope`] or one of its kin, which check their inputs."""
+    """Rotated q and k as an operator; call `rope` or one of its kin, which check their inputs."""
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
@@ -107,11 +103,6 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
 rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
     """Raises ValueError unless queries and keys are 4-dimensional and differ only in their heads."""
     if unsqueeze_dim not in (1, 2):
@@ -148,7 +139,7 @@ def check_rope_arguments(
     rotary_dim: int | None = None,
     planes: tuple[int, ...] = (),
 ) -> None:
-    """Raises ValueError unless the arguments of [`rope`] (or, with a leading dimension `planes`, its like) fit."""
+    """Raises ValueError unless the arguments of `rope` (or, with a leading dimension `planes`, its like) fit."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
     shapes = [(*planes, size, seq_len) for size in {1, batch}]
@@ -177,11 +168,6 @@ def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> b
     if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
         return False
     return use_triton(q) and use_triton(tables[0])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Public function
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rope(
@@ -223,7 +209,7 @@ def rope(
         memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
 
     Raises:
-        ValueError: if shapes or devices do not fit together, or for `split_output` without `interleaved`.
+        ValueError: If shapes or devices do not fit together, or for `split_output` without `interleaved`.
     """
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
     if split_output and not interleaved:
@@ -252,7 +238,7 @@ def rope_reference(
     split_output: bool = False,
     keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`rope`] in plain torch, differentiable in all four tensors."""
+    """`rope` in plain torch, differentiable in all four tensors."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if rotary_dim is None:
         rotary_dim = cos.shape[-1]

@@ -28,7 +28,7 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         A new tensor of the shape and dtype of `x`, contiguous once `dim` is moved to the end.
 
     Raises:
-        ValueError: if `x` is not floating, has no dimension, or not `dim`.
+        ValueError: If `x` is not floating, has no dimension, or not `dim`.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of sparsemax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
