@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton
 
 
 @triton.jit
@@ -128,11 +124,6 @@ def _join_runs_kernel(
     _write_row(grad_ptr + key.to(tl.int64) * grad_stride, columns, total, mask, ACCUMULATE)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _config(element_size: int) -> tuple[int, int, int]:
     """(columns a program, warps, tokens a program): 16 bytes a thread; small programs, so that many are in flight."""
     return (512, 2, 32) if element_size == 2 else (512, 4, 32)
@@ -144,7 +135,7 @@ def launch_gather(ids: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) ->
     if tokens * cols == 0:
         return
     block, num_warps, _ = _config(weight.element_size())
-    grid = (tokens, triton.cdiv(cols, block))
+    grid = (tokens, cdiv(cols, block))
     with on_device(weight):
         _gather_kernel[grid](ids, weight, out, len(weight), cols, weight.stride(0), BLOCK=block, num_warps=num_warps)
 
@@ -159,11 +150,11 @@ def launch_backward(
     block, num_warps, tokens_a_program = _config(dy.element_size())
     keys = torch.empty(tokens, dtype=torch.int32, device=dy.device)
     with on_device(dy):
-        _keys_kernel[(triton.cdiv(tokens, 1024),)](ids, keys, tokens, len(grad), padding_idx, BLOCK=1024, num_warps=4)
+        _keys_kernel[(cdiv(tokens, 1024),)](ids, keys, tokens, len(grad), padding_idx, BLOCK=1024, num_warps=4)
         keys, order = torch.sort(keys, stable=True)
-        blocks = triton.cdiv(tokens, tokens_a_program)
+        blocks = cdiv(tokens, tokens_a_program)
         partial = torch.empty((blocks, 2, cols), dtype=torch.float32, device=dy.device)
-        grid = (blocks, triton.cdiv(cols, block))
+        grid = (blocks, cdiv(cols, block))
         constants = {"ACCUMULATE": accumulate, "TOKENS": tokens_a_program, "BLOCK": block, "num_warps": num_warps}
         _sum_runs_kernel[grid](dy, keys, order, grad, partial, tokens, cols, dy.stride(0), grad.stride(0), **constants)
         _join_runs_kernel[grid](keys, grad, partial, tokens, cols, grad.stride(0), ROWS=16, **constants)

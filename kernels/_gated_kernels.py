@@ -1,4 +1,4 @@
-"""The elementwise Triton kernels of the gated activations, and their launches; formulas in ``gated_activation.py``."""
+"""The elementwise Triton kernels of the gated activations, and their launches; formulas in `_gated_activation`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton
 
 
 @triton.jit
@@ -159,12 +155,7 @@ def _backward_kernel(
             tl.store(dup_row_ptr + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _launch_config(element_size: int) -> tuple[int, int]:
+def launch_config(element_size: int) -> tuple[int, int]:
     """(elements a program, warps): 16 bytes a thread and tensor, for 128-bit loads with many in flight."""
     return (1024, 4) if element_size == 2 else (512, 4)
 
@@ -201,11 +192,11 @@ def _launch(
     flat = all(x.is_contiguous() for x in tensors)
     if flat:
         rows, cols = 1, rows * cols
-    block, num_warps = _launch_config(tensors[0].element_size())
+    block, num_warps = launch_config(tensors[0].element_size())
     strides = [0 if flat else x.stride(0) for x in tensors]
     constants |= {"CLAMP": scalars[2] < math.inf, "INTERLEAVED": interleaved, "FLAT": flat}
     with on_device(tensors[0]):
-        kernel[(rows * triton.cdiv(cols, block),)](
+        kernel[(rows * cdiv(cols, block),)](
             *tensors, cols, *strides, *scalars, ACTIVATION=activation, BLOCK=block, num_warps=num_warps, **constants
         )
 

@@ -13,15 +13,8 @@ from liger_trainer.kernels._group_norm_kernels import (
     group_norm_forward_kernel,
     moments_kernel,
 )
-from liger_trainer.kernels._norm_common import (
-    NormConfig,
-    cdiv,
-    column_sum,
-    device_limits,
-    fit_config,
-    next_power_of_2,
-)
-from liger_trainer.kernels.runtime import num_sms, on_device
+from liger_trainer.kernels._norm_common import NormConfig, column_sum, device_limits, fit_config
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device
 
 _TILE = 4096
 _WHOLE_FORWARD = 32768

@@ -15,16 +15,14 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
-    cdiv,
     column_sum,
     empty_in_order,
     empty_row_values,
     fit_config,
     forward_config,
     memory_order,
-    next_power_of_2,
 )
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -18,47 +18,41 @@ from collections.abc import Iterator
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import (
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    Shard,
-    check_labels_on_cpu,
-    compute_dtype,
-)
-from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_partials_, row_statistics_
-from liger_trainer.kernels.linear_cross_entropy_chunks import (
-    _COLUMN_MULTIPLE,
-    _ROW_MULTIPLE,
+from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard, compute_dtype
+from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_partials_, row_statistics_
+from liger_trainer.kernels._head_chunks import (
+    COLUMN_MULTIPLE,
+    ROW_MULTIPLE,
     Needs,
-    _chunk_rows,
-    _round_up,
     allocate_gradients,
+    chunk_rows,
+    round_up,
 )
+from liger_trainer.kernels._loss_checks import check_labels_on_cpu
 from liger_trainer.kernels.weight_gradient import WeightGradientSum, matmul_into
 
 _WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor, as tiles of 128 by 256
 
 
 def _width(weight: torch.Tensor) -> int:
-    return _round_up(weight.shape[0], _COLUMN_MULTIPLE)
+    return round_up(weight.shape[0], COLUMN_MULTIPLE)
 
 
 def _rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, weight_gradient: bool) -> int:
     """Tokens of a chunk. Without a dW to sum over chunks, more of them than fill the device once gain nothing."""
-    rows = _chunk_rows(hidden, weight, logits_memory, weight_gradient)
+    rows = chunk_rows(hidden, weight, logits_memory, weight_gradient)
     if weight_gradient:
         return rows
-    return min(rows, max(1024, _round_up(_WAVE // weight.shape[1], _ROW_MULTIPLE)))
+    return min(rows, max(1024, round_up(_WAVE // weight.shape[1], ROW_MULTIPLE)))
 
 
 def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain_memory: int | None) -> int:
     """How many of the last tokens keep their logits: a chunk of them, or what `retain_memory` bytes hold."""
     if retain_memory is None:
-        rows = _chunk_rows(hidden, weight, logits_memory, weight_gradient=True)
+        rows = chunk_rows(hidden, weight, logits_memory, weight_gradient=True)
     else:
         rows = retain_memory // (_width(weight) * hidden.element_size())
-        rows -= rows % _ROW_MULTIPLE if rows >= _ROW_MULTIPLE else 0
+        rows -= rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0
     return min(hidden.shape[0], rows)
 
 

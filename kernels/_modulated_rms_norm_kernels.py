@@ -21,14 +21,12 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
-    cdiv,
     column_sum,
     fit_config,
     forward_config,
-    next_power_of_2,
 )
 from liger_trainer.kernels._rms_norm_kernels import load_scale, normalise
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])

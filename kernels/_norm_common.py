@@ -12,22 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.runtime import tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
 MAX_HIDDEN_SIZE = 65536
 """Longest row one program can hold; longer rows run as the torch reference."""
 
 _COLUMN_SUM_TILE = 4096
-
-
-def cdiv(numerator: int, denominator: int) -> int:
-    """The quotient, rounded up. Triton's own costs microseconds a call, and a launch needs several."""
-    return -(-numerator // denominator)
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not less than `number` >= 1."""
-    return 1 << (number - 1).bit_length()
 
 
 class NormConfig(NamedTuple):
@@ -110,7 +100,7 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
     """Checks a norm's input and its per-column parameters (given by their argument names).
 
     Raises:
-        ValueError: if `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
+        ValueError: If `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
             parameter is not a floating point tensor of shape (hidden_size,) on the device of `x`.
     """
     if not x.is_floating_point():

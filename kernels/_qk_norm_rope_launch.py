@@ -7,7 +7,7 @@ import torch
 from liger_trainer.kernels._norm_common import NormConfig, column_sum, fit_config
 from liger_trainer.kernels._qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels._rope_kernel import contiguous_columns, table_strides
-from liger_trainer.kernels.runtime import num_sms, on_device, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device
 
 
 def _num_warps(block: int) -> int:
@@ -36,7 +36,7 @@ def backward_config(block: int) -> NormConfig:
 
 def _tile(rows: int, num_heads: int) -> tuple[int, int]:
     """(tokens, heads) of a tile of `rows` rows, with as many heads of a token as there are."""
-    heads = min(rows, triton.next_power_of_2(max(num_heads, 1)))
+    heads = min(rows, next_power_of_2(max(num_heads, 1)))
     return rows // heads, heads
 
 
@@ -47,7 +47,7 @@ def _spread(tile: tuple[int, int], block_half: int, config: NormConfig) -> bool:
 
 def _num_tiles(x: torch.Tensor, tile: tuple[int, int]) -> int:
     batch, seq_len, heads, _ = x.shape
-    return batch * triton.cdiv(seq_len, tile[0]) * triton.cdiv(heads, tile[1])
+    return batch * cdiv(seq_len, tile[0]) * cdiv(heads, tile[1])
 
 
 def launch_forward(
@@ -69,8 +69,8 @@ def launch_forward(
     """Fills the results and rstd, whose memory is contiguous (batch, seq, heads, ...), the shape of q and k."""
     head_dim, half = q.shape[-1], cos.shape[-1] // 2
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
-    block_half = triton.next_power_of_2(max(half, 1))
-    config = config or forward_config(triton.next_power_of_2(head_dim))
+    block_half = next_power_of_2(max(half, 1))
+    config = config or forward_config(next_power_of_2(head_dim))
     q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
     q_tiles, k_tiles = _num_tiles(q, q_tile), _num_tiles(k, k_tile)
     if q_tiles + k_tiles == 0:
@@ -105,7 +105,7 @@ def launch_forward(
             K_TOKENS=k_tile[0],
             K_HEADS=k_tile[1],
             BLOCK_HALF=block_half,
-            BLOCK_TAIL=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
             SPREAD_Q=_spread(q_tile, block_half, config),
             SPREAD_K=_spread(k_tile, block_half, config),
             num_warps=config.num_warps,
@@ -135,7 +135,7 @@ def launch_backward(
     head_dim, half = q.shape[-1], cos.shape[-1] // 2
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
     dq_out, dk_out = (None if x is None else contiguous_columns(x) for x in (dq_out, dk_out))
-    block, block_half = triton.next_power_of_2(head_dim), triton.next_power_of_2(max(half, 1))
+    block, block_half = next_power_of_2(head_dim), next_power_of_2(max(half, 1))
     config = fit_config(config or backward_config(block), block, 2 * q.element_size(), q.device)
     q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
     q_tiles = 0 if dq_out is None else _num_tiles(q, q_tile)
@@ -183,7 +183,7 @@ def launch_backward(
             K_TOKENS=k_tile[0],
             K_HEADS=k_tile[1],
             BLOCK_HALF=block_half,
-            BLOCK_TAIL=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
             SPREAD_Q=_spread(q_tile, block_half, config),
             SPREAD_K=_spread(k_tile, block_half, config),
             NUM_STAGES=config.num_stages,

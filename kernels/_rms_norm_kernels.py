@@ -15,16 +15,14 @@ from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_row_values,
     as_rows,
-    cdiv,
     column_sum,
     empty_in_order,
     empty_row_values,
     fit_config,
     forward_config,
     memory_order,
-    next_power_of_2,
 )
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -223,8 +221,7 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the backward kernels; gives `dx` (with `total_grad` added) and `dweight`, empty where not needed."""
     hidden_size, order = x.shape[-1], memory_order(x)
-    dx = empty_in_order(x, order, x.dtype) if needs_dx else x.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if weight is not None and needs_dweight else x.new_empty(0)
+    dx, dweight = empty_gradients(x, weight, needs_dx, needs_dweight)
     if x.numel() == 0:
         return dx, dweight.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
@@ -261,10 +258,10 @@ def launch_backward(
     return dx, dweight
 
 
-def fake_gradients(
+def empty_gradients(
     x: torch.Tensor, weight: torch.Tensor | None, needs_dx: bool, needs_dweight: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `launch_backward` allocates, for the fake implementations."""
+    """New gradients of x and weight, empty where not needed; what `launch_backward` allocates."""
     dx = empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0)
     return dx, weight.new_empty(weight.shape) if weight is not None and needs_dweight else x.new_empty(0)
 

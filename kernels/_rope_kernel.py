@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.runtime import on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def launch_config(num_heads: int, block_half: int) -> tuple[int, int, int]:
     One program takes a whole token where that is 2,048 to 8,192 elements a half, enough to keep loads in flight,
     several tokens where heads are few, and a share of the heads where they would spill registers.
     """
-    elements = triton.next_power_of_2(num_heads) * block_half
+    elements = next_power_of_2(num_heads) * block_half
     tokens = max(1, min(16, 2048 // elements))
     splits = max(1, elements // 8192)
     return tokens, splits, 4 if tokens * elements // splits <= 4096 else 8
@@ -259,9 +259,9 @@ def launch(
     if batch * seq_len * (num_q_heads + num_k_heads) == 0:
         return
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
-    block_half = triton.next_power_of_2(max(half, 1))
+    block_half = next_power_of_2(max(half, 1))
     block_tokens, splits, num_warps = config or launch_config(max(num_q_heads, num_k_heads), block_half)
-    grid = (batch * triton.cdiv(seq_len, block_tokens), splits)
+    grid = (batch * cdiv(seq_len, block_tokens), splits)
     with on_device(q):
         rope_kernel[grid](
             q,
@@ -285,9 +285,9 @@ def launch(
             PLANE_ENDS=tuple(sum(sections[: index + 1]) for index in range(len(sections) - 1)),
             TRANSPOSED=transposed,
             BLOCK_TOKENS=block_tokens,
-            BLOCK_Q_HEADS=triton.next_power_of_2(triton.cdiv(max(num_q_heads, 1), splits)),
-            BLOCK_K_HEADS=triton.next_power_of_2(triton.cdiv(max(num_k_heads, 1), splits)),
+            BLOCK_Q_HEADS=next_power_of_2(cdiv(max(num_q_heads, 1), splits)),
+            BLOCK_K_HEADS=next_power_of_2(cdiv(max(num_k_heads, 1), splits)),
             BLOCK_HALF=block_half,
-            BLOCK_TAIL=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=num_warps,
         )

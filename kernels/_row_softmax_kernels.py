@@ -1,4 +1,4 @@
-"""The row kernels of softmax and sparsemax and how they are launched; the formulas are in `row_softmax`."""
+"""The row kernels of softmax and sparsemax and how they are launched; the formulas are in `_row_softmax`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels._norm_common import device_limits
-from liger_trainer.kernels.runtime import on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def _config(num_cols: int, numbers_a_thread: int, device: torch.device) -> _Conf
     """
     if num_cols > MAX_IN_REGISTERS:
         return _Config(1, _LONG_TILE, 16)
-    block = max(16, triton.next_power_of_2(num_cols))
+    block = max(16, next_power_of_2(num_cols))
     rows = max(1, 1024 // block)
     num_warps = max(1, rows * block // (32 * numbers_a_thread))
     return _Config(rows, block, min(num_warps, device_limits(device).max_warps))
@@ -271,7 +271,7 @@ def launch_forward(x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool)
         if num_cols > MAX_IN_REGISTERS:
             _long_forward_kernel[(num_rows,)](rows, y, rows.stride(0), num_cols, **options)
         else:
-            _forward_kernel[(triton.cdiv(num_rows, config.rows),)](
+            _forward_kernel[(cdiv(num_rows, config.rows),)](
                 rows,
                 y,
                 rows.stride(0),
@@ -293,6 +293,6 @@ def launch_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sparse:
         if num_cols > MAX_IN_REGISTERS:
             _long_backward_kernel[(num_rows,)](rows, y, dx, rows.stride(0), num_cols, **options)
         else:
-            _backward_kernel[(triton.cdiv(num_rows, config.rows),)](
+            _backward_kernel[(cdiv(num_rows, config.rows),)](
                 rows, y, dx, rows.stride(0), num_rows, num_cols, ROWS=config.rows, **options
             )

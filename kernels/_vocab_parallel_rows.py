@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from liger_trainer.kernels._linear_rows import allocate_kept, linear_partials_
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy_options import (
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels._cross_entropy_options import (
+    OPTIONS_SCHEMA,
     ExtraStats,
     RowOptions,
     RowPartials,
@@ -21,20 +21,20 @@ from liger_trainer.kernels.cross_entropy_options import (
     Shard,
     compute_dtype,
 )
-from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_partials_
+from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_partials_
+from liger_trainer.kernels._linear_rows import allocate_kept, linear_partials_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 _SHARD = "SymInt vocab_start, SymInt vocab_size"
 
 
 @torch.library.custom_op(
     "liger_trainer::linear_partials",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_OPTIONS}, int logits_memory, SymInt keep, "
-    f"{_SHARD}) -> (Tensor, Tensor)",
+    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {OPTIONS_SCHEMA}, int logits_memory, "
+    f"SymInt keep, {_SHARD}) -> (Tensor, Tensor)",
 )
 def linear_partials(hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
     """The `(N, 8)` partials of this shard of a head, and the logits of the last `keep` tokens."""
@@ -54,7 +54,7 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: An
 @torch.library.custom_op(
     "liger_trainer::logits_partials",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, {_OPTIONS}, {_SHARD}) -> Tensor",
+    schema=f"(Tensor logits, Tensor target, {OPTIONS_SCHEMA}, {_SHARD}) -> Tensor",
 )
 def logits_partials(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The `(N, 8)` partials of a shard of the logits."""
@@ -71,7 +71,7 @@ def _(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
 @torch.library.custom_op(
     "liger_trainer::logits_rows_gradient",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor logits, Tensor target, Tensor nll, Tensor lse, {_OPTIONS}, {_SHARD}) -> Tensor",
+    schema=f"(Tensor grad, Tensor logits, Tensor target, Tensor nll, Tensor lse, {OPTIONS_SCHEMA}, {_SHARD}) -> Tensor",
 )
 def logits_gradient(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, nll: torch.Tensor, lse: torch.Tensor, *rest: Any
@@ -91,7 +91,7 @@ def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 @torch.library.custom_op(
     "liger_trainer::logits_rows_attach",
     mutates_args=(),
-    schema=f"(Tensor loss, Tensor logits, Tensor target, Tensor nll, Tensor lse, {_OPTIONS}, {_SHARD}) -> Tensor",
+    schema=f"(Tensor loss, Tensor logits, Tensor target, Tensor nll, Tensor lse, {OPTIONS_SCHEMA}, {_SHARD}) -> Tensor",
 )
 def attach_logits(loss: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`loss`, known already, as a differentiable function of the logits."""

@@ -4,15 +4,15 @@ With ``g`` and ``u`` clamped to the limit, ``g`` from above and ``u`` from both 
 
     h = (u + 1) * g * sigmoid(alpha * g) = (u + 1) * silu(alpha * g) / alpha
 
-so it is the kernel of ``gated_activation.py`` with alpha as the gate's multiplier and 1 / alpha behind. The interleaved
-columns are read and written as they lie: 6 bytes an element of h in bf16 forward, 10 backward.
+so it is the kernel of `_gated_activation` with alpha as the gate's multiplier and 1 / alpha behind. The
+interleaved columns are read and written as they lie: 6 bytes an element of h in bf16 forward, 10 backward.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, scalars
+from liger_trainer.kernels._gated_activation import fused_kernel_takes, gated_activation, scalars
 
 
 def clamped_swiglu(
@@ -34,13 +34,13 @@ def clamped_swiglu(
         up_offset: Added to up.
         interleaved: Whether gate and up take turns, ``gate_up[..., ::2]`` and ``gate_up[..., 1::2]``, as in GPT-OSS,
             or lie one behind the other.
-        inplace_backward: Let the backward write the gradient over `gate_up`; see [`swiglu`].
+        inplace_backward: Let the backward write the gradient over `gate_up`; see `swiglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: if the last dimension is odd, `alpha` is not positive, or `inplace_backward` is asked for while
+        ValueError: If the last dimension is odd, `alpha` is not positive, or `inplace_backward` is asked for while
             `gate_up` is expanded.
     """
     if not alpha > 0:
@@ -59,7 +59,7 @@ def clamped_swiglu_reference(
     up_offset: float = 1.0,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """[`clamped_swiglu`] in plain torch."""
+    """`clamped_swiglu` in plain torch."""
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -1,4 +1,4 @@
-"""Cross entropy on given logits (the formula is in `cross_entropy_options`, the kernel in `cross_entropy_rows`).
+"""Cross entropy on given logits (the formula is in `_cross_entropy_options`, the kernel in `_cross_entropy_rows`).
 
 The forward reads the logits once and saves the logits themselves and two fp32 numbers a token, nll and lse. The
 backward reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction,
@@ -6,7 +6,7 @@ any upstream gradient and `retain_graph` cost nothing more, and the caller's log
 
 Where the caller names the upstream gradient to expect, or lets the logits be overwritten, the forward makes the
 gradient in the same launch, reading each row again while a part of it is in cache, and the backward only rescales it
-where the upstream gradient is another one (`rescale`).
+where the upstream gradient is another one (`_rescale`).
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward and 2*N*V*b backward, or 2 to 3 N*V*b in the forward alone.
 Memory: the gradient, N*V*b, or none with `inplace`.
@@ -19,31 +19,30 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy_options import (
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels._cross_entropy_options import (
+    OPTIONS_SCHEMA,
     CrossEntropyOutput,
     RowOptions,
     RowStats,
-    check_labels_on_cpu,
     check_options,
-    check_target,
     checked_class_weights,
     compute_dtype,
     inverse_normalizer,
     with_outputs,
 )
-from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
-from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels._logit_rows import row_view
+from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_target
+from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
-
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
 
 
 @torch.library.custom_op(
     "liger_trainer::cross_entropy_forward",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? class_weights, {_OPTIONS}, bool entropy, bool predicted, "
+    schema=f"(Tensor logits, Tensor target, Tensor? class_weights, {OPTIONS_SCHEMA}, bool entropy, bool predicted, "
     "bool inplace) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
@@ -64,7 +63,7 @@ def _(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | 
     "liger_trainer::cross_entropy_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
-    f"{_OPTIONS}) -> Tensor",
+    f"{OPTIONS_SCHEMA}) -> Tensor",
 )
 def _backward(
     grad: torch.Tensor,
@@ -91,7 +90,7 @@ def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
     "liger_trainer::cross_entropy_backward_",
     mutates_args={"logits"},
     schema="(Tensor grad, Tensor(a!) logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
-    f"{_OPTIONS}) -> ()",
+    f"{OPTIONS_SCHEMA}) -> ()",
 )
 def _backward_(
     grad: torch.Tensor,
@@ -141,7 +140,7 @@ _forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
     "liger_trainer::cross_entropy_gradient_",
     mutates_args={"gradient"},
     schema="(Tensor logits, Tensor(a!) gradient, Tensor target, Tensor? class_weights, Tensor coefficient, "
-    f"{_OPTIONS}, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{OPTIONS_SCHEMA}, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _gradient_(
     logits: torch.Tensor,
@@ -203,13 +202,6 @@ _reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 def _may_overwrite(logits: torch.Tensor) -> bool:
     base = logits if logits._base is None else logits._base
     return not base.is_leaf and not is_expanded(logits)
-
-
-def _row_view(logits: torch.Tensor) -> torch.Tensor:
-    """`logits` as `(N, V)` or `(B, S, V)` with last stride 1; a copy only where its strides do not allow that."""
-    if logits.dim() not in (2, 3):
-        logits = logits.reshape(-1, logits.shape[-1])
-    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
 def cross_entropy(
@@ -292,7 +284,7 @@ def cross_entropy(
             outputs,
         )
     class_weights = checked_class_weights(class_weights, vocab_size, logits)
-    rows, labels = _row_view(logits), target.reshape(-1).contiguous()
+    rows, labels = row_view(logits), target.reshape(-1).contiguous()
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     inplace = inplace and needs_gradient and not torch.compiler.is_compiling() and _may_overwrite(logits)

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_rows,
-    cdiv,
     check_arguments,
     column_sum,
     empty_in_order,
     memory_order,
-    next_power_of_2,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.runtime import num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton, use_triton
 
 _BLOCK = 1024  # columns of a tile at most
 _TILE = 2048  # numbers of a tile
@@ -271,7 +269,7 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
         Tensor of the shape and dtype of `x`.
 
     Raises:
-        ValueError: if `alpha` is not one floating point number on the device of `x`, `gamma` or `beta` does not fit
+        ValueError: If `alpha` is not one floating point number on the device of `x`, `gamma` or `beta` does not fit
             `x` in shape or device, a dtype is not floating point, or `x` has no last dimension of at least 1.
     """
     check_arguments("dyt", x, gamma=gamma, beta=beta)

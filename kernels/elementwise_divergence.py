@@ -22,164 +22,12 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels._fast_math import has_lg2, log2
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy import _row_view
-from liger_trainer.kernels.cross_entropy_rows import _row_layout
-from liger_trainer.kernels.divergence_options import check_tokens
-from liger_trainer.kernels.elementwise_divergence_reference import elements_reference, scaled
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
-
-
-@triton.jit
-def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr, LG2: tl.constexpr):
-    """The summands of one tile and their derivatives with respect to `x`."""
-    LN2: tl.constexpr = 0.6931471805599453
-    LOG2E: tl.constexpr = 1.4426950408889634
-    if DIVERGENCE == "tvd":
-        gap = x - y
-        value = 0.5 * tl.abs(gap)
-        slope = tl.where(gap > 0.0, 0.5, tl.where(gap < 0.0, -0.5, gap))  # 0 at a tie, NaN for NaN
-    elif DIVERGENCE == "kl":
-        value = tl.where((y == 0.0) & (x == x), 0.0, y * (LN2 * log2(tl.maximum(y, eps), LG2) - x))
-        slope = -y
-    elif DIVERGENCE == "kl_log" or DIVERGENCE == "forward_kl":
-        p = tl.exp2(y * LOG2E)
-        value = tl.where((p == 0.0) & (x == x), 0.0, p * (y - x))
-        slope = -p
-    elif DIVERGENCE == "reverse_kl":
-        q = tl.exp2(x * LOG2E)
-        value = tl.where((q == 0.0) & (y == y), 0.0, q * (x - y))
-        slope = value + q
-    else:
-        FLOOR: tl.constexpr = -1.0e30  # for minus infinity, which times a probability of 0 must be 0
-        x = tl.where(x < FLOOR, FLOOR, x)
-        y = tl.where(y < FLOOR, FLOOR, y)
-        q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
-        log_m = LN2 * log2((1.0 - beta) * q + beta * p, LG2)
-        slope = (1.0 - beta) * q * (x - log_m)
-        value = slope + beta * p * (y - log_m)
-    return value, slope
-
-
-@triton.jit
-def _row_start(ptr, row, inner_rows, outer_stride, inner_stride):
-    return ptr + (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
-
-
-@triton.jit
-def _elementwise_divergence_kernel(
-    x_ptr,
-    x_inner_rows,
-    x_outer_stride,
-    x_inner_stride,
-    y_ptr,
-    y_inner_rows,
-    y_outer_stride,
-    y_inner_stride,
-    label_ptr,
-    grad_ptr,
-    out_ptr,
-    vocab_size,
-    ignore_index,
-    beta,
-    eps,
-    DIVERGENCE: tl.constexpr,
-    LABELS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    LG2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Forward: row sums or, with ELEMENTS, the summands. Backward: the gradient of x for those of its outputs."""
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr = _row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
-    y_ptr = _row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
-    wide = ELEMENTS or BACKWARD
-    if wide:
-        out_ptr += row * vocab_size
-    lanes = tl.arange(0, BLOCK)
-    if LABELS:
-        label = tl.load(label_ptr + row).to(tl.int64)
-        if label == ignore_index:
-            if wide:
-                for start in tl.range(0, vocab_size, BLOCK):
-                    columns = start + lanes
-                    zeros = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
-                    tl.store(out_ptr + columns, zeros, mask=columns < vocab_size)
-            else:
-                tl.store(out_ptr + row, 0.0)
-            return
-    upstream = 1.0
-    if BACKWARD:
-        if ELEMENTS:
-            grad_ptr += row * vocab_size
-        else:
-            upstream = tl.load(grad_ptr + row).to(tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        columns = start + lanes
-        mask = columns < vocab_size
-        x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        value, slope = _terms(x, y, beta, eps, DIVERGENCE, LG2)
-        if BACKWARD:
-            if ELEMENTS:
-                slope *= tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out_ptr + columns, (slope * upstream).to(out_ptr.dtype.element_ty), mask=mask)
-        elif ELEMENTS:
-            tl.store(out_ptr + columns, value, mask=mask)
-        else:
-            sums += tl.where(mask, value, 0.0)
-    if not wide:
-        tl.store(out_ptr + row, tl.sum(sums, 0))
-
-
-def _config(vocab_size: int) -> tuple[int, int]:
-    """Tile width and warps: eight elements a thread of each input, one 16-byte load of half precision."""
-    block = min(4096, max(128, triton.next_power_of_2(vocab_size)))
-    return block, max(1, min(16, block // 256))
-
-
-def _launch(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    out: torch.Tensor,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
-    elements: bool,
-) -> torch.Tensor:
-    vocab_size = x.shape[-1]
-    rows = x.numel() // vocab_size
-    if rows:
-        block, warps = _config(vocab_size)
-        with on_device(x):
-            _elementwise_divergence_kernel[(rows,)](
-                x,
-                *_row_layout(x),
-                y,
-                *_row_layout(y),
-                labels,
-                grad,
-                out,
-                vocab_size,
-                ignore_index,
-                beta,
-                eps,
-                DIVERGENCE=divergence,
-                LABELS=labels is not None,
-                ELEMENTS=elements,
-                BACKWARD=grad is not None,
-                LG2=has_lg2(x),
-                BLOCK=block,
-                num_warps=warps,
-            )
-    return out
-
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels._elementwise_divergence_kernel import launch
+from liger_trainer.kernels._elementwise_divergence_reference import elements_reference, scaled
+from liger_trainer.kernels._logit_rows import row_view
+from liger_trainer.kernels._loss_checks import check_tokens
+from liger_trainer.kernels.runtime import use_triton
 
 _ARGUMENTS = (
     "Tensor x, Tensor y, Tensor? labels, str divergence, float beta, float eps, int ignore_index, bool elements"
@@ -189,7 +37,7 @@ _ARGUMENTS = (
 @torch.library.custom_op("liger_trainer::elementwise_divergence", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _forward(x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, *options: Any) -> torch.Tensor:
     """fp32 row sums `(N,)`, or the summands `(N, V)`."""
-    return _launch(x, y, labels, None, _forward_output(x, options[-1]), *options)
+    return launch(x, y, labels, None, _forward_output(x, options[-1]), *options)
 
 
 def _forward_output(x: torch.Tensor, elements: bool) -> torch.Tensor:
@@ -210,7 +58,7 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient of `x`, contiguous, for that of the output of `_forward`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _launch(x, y, labels, grad.contiguous(), out, *options)
+    return launch(x, y, labels, grad.contiguous(), out, *options)
 
 
 @_backward.register_fake
@@ -264,7 +112,7 @@ def _divergence(
     elements = reduction == "none"
     options = (divergence, beta, eps, ignore_index, elements)
     if use_triton(x) and use_triton(y):
-        values = _forward(_row_view(x), _row_view(y.detach()), flat, *options)
+        values = _forward(row_view(x), row_view(y.detach()), flat, *options)
     else:
         values = elements_reference(x, y, flat, *options)
     if elements:

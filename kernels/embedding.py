@@ -10,7 +10,7 @@ put aside and a second kernel joins them. Every row is written once and rounded 
 shape that depends on the ids.
 
 Bytes moved in bf16, N tokens, H columns, V rows: forward 4 NH; backward 2 NH to read dy and 2 VH to zero dW, beside the
-rows written. [`embedding_backward_`] adds to a gradient that is there and so never touches the other rows.
+rows written. `embedding_backward_` adds to a gradient that is there and so never touches the other rows.
 
 Saved for backward: the ids. Memory: dW, and for N tokens 20 N bytes of sorting and NH / 4 bytes of shares.
 """
@@ -26,11 +26,6 @@ from liger_trainer.kernels._embedding_kernels import launch_backward, launch_gat
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 _NO_PADDING = -1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _contiguous_columns(x: torch.Tensor) -> torch.Tensor:
@@ -134,11 +129,6 @@ class _TiedEmbedding(torch.autograd.Function):
         return None, gradient, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, name: str = "weight") -> int:
     if weight.dim() != 2:
         raise ValueError(f"`{name}` is {tuple(weight.shape)}; it must be (vocabulary, hidden).")
@@ -168,7 +158,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
         A new tensor, ``(*ids.shape, hidden)``, in `weight`'s dtype.
 
     Raises:
-        ValueError: if `weight` is not two-dimensional, `ids` are no integers or on another device, or `padding_idx` is
+        ValueError: If `weight` is not two-dimensional, `ids` are no integers or on another device, or `padding_idx` is
             not in the table.
     """
     padding = _checked(ids, weight, padding_idx)
@@ -178,23 +168,23 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
 def tied_embedding(
     ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`embedding`] for a model whose head has the same weight: its gradient goes into the head's, not beside it.
+    """`embedding` for a model whose head has the same weight: its gradient goes into the head's, not beside it.
 
     Give the second result to the head in the place of `weight`. The backward then gets the head's gradient and adds the
     embedding's rows to it, in fp32 and rounded once, which saves a second gradient of the table's size and the passes
     over it (in bf16 2 VH bytes of memory and 8 VH bytes moved).
 
     Args:
-        ids: See [`embedding`].
-        weight: See [`embedding`]; it has to stay gathered between the two uses (under FSDP2: be in the root's unit).
-        padding_idx: See [`embedding`]; of this id's row the head's gradient stays.
+        ids: See `embedding`.
+        weight: See `embedding`; it has to stay gathered between the two uses (under FSDP2: be in the root's unit).
+        padding_idx: See `embedding`; of this id's row the head's gradient stays.
 
     Returns:
         The embeddings, and `weight` for the head. The gradient that arrives for the latter is written to, if the
         backward does not keep its graph; nothing else may hold on to it.
 
     Raises:
-        ValueError: as [`embedding`].
+        ValueError: As `embedding`.
     """
     padding = _checked(ids, weight, padding_idx)
     if not use_triton(weight):
@@ -206,20 +196,20 @@ def tied_embedding(
 def embedding_backward_(
     grad_weight: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Adds the gradient of [`embedding`] to `grad_weight`, in place; only the rows of `ids` are touched.
+    """Adds the gradient of `embedding` to `grad_weight`, in place; only the rows of `ids` are touched.
 
     Args:
         grad_weight: (vocabulary, hidden), with contiguous columns, such as a ``weight.grad``. Each row is added to in
             fp32 and rounded once.
         dy: Gradient of the embeddings, ``(*ids.shape, hidden)``, in any floating dtype.
-        ids: See [`embedding`].
-        padding_idx: See [`embedding`].
+        ids: See `embedding`.
+        padding_idx: See `embedding`.
 
     Returns:
         `grad_weight`.
 
     Raises:
-        ValueError: as [`embedding`], and if the shapes do not fit or `grad_weight` has no contiguous columns.
+        ValueError: As `embedding`, and if the shapes do not fit or `grad_weight` has no contiguous columns.
     """
     padding = _checked(ids, grad_weight, padding_idx, "grad_weight")
     if dy.shape != (*ids.shape, grad_weight.shape[1]):
@@ -235,5 +225,5 @@ def embedding_backward_(
 
 
 def embedding_reference(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """[`embedding`] in plain torch."""
+    """`embedding` in plain torch."""
     return F.embedding(ids, weight, padding_idx)

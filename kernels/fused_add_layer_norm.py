@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._layer_norm_kernels import empty_gradients, launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import (
     autocast_dtype,
@@ -24,7 +25,6 @@ from liger_trainer.kernels._norm_common import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.layer_norm import layer_norm_reference
 
 
@@ -124,11 +124,11 @@ def fused_add_layer_norm(
         eps: Added to the variance.
 
     Returns:
-        `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that [`layer_norm`] gives, and
+        `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that `layer_norm` gives, and
         the sum, rounded to the dtype of `x`.
 
     Raises:
-        ValueError: if `residual` differs from `x` in shape, dtype or device, and as [`layer_norm`].
+        ValueError: If `residual` differs from `x` in shape, dtype or device, and as `layer_norm`.
     """
     check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
     check_residual("fused_add_layer_norm", x, residual)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     check_residual,
@@ -24,12 +25,11 @@ from liger_trainer.kernels._norm_common import (
 )
 from liger_trainer.kernels._rms_norm_kernels import (
     check_casting,
-    fake_gradients,
+    empty_gradients,
     launch_backward,
     launch_forward,
     output_dtype,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
 
@@ -66,7 +66,7 @@ def _fused_add_rms_norm_backward(
 
 @_fused_add_rms_norm_backward.register_fake
 def _(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needs_dx, needs_dweight):
-    return fake_gradients(new_residual, weight, needs_dx, needs_dweight)
+    return empty_gradients(new_residual, weight, needs_dx, needs_dweight)
 
 
 refuse_second_derivative(_fused_add_rms_norm_backward, "fused_add_rms_norm")
@@ -119,14 +119,14 @@ def fused_add_rms_norm(
         weight: Weight of shape (hidden_size,), or None; its dtype may differ from that of `x`.
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for Gemma.
-        casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see [`rms_norm`].
+        casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see `rms_norm`.
 
     Returns:
         `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that `rms_norm` gives, and the
         sum, rounded to the dtype of `x`.
 
     Raises:
-        ValueError: if `residual` differs from `x` in shape, dtype or device, and as [`rms_norm`].
+        ValueError: If `residual` differs from `x` in shape, dtype or device, and as `rms_norm`.
     """
     check_casting("fused_add_rms_norm", casting)
     check_arguments("fused_add_rms_norm", x, weight=weight)

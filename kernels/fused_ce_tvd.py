@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy import _row_view
-from liger_trainer.kernels.cross_entropy_options import check_labels_on_cpu, check_target, compute_dtype
-from liger_trainer.kernels.cross_entropy_rows import _row_config, _row_layout
-from liger_trainer.kernels.divergence_rows import _fold
-from liger_trainer.kernels.elementwise_divergence import _row_start
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels._cross_entropy_options import compute_dtype
+from liger_trainer.kernels._logit_rows import fold, row_config, row_layout, row_start, row_view
+from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_target
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
@@ -62,8 +60,8 @@ def _forward_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     LOWEST: tl.constexpr = -3.0e38
     row = tl.program_id(0).to(tl.int64)
-    x_ptr = _row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
-    y_ptr = _row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
+    x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
+    y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
     out_ptr += row
     label = tl.load(target_ptr + row).to(tl.int64)
     if label == ignore_index:
@@ -78,8 +76,8 @@ def _forward_kernel(
     for start in tl.range(0, vocab_size, BLOCK):
         x = _load(x_ptr, start + lanes, vocab_size)
         y = _load(y_ptr, start + lanes, vocab_size)
-        x_sums = _fold(x_sums, 1.0, tl.exp2(-tl.abs(x - x_peaks)), x > x_peaks)
-        y_sums = _fold(y_sums, 1.0, tl.exp2(-tl.abs(y - y_peaks)), y > y_peaks)
+        x_sums = fold(x_sums, 1.0, tl.exp2(-tl.abs(x - x_peaks)), x > x_peaks)
+        y_sums = fold(y_sums, 1.0, tl.exp2(-tl.abs(y - y_peaks)), y > y_peaks)
         x_peaks = tl.where(x > x_peaks, x, x_peaks)
         y_peaks = tl.where(y > y_peaks, y, y_peaks)
     x_peak = tl.max(x_peaks, 0)
@@ -125,8 +123,8 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    x_ptr = _row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
-    y_ptr = _row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
+    x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
+    y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
     gradient_ptr += row * vocab_size
     saved_ptr += row
     label = tl.load(target_ptr + row).to(tl.int64)
@@ -158,8 +156,8 @@ def _forward(student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor,
     tokens, vocab_size = target.numel(), student.shape[-1]
     out = student.new_empty(5, tokens, dtype=torch.float32)
     if tokens:
-        block, warps, _ = _row_config(vocab_size)
-        heads = (student, *_row_layout(student), teacher, *_row_layout(teacher))
+        block, warps, _ = row_config(vocab_size)
+        heads = (student, *row_layout(student), teacher, *row_layout(teacher))
         with on_device(student):
             _forward_kernel[(tokens,)](
                 *heads, target, out, tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps
@@ -193,8 +191,8 @@ def _backward(
     tokens, vocab_size = target.numel(), student.shape[-1]
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     if tokens:
-        block, warps, _ = _row_config(vocab_size)
-        heads = (student, *_row_layout(student), teacher, *_row_layout(teacher))
+        block, warps, _ = row_config(vocab_size)
+        heads = (student, *row_layout(student), teacher, *row_layout(teacher))
         grads = (ce_grad.contiguous(), tvd_grad.contiguous())
         with on_device(student):
             _backward_kernel[(tokens,)](
@@ -265,7 +263,7 @@ def fused_ce_tvd(
     if not (use_triton(student_logits) and use_triton(teacher_logits)):
         return fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index)
     labels = target.reshape(-1).contiguous()
-    ce, tvd, _ = _forward(_row_view(student_logits), _row_view(teacher_logits.detach()), labels, ignore_index)
+    ce, tvd, _ = _forward(row_view(student_logits), row_view(teacher_logits.detach()), labels, ignore_index)
     return ce.view(target.shape), tvd.view(target.shape)
 
 

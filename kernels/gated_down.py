@@ -10,7 +10,7 @@ pass of the backward, which has gate and up in registers, writes h once more, ov
 
 Bytes moved beyond the matrix products: forward 3 elements, backward 6 (three read, three written) instead of 5. With
 `inplace_backward` the gradients go over gate and up, and the backward allocates nothing of h's size but dh. A frozen W
-needs no h, so none is written. Formulas of the activations are in ``gated_activation.py``.
+needs no h, so none is written. Formulas of the activations are in `_gated_activation`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels import gated_activation as gated
+from liger_trainer.kernels import _gated_activation as gated
+from liger_trainer.kernels._autograd import second_derivative_message
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels.autograd import second_derivative_message
 from liger_trainer.kernels.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu_reference
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators; `up` is None where `gate` is a whole fused projection
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("liger_trainer::gated_down", mutates_args=())
@@ -43,7 +39,10 @@ def gated_down(
     interleaved: bool,
     inplace_backward: bool,
 ) -> torch.Tensor:
-    """``h @ weight.T + bias`` as an operator; call [`swiglu_down`] or one of its kin, which check their inputs."""
+    """``h @ weight.T + bias`` as an operator; call `swiglu_down` or one of its kin, which check their inputs.
+
+    `up` is None where `gate` is a whole fused projection.
+    """
     h = gated.empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, interleaved)
@@ -148,11 +147,6 @@ def _gradients_and_h(
 gated_down.register_autograd(_backward, setup_context=_setup_context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     """The inputs as autocast would give them to a linear layer."""
     device = next(x.device.type for x in tensors if x is not None)
@@ -192,23 +186,23 @@ def swiglu_down(
 
     Args:
         gate: Gate projection, (..., intermediate), or, with `up` None, a whole fused projection, (..., 2 *
-            intermediate), gate first; as for [`swiglu`] otherwise.
+            intermediate), gate first; as for `swiglu` otherwise.
         up: Up projection, shaped as `gate`, or None.
         weight: Of the down projection, (hidden, intermediate), in `gate`'s dtype; under autocast all inputs are cast as
             a linear layer's are. A frozen one costs nothing: neither its gradient nor h is made.
         bias: (hidden,), or None.
-        gate_multiplier: See [`swiglu`].
-        down_multiplier: See [`swiglu`]; it does not multiply the bias.
-        limit: See [`swiglu`].
-        inplace_backward: Let the backward write the gradients over `gate` and `up`; see [`swiglu`].
+        gate_multiplier: See `swiglu`.
+        down_multiplier: See `swiglu`; it does not multiply the bias.
+        limit: See `swiglu`.
+        inplace_backward: Let the backward write the gradients over `gate` and `up`; see `swiglu`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
 
     Raises:
-        ValueError: if shapes or devices do not fit, or `inplace_backward` is asked for while `gate` and `up` share
+        ValueError: If shapes or devices do not fit, or `inplace_backward` is asked for while `gate` and `up` share
             memory.
-        RuntimeError: in the backward, if it runs with ``create_graph=True``.
+        RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
     if _kernel_takes(gate, up, weight, bias, inplace_backward):
@@ -231,22 +225,22 @@ def geglu_down(
     *,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
-    """``linear(geglu(gate, up), weight, bias)`` that does not keep the product; see [`swiglu_down`].
+    """``linear(geglu(gate, up), weight, bias)`` that does not keep the product; see `swiglu_down`.
 
     Args:
-        gate: See [`swiglu_down`], as all arguments that are not named here.
-        up: See [`swiglu_down`].
-        weight: See [`swiglu_down`].
+        gate: See `swiglu_down`, as all arguments that are not named here.
+        up: See `swiglu_down`.
+        weight: See `swiglu_down`.
         bias: (hidden,), or None.
-        approximate: ``"tanh"`` or ``"none"``; see [`geglu`].
-        inplace_backward: See [`swiglu`].
+        approximate: ``"tanh"`` or ``"none"``; see `geglu`.
+        inplace_backward: See `swiglu`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
 
     Raises:
-        ValueError: as [`swiglu_down`], and if `approximate` is neither of the two.
-        RuntimeError: in the backward, if it runs with ``create_graph=True``.
+        ValueError: As `swiglu_down`, and if `approximate` is neither of the two.
+        RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     activation = activation_name(approximate)
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
@@ -265,7 +259,7 @@ def swiglu_down_reference(
     down_multiplier: float = 1.0,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """[`swiglu_down`] in plain torch, which keeps the product."""
+    """`swiglu_down` in plain torch, which keeps the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
     return F.linear(h, weight, bias)
@@ -278,6 +272,6 @@ def geglu_down_reference(
     bias: torch.Tensor | None = None,
     approximate: str = "tanh",
 ) -> torch.Tensor:
-    """[`geglu_down`] in plain torch, which keeps the product."""
+    """`geglu_down` in plain torch, which keeps the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     return F.linear(geglu_reference(gate, up, approximate), weight, bias)

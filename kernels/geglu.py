@@ -1,6 +1,6 @@
 """GeGLU, ``gelu(gate) * up`` (arXiv 2002.05202), tanh or exact, on separate projections and on one fused ``gate_up``.
 
-Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the operators.
+Formulas, bytes moved and what is saved are in `_gated_activation`, which holds the operators.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
+from liger_trainer.kernels._gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -17,7 +17,7 @@ def activation_name(approximate: str) -> str:
     """The operators' name for one of GELU's two forms.
 
     Raises:
-        ValueError: if `approximate` is neither.
+        ValueError: If `approximate` is neither.
     """
     if approximate not in _ACTIVATIONS:
         raise ValueError(f"`approximate` is {approximate!r}; it must be 'tanh' or, for the exact erf form, 'none'.")
@@ -44,7 +44,7 @@ def geglu(
         A new contiguous tensor shaped as `gate`, in its dtype.
 
     Raises:
-        ValueError: if shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
+        ValueError: If shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
             for while `gate` and `up` share memory.
     """
     activation = activation_name(approximate)
@@ -57,15 +57,15 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
     """``gelu(gate) * up`` of a fused projection; its gradient is one tensor, written without a concatenation.
 
     Args:
-        gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of [`geglu`] otherwise.
-        approximate: ``"tanh"`` or ``"none"``; see [`geglu`].
-        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see [`geglu`].
+        gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of `geglu` otherwise.
+        approximate: ``"tanh"`` or ``"none"``; see `geglu`.
+        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see `geglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: if the last dimension is odd, `approximate` is neither of the two, or `inplace_backward` is asked
+        ValueError: If the last dimension is odd, `approximate` is neither of the two, or `inplace_backward` is asked
             for while `gate_up` is expanded.
     """
     activation = activation_name(approximate)
@@ -75,11 +75,11 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
 
 
 def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """[`geglu`] in plain torch."""
+    """`geglu` in plain torch."""
     return F.gelu(gate, approximate=approximate) * up
 
 
 def geglu_fused_reference(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """[`geglu_fused`] in plain torch."""
+    """`geglu_fused` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return geglu_reference(gate, up, approximate)

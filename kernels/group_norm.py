@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._group_norm_launch import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import autocast_dtype
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import use_triton
 
 
@@ -151,7 +151,7 @@ def group_norm(
         Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as torch's.
 
     Raises:
-        ValueError: if `x` has no channels, `num_groups` does not divide them, `weight` or `bias` does not fit `x` in
+        ValueError: If `x` has no channels, `num_groups` does not divide them, `weight` or `bias` does not fit `x` in
             shape or device, or a dtype is not floating point.
     """
     _check(x, num_groups, weight=weight, bias=bias)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._layer_norm_kernels import empty_gradients, launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import (
     autocast_dtype,
@@ -30,7 +31,6 @@ from liger_trainer.kernels._norm_common import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::layer_norm", mutates_args=())
@@ -123,7 +123,7 @@ def layer_norm(
         Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as torch's.
 
     Raises:
-        ValueError: if `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has
+        ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has
             no last dimension of at least 1.
     """
     check_arguments("layer_norm", x, weight=weight, bias=bias)

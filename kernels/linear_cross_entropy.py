@@ -1,13 +1,13 @@
 """LM head and cross entropy in one operator: the logits exist one chunk of tokens at a time.
 
-For hidden states X `(N, H)`, head W `(V, H)` and a loss L of the logits ``X @ W.T + bias`` (`cross_entropy_options`):
+For hidden states X `(N, H)`, head W `(V, H)` and a loss L of the logits ``X @ W.T + bias`` (`_cross_entropy_options`):
 
     for each chunk of tokens:   Z = X_c @ W.T          into one buffer, rows padded to 64 columns
-                                Z = dL/dZ              in place, one kernel (`cross_entropy_rows`)
+                                Z = dL/dZ              in place, one kernel (`_cross_entropy_rows`)
                                 dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
 
 so the gradients come with the forward, in the three matmuls that are the least possible (two for a frozen head or
-frozen hidden states), and the backward has only the upstream gradient to apply (`rescale`). The forward needs the
+frozen hidden states), and the backward has only the upstream gradient to apply (`_rescale`). The forward needs the
 normaliser for that, which is counted on the device; nothing is synchronised. `reduction="none"` cannot know its
 upstream gradient: it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
 
@@ -25,29 +25,29 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy_options import (
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels._cross_entropy_options import (
+    OPTIONS_SCHEMA,
     CrossEntropyOutput,
     RowOptions,
     RowStats,
-    check_linear,
     check_options,
     checked_class_weights,
     compute_dtype,
     inverse_normalizer,
     with_outputs,
 )
-from liger_trainer.kernels.linear_cross_entropy_chunks import Needs, allocate_gradients, run_chunks
-from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
-
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
+from liger_trainer.kernels._head_chunks import Needs, allocate_gradients
+from liger_trainer.kernels._linear_cross_entropy_chunks import run_chunks
+from liger_trainer.kernels._loss_checks import check_linear
+from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 
 
 @torch.library.custom_op(
     "liger_trainer::linear_cross_entropy_forward",
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, Tensor scale, "
-    f"Tensor expected, {_OPTIONS}, int logits_memory, bool entropy, bool predicted, bool hidden_gradient, "
+    f"Tensor expected, {OPTIONS_SCHEMA}, int logits_memory, bool entropy, bool predicted, bool hidden_gradient, "
     "bool weight_gradient, bool bias_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -111,7 +111,7 @@ _forward.register_autograd(_forward_backward, setup_context=_forward_setup)
 @torch.library.custom_op(
     "liger_trainer::linear_cross_entropy_rows",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, {_OPTIONS}, "
+    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, {OPTIONS_SCHEMA}, "
     "int logits_memory, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _rows(
@@ -150,7 +150,7 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *rest: A
     "liger_trainer::linear_cross_entropy_rows_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, "
-    f"Tensor nll, Tensor lse, {_OPTIONS}, int logits_memory, bool hidden_gradient, bool weight_gradient, "
+    f"Tensor nll, Tensor lse, {OPTIONS_SCHEMA}, int logits_memory, bool hidden_gradient, bool weight_gradient, "
     "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
 )
 def _rows_backward(

@@ -1,4 +1,4 @@
-"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `linear_divergence`)."""
+"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `_linear_divergence`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.divergence_options import (
-    DivergenceOptions,
-    DivergenceOutput,
-    check_head,
-    common_vocab_size,
-)
-from liger_trainer.kernels.linear_divergence import reduced_divergence
+from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
+from liger_trainer.kernels._linear_divergence import reduced_divergence
+from liger_trainer.kernels._loss_checks import check_head
 
 
 def _of_two_heads(
@@ -43,8 +39,8 @@ def _of_two_heads(
     expected_grad: float | torch.Tensor | None = None,
 ) -> torch.Tensor | DivergenceOutput:
     """Any divergence of two heads; the other arguments are those of `linear_jsd`."""
-    check_head("student", student_hidden, student_weight, student_bias)
-    check_head("teacher", teacher_hidden, teacher_weight, teacher_bias)
+    check_head(student_hidden, student_weight, student_bias, "student_")
+    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
     if student_hidden.shape[:-1] != teacher_hidden.shape[:-1] or student_hidden.device != teacher_hidden.device:
         raise ValueError(
             f"`student_hidden` of shape {tuple(student_hidden.shape)} on {student_hidden.device} and `teacher_hidden` "

@@ -1,4 +1,4 @@
-"""KL divergence of an LM head from given probabilities, such as cached ones (operator: `linear_divergence`)."""
+"""KL divergence of an LM head from given probabilities, such as cached ones (operator: `_linear_divergence`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.divergence_options import (
-    DivergenceOptions,
-    DivergenceOutput,
-    check_head,
-    common_vocab_size,
-)
-from liger_trainer.kernels.divergence_reference import divergence_of_logits_reference
-from liger_trainer.kernels.linear_divergence import reduced_divergence
+from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
+from liger_trainer.kernels._divergence_reference import divergence_of_logits_reference
+from liger_trainer.kernels._linear_divergence import reduced_divergence
+from liger_trainer.kernels._loss_checks import check_head
 
 
 def linear_kl_div(
@@ -74,7 +70,7 @@ def linear_kl_div(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    check_head("student", hidden, weight, bias)
+    check_head(hidden, weight, bias, "student_")
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(f"`reduction` is {reduction!r}; it must be 'batchmean', 'mean' or 'sum'.")
     if target.dim() < 1 or target.shape[:-1] != hidden.shape[:-1] or not target.is_floating_point():

@@ -1,6 +1,6 @@
 """Log-probability of every target token under an LM head, with the logits one chunk of tokens at a time.
 
-For hidden states X `(N, H)`, head W `(V, H)` and labels t, with z the transformed logits (`cross_entropy_options`):
+For hidden states X `(N, H)`, head W `(V, H)` and labels t, with z the transformed logits (`_cross_entropy_options`):
 
     log_probs[n] = z[n, t[n]] - lse[n]          entropy[n] = lse[n] - sum_c p[n, c] * z[n, c]
     dz[n, c]     = g[n] * ([c == t[n]] - p[n, c]) - e[n] * p[n, c] * (log p[n, c] + entropy[n])
@@ -22,28 +22,24 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels._linear_rows import (
-    allocate_kept,
-    kept_rows,
-    linear_gradients,
-    linear_statistics_,
-)
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.cross_entropy_options import (
+from liger_trainer.kernels._cross_entropy_options import (
+    OPTIONS_SCHEMA,
     ExtraStats,
     RowOptions,
     RowStats,
-    Shard,
-    check_linear,
     check_options,
     compute_dtype,
 )
-from liger_trainer.kernels.cross_entropy_reference import transformed_logits
-from liger_trainer.kernels.linear_cross_entropy_chunks import Needs, allocate_gradients
-from liger_trainer.kernels.runtime import graph_is_kept
+from liger_trainer.kernels._cross_entropy_reference import transformed_logits
+from liger_trainer.kernels._linear_row_gradients import attach_gradients
+from liger_trainer.kernels._linear_rows import (
+    allocate_kept,
+    kept_rows,
+    linear_statistics_,
+)
+from liger_trainer.kernels._loss_checks import check_linear, check_outputs
 
-OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
+LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
 
 
 @dataclasses.dataclass
@@ -68,8 +64,8 @@ class LogProbsOutput:
 @torch.library.custom_op(
     "liger_trainer::linear_log_probs_rows",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_OPTIONS}, int logits_memory, SymInt keep, "
-    "bool entropy, bool predicted, bool mean_logit, bool sum_squared_probs, bool unit_gradient) "
+    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {OPTIONS_SCHEMA}, int logits_memory, "
+    "SymInt keep, bool entropy, bool predicted, bool mean_logit, bool sum_squared_probs, bool unit_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _rows(hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
@@ -103,121 +99,6 @@ def _allocate_rows(
 def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, *rest: Any) -> Any:
     stats, extra, unit_gradient = _allocate_rows(hidden, target, *rest[8:])
     return (*stats[1:], *extra, allocate_kept(hidden, weight, rest[7]), unit_gradient)
-
-
-_GRADIENT_ARGUMENTS = (
-    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor nll, Tensor lse, Tensor entropy, "
-    "Tensor{} kept, {}, int logits_memory, SymInt vocab_start, SymInt vocab_size"
-)
-_NEEDS = "bool hidden_gradient, bool weight_gradient, bool bias_gradient"
-
-
-def _run_gradients(overwrite: bool, grad: Any, grad_entropy: Any, *arguments: Any) -> Any:
-    hidden, weight, target, bias, nll, lse, entropy, kept, *rest = arguments
-    stats = RowStats(nll, nll, lse, entropy if entropy.numel() else lse, lse)
-    return linear_gradients(
-        grad, grad_entropy, hidden, weight, target, bias, stats, kept, RowOptions(*rest[:6]), rest[6],
-        Needs(*rest[9:]), Shard(*rest[7:9]), overwrite,
-    )  # fmt: skip
-
-
-@torch.library.custom_op(
-    "liger_trainer::linear_rows_gradients",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor? grad_entropy, {_GRADIENT_ARGUMENTS.format('', _OPTIONS)}, {_NEEDS}) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _gradients(*arguments: Any) -> Any:
-    """dX, dW and dbias for upstream gradients of the token losses and, unless None, of the entropies."""
-    return _run_gradients(False, *arguments)
-
-
-@torch.library.custom_op(
-    "liger_trainer::linear_rows_gradients_",
-    mutates_args={"kept"},
-    schema=f"(Tensor grad, Tensor? grad_entropy, {_GRADIENT_ARGUMENTS.format('(a!)', _OPTIONS)}, {_NEEDS}) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _gradients_(*arguments: Any) -> Any:
-    """As `_gradients`, in the memory of the kept logits."""
-    return _run_gradients(True, *arguments)
-
-
-@_gradients.register_fake
-@_gradients_.register_fake
-def _(grad: Any, grad_entropy: Any, hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
-    return allocate_gradients(hidden, weight, bias, Needs(*rest[-3:]))
-
-
-@torch.library.custom_op(
-    "liger_trainer::linear_rows_attach",
-    mutates_args=(),
-    schema=f"(Tensor loss, Tensor unit_gradient, {_GRADIENT_ARGUMENTS.format('', _OPTIONS)}, str group) "
-    "-> (Tensor, Tensor)",
-)
-def attach_gradients(*arguments: Any) -> Any:
-    """`loss` and `entropy`, known already, as differentiable functions of hidden, weight and bias.
-
-    With the name of a process `group` each of its processes holds a shard of the vocabulary; dX is summed over them.
-    """
-    return arguments[0].clone(), arguments[8].clone()
-
-
-@attach_gradients.register_fake
-def _(*arguments: Any) -> Any:
-    return torch.empty_like(arguments[0]), torch.empty_like(arguments[8])
-
-
-def _attach_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[1:10])
-    ctx.options, ctx.group = inputs[10:-1], inputs[-1]
-
-
-def _attach_backward(
-    ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    gradients: list[torch.Tensor | None] = [None, None, None]
-    given = grad if grad is not None else grad_entropy
-    if given is not None:
-        refuse_double_backward("linear_log_probs")
-        unit_gradient, *saved = ctx.saved_tensors
-        needs = Needs(*(ctx.needs_input_grad[index] for index in (2, 3, 5)))
-        if unit_gradient.dim() == 2 and grad_entropy is None:
-            gradients[0] = _scaled_rows(unit_gradient, given, saved[2] != ctx.options[0], saved[0])
-        else:
-            grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
-            retain = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
-            compute = _gradients if retain else _gradients_
-            computed = compute(grad, grad_entropy, *saved, *ctx.options, *needs)
-            gradients = [gradient if need else None for gradient, need in zip(computed, needs)]
-            if ctx.group and gradients[0] is not None:
-                gradients[0] = _all_reduce(gradients[0], ctx.group)
-    d_hidden, d_weight, d_bias = gradients
-    return (None, None, d_hidden, d_weight, None, d_bias, *(None,) * 14)
-
-
-def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`rows` times a factor each, rounded once, to the dtype of `like`."""
-    factor = torch.where(valid, factor, 0.0).unsqueeze(-1)
-    return torch.mul(rows, factor, out=torch.empty_like(like))
-
-
-def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))
-
-
-attach_gradients.register_autograd(_attach_backward, setup_context=_attach_setup)
-
-
-def check_outputs(outputs: Sequence[str]) -> None:
-    """Raises ValueError for a name that is not one of `OUTPUTS`."""
-    if isinstance(outputs, str):
-        raise ValueError(f"`outputs` is the string {outputs!r}; give a tuple of names, such as ({outputs!r},).")
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"`outputs` names {unknown}; the allowed names are {', '.join(map(repr, OUTPUTS))}.")
 
 
 def check_retain_memory(retain_memory: int | None) -> None:
@@ -275,7 +156,7 @@ def linear_log_probs(
     """
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
-    check_outputs(outputs)
+    check_outputs(outputs, LOG_PROBS_OUTPUTS)
     check_linear(hidden, weight, target, bias, logits_memory)
     check_retain_memory(retain_memory)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._modulated_rms_norm_kernels import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import check_arguments, runs_on_triton
 from liger_trainer.kernels._rms_norm_kernels import check_casting
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
 
@@ -128,7 +128,7 @@ def modulated_rms_norm(
 ) -> torch.Tensor:
     """Modulated RMSNorm (adaLN): `rms_norm(x, weight, eps, offset, casting) * (1 + scale) + shift`.
 
-    The norm is rounded as [`rms_norm`] rounds it; scale and shift are applied in fp32, and the result is rounded once.
+    The norm is rounded as `rms_norm` rounds it; scale and shift are applied in fp32, and the result is rounded once.
 
     Args:
         x: Input of shape (..., hidden_size) and any floating dtype, such as (batch, tokens, hidden_size).
@@ -145,14 +145,14 @@ def modulated_rms_norm(
         shift: As `scale`; None for no shift.
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for Gemma.
-        casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see [`rms_norm`].
+        casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see `rms_norm`.
 
     Returns:
         Tensor of the shape and dtype of `x`, contiguous.
 
     Raises:
-        ValueError: if `scale` or `shift` does not fit `x` in shape or device or is not of a floating dtype, and as
-            [`rms_norm`].
+        ValueError: If `scale` or `shift` does not fit `x` in shape or device or is not of a floating dtype, and as
+            `rms_norm`.
     """
     check_casting("modulated_rms_norm", casting)
     check_arguments("modulated_rms_norm", x, weight=weight)
@@ -169,7 +169,7 @@ def _groups(argument: str, modulation: torch.Tensor, x: torch.Tensor) -> torch.T
     """`modulation` as (groups, hidden_size): a row for each of `groups` equal runs of the tokens of `x`.
 
     Raises:
-        ValueError: if it does not fit `x`.
+        ValueError: If it does not fit `x`.
     """
     if not modulation.is_floating_point() or modulation.device != x.device:
         raise ValueError(

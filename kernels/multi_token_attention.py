@@ -3,7 +3,7 @@
     out = causal(conv2d(softmax(scores with -inf above the diagonal)))          causal: 0 above the diagonal
 
 The mask is part of the softmax's (or sparsemax's) kernel: what lies above the diagonal is neither read nor masked in a
-pass of its own, and its gradient is written as 0. Bytes moved by that kernel, `row_softmax`, for n scores of b bytes:
+pass of its own, and its gradient is written as 0. Bytes moved by that kernel, `_row_softmax`, for n scores of b bytes:
 1.5*n*b forward, 2*n*b backward. The convolution is torch's (cuDNN), and the zeros are written over its result. Saved
 for backward: the attention weights and the convolution's weight.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import row_softmax
 from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.kernels.sparsemax import sparsemax_reference
 
@@ -46,7 +46,7 @@ def multi_token_attention(
         (batch, out_heads, rows, columns), with 0 above its diagonal.
 
     Raises:
-        ValueError: if `scores` is not floating, or not of square matrices of heads.
+        ValueError: If `scores` is not floating, or not of square matrices of heads.
     """
     if scores.dim() not in (3, 4) or scores.shape[-1] != scores.shape[-2] or not scores.is_floating_point():
         raise ValueError(

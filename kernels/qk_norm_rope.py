@@ -1,6 +1,6 @@
 """RMSNorm of every head of queries and keys, and their rotary position embedding, in one pass over both.
 
-For a head x of D numbers, with the pairs, tables and rotation of [`rope`](rope.py):
+For a head x of D numbers, with the pairs, tables and rotation of `rope`:
 
     rstd = 1 / sqrt(mean(x^2) + eps)        n = x * rstd * (offset + weight)        y = rotate(n)
 
@@ -22,19 +22,15 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import check_arguments
 from liger_trainer.kernels._qk_norm_rope_launch import launch_backward, launch_forward
 from liger_trainer.kernels._rms_norm_kernels import check_casting, output_dtype
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
 from liger_trainer.kernels.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
 
 MAX_HEAD_DIM = 4096
 """Longest head that is fused; a tile holds whole heads in registers."""
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators, on (batch, seq, heads, head_dim)
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _results(
@@ -47,7 +43,7 @@ def _results(
 
 
 @torch.library.custom_op("liger_trainer::qk_norm_rope", mutates_args=())
-def _qk_norm_rope(
+def qk_norm_rope_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     q_weight: torch.Tensor,
@@ -58,12 +54,13 @@ def _qk_norm_rope(
     offset: float,
     casting: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotated q and k, (batch, seq, heads, head_dim), and the reciprocal root mean squares of their heads."""
     results = _results(q, k, q_weight, cos, casting)
     launch_forward(q, k, q_weight, k_weight, cos, sin, *results, eps, offset, casting)
     return results
 
 
-@_qk_norm_rope.register_fake
+@qk_norm_rope_forward.register_fake
 def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting):
     return _results(q, k, q_weight, cos, casting)
 
@@ -74,7 +71,7 @@ def _gradients(tensors: list[torch.Tensor], needed: list[bool]) -> list[torch.Te
 
 
 @torch.library.custom_op("liger_trainer::qk_norm_rope_backward", mutates_args=())
-def _qk_norm_rope_backward(
+def qk_norm_rope_backward(
     dq_out: torch.Tensor | None,
     dk_out: torch.Tensor | None,
     q: torch.Tensor,
@@ -89,6 +86,7 @@ def _qk_norm_rope_backward(
     casting: str,
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and their weights; one that is not `needed` has no elements."""
     gradients = _gradients([q, k, q_weight, k_weight], needed)
     wanted = [gradient if need else None for gradient, need in zip(gradients, needed)]
     saved = (q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
@@ -97,12 +95,12 @@ def _qk_norm_rope_backward(
     return dq, dk, dq_weight, dk_weight
 
 
-@_qk_norm_rope_backward.register_fake
+@qk_norm_rope_backward.register_fake
 def _(dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, offset, casting, needed):
     return tuple(_gradients([q, k, q_weight, k_weight], needed))
 
 
-refuse_second_derivative(_qk_norm_rope_backward, "qk_norm_rope")
+refuse_second_derivative(qk_norm_rope_backward, "qk_norm_rope")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -119,16 +117,11 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     upstream = [dy if needed[index] or needed[index + 2] else None for index, dy in enumerate(upstream)]
     if not any(needed):
         return (None,) * 9
-    gradients = _qk_norm_rope_backward(*upstream, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
+    gradients = qk_norm_rope_backward(*upstream, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
     return (*(gradient if need else None for gradient, need in zip(gradients, needed)), *(None,) * 5)
 
 
-_qk_norm_rope.register_autograd(_backward, setup_context=_setup_context)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Public functions
-# ---------------------------------------------------------------------------------------------------------------------
+qk_norm_rope_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def qk_norm_rope(
@@ -145,7 +138,7 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over every head of queries and keys, then rotary position embedding (Qwen3, Gemma3).
 
-    The result is that of [`rms_norm`] on q and on k, followed by [`rope`], roundings included. Where the kernel does
+    The result is that of `rms_norm` on q and on k, followed by `rope`, roundings included. Where the kernel does
     not run (see `rope`; also where q and k, or the two weights, differ in dtype, and with ``casting="none"``), that is
     what is computed.
 
@@ -160,7 +153,7 @@ def qk_norm_rope(
         sin: Sines, shaped as `cos`.
         eps: Added to the mean square.
         offset: Added to the weights; 1.0 for Gemma.
-        casting: Where the norm rounds, as [`rms_norm`] takes it: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"``.
+        casting: Where the norm rounds, as `rms_norm` takes it: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"``.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
@@ -168,7 +161,7 @@ def qk_norm_rope(
         to, laid out in memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit together, or `casting` is unknown.
+        ValueError: If shapes, dtypes or devices do not fit together, or `casting` is unknown.
     """
     check_casting("qk_norm_rope", casting)
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
@@ -179,7 +172,7 @@ def qk_norm_rope(
         return rope(q, k, cos, sin, unsqueeze_dim)
     if unsqueeze_dim == 1:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    q, k, *_ = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset, casting)
+    q, k, *_ = qk_norm_rope_forward(q, k, q_weight, k_weight, cos, sin, eps, offset, casting)
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
 
@@ -195,7 +188,7 @@ def qk_norm_rope_reference(
     casting: str = "llama",
     unsqueeze_dim: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`qk_norm_rope`] in plain torch."""
+    """`qk_norm_rope` in plain torch."""
     q = rms_norm_reference(q, q_weight, eps, offset, casting)
     k = rms_norm_reference(k, k_weight, eps, offset, casting)
     return rope_reference(q, k, cos, sin, unsqueeze_dim)

@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.gated_activation import overwrites_saved
-from liger_trainer.kernels.runtime import is_expanded, on_device, tl, triton, use_triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+from liger_trainer.kernels._autograd import refuse_second_derivative
+from liger_trainer.kernels._gated_activation import overwrites_saved
+from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, triton, use_triton
 
 
 @triton.jit
@@ -46,11 +42,6 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
     tl.store(dx_ptr + offsets, (2.0 * positive * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launch
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _config(element_size: int) -> tuple[int, int]:
     """(elements a program, warps): 16 bytes a thread and tensor."""
     return (1024, 4) if element_size == 2 else (512, 4)
@@ -62,12 +53,7 @@ def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
         return
     block, num_warps = _config(tensors[0].element_size())
     with on_device(tensors[0]):
-        kernel[(triton.cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators
-# ---------------------------------------------------------------------------------------------------------------------
+        kernel[(cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
 
 
 @torch.library.custom_op("liger_trainer::relu_squared", mutates_args=())
@@ -131,11 +117,6 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
 _relu_squared.register_autograd(_backward, setup_context=_setup_context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
     """``relu(x) ** 2``, one pass forward and one backward.
 
@@ -148,7 +129,7 @@ def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Te
         A new contiguous tensor shaped as `x`, in its dtype.
 
     Raises:
-        ValueError: if `inplace_backward` is asked for while `x` is expanded, so that its elements share memory.
+        ValueError: If `inplace_backward` is asked for while `x` is expanded, so that its elements share memory.
     """
     if inplace_backward and is_expanded(x):
         raise ValueError("`inplace_backward=True` writes a gradient over `x`, but it is expanded.")
@@ -156,5 +137,5 @@ def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Te
 
 
 def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
-    """[`relu_squared`] in plain torch."""
+    """`relu_squared` in plain torch."""
     return F.relu(x).square()

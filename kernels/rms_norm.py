@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     check_arguments,
     empty_in_order,
@@ -28,12 +29,11 @@ from liger_trainer.kernels._norm_common import (
 )
 from liger_trainer.kernels._rms_norm_kernels import (
     check_casting,
-    fake_gradients,
+    empty_gradients,
     launch_backward,
     launch_forward,
     output_dtype,
 )
-from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())
@@ -66,7 +66,7 @@ def _rms_norm_backward(
 
 @_rms_norm_backward.register_fake
 def _(dy, x, weight, rstd, offset, casting, needs_dx, needs_dweight):
-    return fake_gradients(x, weight, needs_dx, needs_dweight)
+    return empty_gradients(x, weight, needs_dx, needs_dweight)
 
 
 refuse_second_derivative(_rms_norm_backward, "rms_norm")
@@ -123,7 +123,7 @@ def rms_norm(
         Tensor of the shape of `x`; its dtype is that of `x` but for the promotion above.
 
     Raises:
-        ValueError: if `weight` does not fit `x` in shape or device, a dtype is not floating point, `x` has no last
+        ValueError: If `weight` does not fit `x` in shape or device, a dtype is not floating point, `x` has no last
             dimension of at least 1, or `casting` is unknown.
     """
     check_casting("rms_norm", casting)

@@ -27,13 +27,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels._rope_kernel import launch as _launch
-from liger_trainer.kernels._rope_kernel import launch_config as _launch_config  # noqa: F401 (for the sweep)
+from liger_trainer.kernels._rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operator
-# ---------------------------------------------------------------------------------------------------------------------
 
 _BACKWARD_PAIRS = {
     "halves": "halves",
@@ -53,7 +48,7 @@ def _empty_by_token(x: torch.Tensor, unsqueeze_dim: int, dtype: torch.dtype) -> 
 
 
 @torch.library.custom_op("liger_trainer::rope", mutates_args=())
-def _rope(
+def rotate(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
@@ -65,14 +60,15 @@ def _rope(
     table: str = "halves",
     sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated q and k as an operator; call `rope` or one of its kin, which check their inputs."""
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
-    _launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
+    launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
     return q_out, k_out
 
 
-@_rope.register_fake
+@rotate.register_fake
 def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
     return _empty_by_token(q, unsqueeze_dim, out_dtype), _empty_by_token(k, unsqueeze_dim, out_dtype)
 
@@ -93,7 +89,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         return (None,) * 10
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
-    dq, dk = _rope(
+    dq, dk = rotate(
         no_heads if dq_out is None else dq_out,
         no_heads if dk_out is None else dk_out,
         cos,
@@ -104,12 +100,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     return (None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 8)
 
 
-_rope.register_autograd(_backward, setup_context=_setup_context)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
@@ -148,7 +139,7 @@ def check_rope_arguments(
     rotary_dim: int | None = None,
     planes: tuple[int, ...] = (),
 ) -> None:
-    """Raises ValueError unless the arguments of [`rope`] (or, with a leading dimension `planes`, its like) fit."""
+    """Raises ValueError unless the arguments of `rope` (or, with a leading dimension `planes`, its like) fit."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
     shapes = [(*planes, size, seq_len) for size in {1, batch}]
@@ -177,11 +168,6 @@ def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> b
     if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
         return False
     return use_triton(q) and use_triton(tables[0])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Public function
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rope(
@@ -223,7 +209,7 @@ def rope(
         memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
 
     Raises:
-        ValueError: if shapes or devices do not fit together, or for `split_output` without `interleaved`.
+        ValueError: If shapes or devices do not fit together, or for `split_output` without `interleaved`.
     """
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
     if split_output and not interleaved:
@@ -237,7 +223,7 @@ def rope(
     if rotary_dim not in (None, cos.shape[-1]):
         table = "shared"
     out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-    return _rope(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
 
 
 def rope_reference(
@@ -252,7 +238,7 @@ def rope_reference(
     split_output: bool = False,
     keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`rope`] in plain torch, differentiable in all four tensors."""
+    """`rope` in plain torch, differentiable in all four tensors."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if rotary_dim is None:
         rotary_dim = cos.shape[-1]

@@ -1,6 +1,6 @@
 """Rotary position embeddings whose tables come in another form: complex factors, several axes, no batch dimension.
 
-Each is one launch of the kernel of [`rope`], which has the formula, the bytes and the memory layout.
+Each is one launch of the kernel of `rope`, which has the formula, the bytes and the memory layout.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.rope import _rope, check_rope_arguments, check_rows, rope, rope_reference, runs_on_triton
+from liger_trainer.kernels.rope import check_rope_arguments, check_rows, rope, rope_reference, rotate, runs_on_triton
 
 
 def rope_complex(
@@ -27,10 +27,10 @@ def rope_complex(
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
-        Rotated q and k in the dtype of `q`, computed in float32 and rounded once; laid out as [`rope`] does.
+        Rotated q and k in the dtype of `q`, computed in float32 and rounded once; laid out as `rope` does.
 
     Raises:
-        ValueError: if `freqs_cis` is not complex, or shapes or devices do not fit together.
+        ValueError: If `freqs_cis` is not complex, or shapes or devices do not fit together.
     """
     if not freqs_cis.is_complex():
         raise ValueError(
@@ -46,7 +46,7 @@ def rope_complex(
     parts = torch.view_as_real(freqs_cis.resolve_conj())
     if runs_on_triton(q, k, parts):
         table = parts.flatten(-2)
-        return _rope(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
+        return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
     cos, sin = parts.unbind(-1)
     options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": True, "keep_dtype": True}
     return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
@@ -62,21 +62,21 @@ def rope_multimodal(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multimodal rotary position embedding (M-RoPE of Qwen2-VL, arXiv 2409.12191): each pair follows one of three axes.
 
-    Models whose rotary embedding has already put the axes together (transformers 5) call [`rope`].
+    Models whose rotary embedding has already put the axes together (transformers 5) call `rope`.
 
     Args:
-        q: Queries, as [`rope`] takes them.
-        k: Keys, as [`rope`] takes them.
+        q: Queries, as `rope` takes them.
+        k: Keys, as `rope` takes them.
         cos: Cosines of the positions in time, height and width, (3, batch or 1, seq, head_dim).
         sin: Sines, shaped as `cos`.
         sections: How many pairs follow time, how many height and how many width; together head_dim / 2.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
-        Rotated q and k, as [`rope`] gives them.
+        Rotated q and k, as `rope` gives them.
 
     Raises:
-        ValueError: if shapes or devices do not fit together, or the sections are not all pairs.
+        ValueError: If shapes or devices do not fit together, or the sections are not all pairs.
     """
     sections = list(sections)
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim, planes=(len(sections),))
@@ -87,7 +87,7 @@ def rope_multimodal(
     if not runs_on_triton(q, k, cos, sin):
         return rope_multimodal_reference(q, k, cos, sin, sections, unsqueeze_dim)
     out_dtype = torch.promote_types(q.dtype, cos.dtype)
-    return _rope(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
 
 
 def rope_vision(
@@ -105,7 +105,7 @@ def rope_vision(
         Rotated q and k in the dtype of `q`, computed in float32 and rounded once.
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: If shapes or devices do not fit together.
     """
     tensors = (q, k, cos, sin)
     if [x.dim() for x in tensors] != [3, 3, 2, 2]:
@@ -126,7 +126,7 @@ def rope_multimodal_reference(
     sections: Sequence[int],
     unsqueeze_dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`rope_multimodal`] in plain torch."""
+    """`rope_multimodal` in plain torch."""
 
     def together(table: torch.Tensor) -> torch.Tensor:
         planes = [part[index] for index, part in enumerate(table.unflatten(-1, (2, -1)).split(list(sections), dim=-1))]

@@ -1,4 +1,4 @@
-"""Where a kernel may run: Triton's presence, the interpreter, and the devices Triton drives.
+"""Where a kernel may run (Triton's presence, the interpreter, the devices Triton drives), and what every launch needs.
 
 Every kernel file imports ``triton`` and ``tl`` from here, so the package also imports where Triton is not installed;
 its operators then run their plain torch reference.
@@ -77,3 +77,13 @@ def graph_is_kept() -> bool:
     """
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if query is None else bool(query())
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up. Triton's own costs microseconds a call, and a launch needs several."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than `number` >= 1."""
+    return 1 << (number - 1).bit_length()

@@ -1,13 +1,13 @@
 """Softmax over the last dimension, one pass forward and one backward.
 
-Formulas, bytes moved and what is saved are in `row_softmax`.
+Formulas, bytes moved and what is saved are in `_row_softmax`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import row_softmax
 from liger_trainer.kernels.runtime import use_triton
 
 
@@ -24,7 +24,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
         nothing but -inf.
 
     Raises:
-        ValueError: if `x` is not floating or has no dimension.
+        ValueError: If `x` is not floating or has no dimension.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of softmax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
@@ -32,5 +32,5 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """[`softmax`] in plain torch."""
+    """`softmax` in plain torch."""
     return torch.softmax(x, dim=-1)

@@ -1,14 +1,14 @@
 """Sparsemax (arXiv 1602.02068): the point of the probability simplex nearest to the input, which is sparse.
 
 The threshold is found without sorting, by Newton's method with the row in registers; formulas, bytes moved and what is
-saved are in `row_softmax`.
+saved are in `_row_softmax`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import row_softmax
 from liger_trainer.kernels.runtime import use_triton
 
 
@@ -28,7 +28,7 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         A new tensor of the shape and dtype of `x`, contiguous once `dim` is moved to the end.
 
     Raises:
-        ValueError: if `x` is not floating, has no dimension, or not `dim`.
+        ValueError: If `x` is not floating, has no dimension, or not `dim`.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of sparsemax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")

@@ -1,6 +1,6 @@
 """SwiGLU, ``silu(gate) * up`` (arXiv 2002.05202), on separate projections and on one fused ``gate_up`` projection.
 
-Formulas, bytes moved and what is saved are in ``gated_activation.py``, which holds the operators.
+Formulas, bytes moved and what is saved are in `_gated_activation`, which holds the operators.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
+from liger_trainer.kernels._gated_activation import fused_kernel_takes, gated_activation, kernel_takes, scalars
 
 
 def swiglu(
@@ -40,7 +40,7 @@ def swiglu(
         A new contiguous tensor shaped as `gate`, in its dtype.
 
     Raises:
-        ValueError: if shapes or devices differ, or `inplace_backward` is asked for while `gate` and `up` share memory.
+        ValueError: If shapes or devices differ, or `inplace_backward` is asked for while `gate` and `up` share memory.
     """
     if kernel_takes(gate, up, inplace_backward):
         values = scalars(gate_multiplier, down_multiplier, limit)
@@ -59,17 +59,17 @@ def swiglu_fused(
     """``silu(gate) * up`` of a fused projection; its gradient is one tensor, written without a concatenation.
 
     Args:
-        gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of [`swiglu`] otherwise.
-        gate_multiplier: See [`swiglu`].
-        down_multiplier: See [`swiglu`].
-        limit: See [`swiglu`].
-        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see [`swiglu`].
+        gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of `swiglu` otherwise.
+        gate_multiplier: See `swiglu`.
+        down_multiplier: See `swiglu`.
+        limit: See `swiglu`.
+        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see `swiglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: if the last dimension is odd, or `inplace_backward` is asked for while `gate_up` is expanded.
+        ValueError: If the last dimension is odd, or `inplace_backward` is asked for while `gate_up` is expanded.
     """
     if fused_kernel_takes(gate_up, inplace_backward):
         values = scalars(gate_multiplier, down_multiplier, limit)
@@ -87,7 +87,7 @@ def swiglu_reference(
     down_multiplier: float = 1.0,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """[`swiglu`] in plain torch."""
+    """`swiglu` in plain torch."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     h = F.silu(gate if gate_multiplier == 1.0 else gate * gate_multiplier) * up
@@ -97,6 +97,6 @@ def swiglu_reference(
 def swiglu_fused_reference(
     gate_up: torch.Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None
 ) -> torch.Tensor:
-    """[`swiglu_fused`] in plain torch."""
+    """`swiglu_fused` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)

@@ -25,15 +25,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels._autograd import second_derivative_message
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One tile
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Call(nn.Module):
@@ -77,11 +73,6 @@ def _forward_in_tiles(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The random state and autocast of the forward
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class _State:
     """What a forward depends on besides its tensors, as it is now."""
 
@@ -107,11 +98,6 @@ class _State:
                 if on_device is not None:
                     torch.get_device_module(self.device).set_rng_state(on_device, self.device)
             yield
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The two nodes
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Hold(torch.autograd.Function):
@@ -201,11 +187,6 @@ class _Sum:
         return None if self._total is None else self._total.to(self._dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Function
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:
     """Tokens of a tile.
 
@@ -213,7 +194,7 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
     matrix in the module, which is about what a gated MLP's backward holds.
 
     Raises:
-        ValueError: if `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
+        ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
     """
     tokens = x.numel() // max(x.shape[-1], 1)
     if num_tiles is not None:
@@ -255,7 +236,7 @@ def tiled_mlp(
         module: Holds the parameters, all of which are to be found on it at the call and in one unit of FSDP.
         x: (..., tokens, hidden), of at least two dimensions; tiles run on over the leading ones.
         num_tiles: How many tiles; None for as many as keep a tile within `tile_memory`.
-        tile_memory: Bytes that the intermediates of a tile may take (an estimate; see [`tile_length`]). Tiles of 4096
+        tile_memory: Bytes that the intermediates of a tile may take (an estimate; see `tile_length`). Tiles of 4096
             tokens and more keep matrix products at full speed.
         preserve_rng_state: Compute again with the forward's random numbers; off for MLPs without dropout, whose
             forward then neither reads nor restores a random state (needed inside CUDA graphs).
@@ -264,9 +245,9 @@ def tiled_mlp(
         What `mlp_forward` gives, of all tokens. Under ``torch.compile`` the tiles are torch's own checkpoints.
 
     Raises:
-        ValueError: if `x` has one dimension, the tiles' size is not positive or cannot be estimated, the parameters are
+        ValueError: If `x` has one dimension, the tiles' size is not positive or cannot be estimated, the parameters are
             partitioned by DeepSpeed ZeRO-3, or `mlp_forward` returns something else than one vector a token.
-        RuntimeError: in the backward, if it runs with ``create_graph=True``.
+        RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     if x.dim() < 2:
         raise ValueError(f"`x` is {tuple(x.shape)}; it must be (..., tokens, hidden).")

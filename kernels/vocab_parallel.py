@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from liger_trainer.kernels._cross_entropy_options import (
+    CrossEntropyOutput,
+    ExtraStats,
+    RowOptions,
+    RowStats,
+    Shard,
+    check_options,
+    inverse_normalizer,
+    with_outputs,
+)
+from liger_trainer.kernels._linear_row_gradients import attach_gradients
 from liger_trainer.kernels._linear_rows import kept_rows
+from liger_trainer.kernels._logit_rows import row_view
+from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_linear, check_outputs, check_target
 from liger_trainer.kernels._vocab_parallel_rows import (
     VocabGroup,
     attach_logits,
@@ -25,24 +38,9 @@ from liger_trainer.kernels._vocab_parallel_rows import (
     logits_partials,
     resolve_group,
 )
-from liger_trainer.kernels.cross_entropy import _row_view
-from liger_trainer.kernels.cross_entropy_options import (
-    CrossEntropyOutput,
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    Shard,
-    check_labels_on_cpu,
-    check_linear,
-    check_options,
-    check_target,
-    inverse_normalizer,
-    with_outputs,
-)
 from liger_trainer.kernels.linear_log_probs import (
+    LOG_PROBS_OUTPUTS,
     LogProbsOutput,
-    attach_gradients,
-    check_outputs,
     check_retain_memory,
     log_probs_with_outputs,
 )
@@ -111,7 +109,7 @@ def vocab_parallel_cross_entropy(
     check_target(target, logits_shard.shape[:-1], columns, logits_shard, "logits_shard")
     place = resolve_group(group, columns, vocab_start, vocab_size)
     check_labels_on_cpu(target, place.vocab_size, ignore_index)
-    labels, rows = target.reshape(-1).contiguous(), _row_view(logits_shard)
+    labels, rows = target.reshape(-1).contiguous(), row_view(logits_shard)
     own = place.rank if smoothing_scope == "partition" else None
     shard = Shard(place.vocab_start, place.vocab_size if own is None else columns)
     with torch.no_grad():
@@ -274,7 +272,7 @@ def vocab_parallel_linear_log_probs(
     """
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
-    check_outputs(outputs)
+    check_outputs(outputs, LOG_PROBS_OUTPUTS)
     check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)

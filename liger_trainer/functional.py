@@ -2,7 +2,6 @@
 
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.divergence_options import DivergenceOutput
 from liger_trainer.kernels.dyt import dyt
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
@@ -15,7 +14,7 @@ from liger_trainer.kernels.group_norm import group_norm
 from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
+from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm

@@ -7,6 +7,23 @@ fp32 results get a few units in the last place for another order of summation.
 import torch
 
 
+def seeded_randn(*shape, seed=0, dtype=torch.float32, device="cpu", scale=1.0):
+    """`scale` times normal numbers, the same on every device."""
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
+
+
+def value_and_gradients(function, *inputs):
+    """The result of `function` and the gradients of its `inputs`, for an upstream gradient that every dtype holds."""
+    y = function(*inputs)
+    dy = seeded_randn(*y.shape, seed=2, dtype=torch.bfloat16, device=y.device, scale=3.0).to(y.dtype)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def in_float64(function, *inputs):
+    """`value_and_gradients` on the same numbers in float64."""
+    return value_and_gradients(function, *(x.detach().double().requires_grad_() for x in inputs))
+
+
 def run(function, tensors, upstream=None, **options):
     """Outputs and gradients of `function` on detached copies; `upstream` are the gradients of the outputs."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]

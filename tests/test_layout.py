@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import subprocess
 import sys
@@ -26,6 +27,25 @@ def test_nothing_imports_the_folders_by_their_bare_names():
                 words = line.split()
                 if len(words) > 1 and words[0] in ("import", "from"):
                     assert words[1].split(".")[0] not in FOLDERS, f"{path.relative_to(ROOT)}: {line}"
+
+
+def _imported_from_kernels(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.kernels."):
+            yield node.module.split(".")[-1], [alias.name for alias in node.names]
+
+
+def test_kernel_modules_with_plain_names_are_those_of_functional():
+    plain = {path.stem for path in (ROOT / "kernels").glob("*.py") if not path.stem.startswith("_")}
+    functional = {module for module, _ in _imported_from_kernels(ROOT / "liger_trainer" / "functional.py")}
+    assert plain == functional | {"runtime", "weight_gradient"}
+
+
+def test_private_names_stay_in_their_kernel_module():
+    for folder in ("kernels", "liger_trainer", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for module, names in _imported_from_kernels(path):
+                assert not [name for name in names if name.startswith("_")], f"{path.relative_to(ROOT)}: {module}"
 
 
 def test_subpackages_come_from_the_source_tree():

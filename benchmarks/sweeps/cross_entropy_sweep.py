@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import cross_entropy_rows, linear_cross_entropy_chunks
+from liger_trainer.kernels import _cross_entropy_rows, _linear_cross_entropy_chunks
+from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.weight_gradient import matmul_into
 
 CONFIGURATIONS = [
     (4096, 8, 1),
@@ -58,6 +60,20 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
 
+class PlainSum:
+    """Stands in for `WeightGradientSum`: dW summed over the chunks in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, weight_gradient: torch.Tensor, chunks: int) -> None:
+        self.weight_gradient = weight_gradient
+        self.total = torch.zeros_like(weight_gradient, dtype=dtype)
+
+    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+        matmul_into(self.total, logits_gradient.t(), hidden, add=True)
+
+    def finish(self) -> None:
+        self.weight_gradient.copy_(self.total)
+
+
 def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
     print(f"\nrows {tokens} x {vocab} bf16, softcap {softcap}")
     source = 2 * torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16)
@@ -73,7 +89,7 @@ def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
     buffer, out = source.clone(), torch.empty_like(source)
     size = tokens * vocab * 2 / 1e6
     for configuration in CONFIGURATIONS:
-        with mock.patch.object(cross_entropy_rows, "_row_config", return_value=configuration):
+        with mock.patch.object(_cross_entropy_rows, "row_config", return_value=configuration):
             try:
                 buffer.copy_(source)
                 row_statistics_(buffer, target, stats, options, coefficient=one)
@@ -115,8 +131,8 @@ def sweep_accumulation(tokens: int = 8192, hidden_size: int = 2048, vocab: int =
             cells = []
             for dtype in (torch.bfloat16, torch.float32):
                 with (
-                    mock.patch.object(linear_cross_entropy_chunks, "_chunk_rows", return_value=tokens // count),
-                    mock.patch.object(linear_cross_entropy_chunks, "_accumulation_dtype", return_value=dtype),
+                    mock.patch.object(_linear_cross_entropy_chunks, "chunk_rows", return_value=tokens // count),
+                    mock.patch.object(_linear_cross_entropy_chunks, "WeightGradientSum", partial(PlainSum, dtype)),
                 ):
                     (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
                 error = relative_error(ours, exact)

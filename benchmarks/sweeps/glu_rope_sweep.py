@@ -13,11 +13,14 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels import gated_activation, rope
+from liger_trainer.kernels import _gated_kernels, _rope_kernel
+from liger_trainer.kernels._gated_activation import scalars
+from liger_trainer.kernels.rope import rope_reference
 
 ROPE_SHAPES = {  # (batch, seq, q heads, k heads, head_dim)
     "llama3-8b": (4, 4096, 32, 8, 128),
@@ -106,14 +109,14 @@ def sweep_rope(timer: Timer, top: int) -> None:
         cos, sin = torch.randn(2, 1, seq, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
         outputs = torch.empty_like(q), torch.empty_like(k)
         last = [q[-1:].double().requires_grad_(), k[-1:].double().requires_grad_()]
-        rotated = rope.rope_reference(*last, cos.double(), sin.double(), unsqueeze_dim=2)
+        rotated = rope_reference(*last, cos.double(), sin.double(), unsqueeze_dim=2)
         transposed = torch.autograd.grad(rotated, last, [x.detach() for x in last])
-        current = rope._launch_config(max(q_heads, k_heads), dim // 2)
-        rope._launch(q, k, cos, sin, *outputs, True, current)
+        current = _rope_kernel.launch_config(max(q_heads, k_heads), dim // 2)
+        _rope_kernel.launch(q, k, cos, sin, *outputs, True, current)
         check(f"rope {name} backward", outputs, transposed)
 
         def launch(config: tuple, tensors: Outputs = (q, k, cos, sin, *outputs)) -> None:
-            rope._launch(*tensors, False, config)
+            _rope_kernel.launch(*tensors, False, config)
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]
@@ -131,18 +134,18 @@ def sweep_gated(timer: Timer, top: int) -> None:
         act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
         exact = act(last[0]) * last[1]
         gradients = torch.autograd.grad(exact, last, dh[-64:].double())
-        for direction, kernel, inputs, outputs, right in (
-            ("forward", gated_activation._forward_kernel, (gate, up), (h,), (exact.detach(),)),
-            ("backward", gated_activation._backward_kernel, (dh, gate, up), (dgate, dup), gradients),
+        for direction, run, arguments, outputs, right in (
+            ("forward", _gated_kernels.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
+            ("backward", _gated_kernels.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
         ):
-            tensors = [*inputs, *outputs]
-            constants: dict[str, object] = {"ACTIVATION": activation}
-            if direction == "backward":
-                constants |= {"NEED_GATE": True, "NEED_UP": True}
-            launch = partial(gated_activation._launch, kernel, tensors, **constants)
+
+            def launch(config: tuple, run: Callable = run, arguments: tuple = (*arguments, activation)) -> None:
+                with mock.patch.object(_gated_kernels, "launch_config", return_value=config):
+                    run(*arguments, scalars(), False)
+
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
-            current = gated_activation._launch_config(2)
-            moved = 2 * rows * cols * len(tensors)
+            current = _gated_kernels.launch_config(2)
+            moved = 2 * rows * cols * (3 if direction == "forward" else 5)
             sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, timer, top)
 
 

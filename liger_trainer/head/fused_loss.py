@@ -10,8 +10,7 @@ import torch
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
-from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.cross_entropy_options import CrossEntropyOutput
+from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_trainer.kernels.divergence_reference import linear_jsd_reference
+from liger_trainer.kernels._divergence_reference import linear_jsd_reference
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.linear_jsd import linear_jsd
 from liger_trainer.kernels.linear_kl_div import linear_kl_div

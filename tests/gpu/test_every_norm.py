@@ -8,9 +8,9 @@ from liger_trainer.kernels import (
     _group_norm_kernels,
     _layer_norm_kernels,
     _modulated_rms_norm_kernels,
+    _poly_norm_kernels,
     _rms_norm_kernels,
     dyt,
-    poly_norm,
 )
 from tests.norm_cases import NORMS
 
@@ -91,8 +91,8 @@ def test_another_batch_compiles_nothing(device):
         _group_norm_kernels.group_norm_backward_kernel,
         _group_norm_kernels.moments_kernel,
         _group_norm_kernels.channel_sums_kernel,
-        poly_norm._poly_norm_forward_kernel,
-        poly_norm._poly_norm_backward_kernel,
+        _poly_norm_kernels.poly_norm_forward_kernel,
+        _poly_norm_kernels.poly_norm_backward_kernel,
         dyt._dyt_forward_kernel,
         dyt._dyt_backward_kernel,
     )

@@ -10,14 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from liger_trainer.kernels import _rescale
 from liger_trainer.kernels import cross_entropy as operator
-from liger_trainer.kernels import rescale
+from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference
+from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels._rescale import rescale_
 from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference
-from liger_trainer.kernels.cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.rescale import rescale_
 from liger_trainer.kernels.runtime import INTERPRETED, use_triton
 
 IGNORE = -100
@@ -311,7 +311,7 @@ def test_the_forward_makes_the_gradient_for_an_expected_upstream(
     leaf = leaf.detach().to(dtype).requires_grad_()
     upstream = torch.tensor(0.5, device=device)
     (right,) = torch.autograd.grad(cross_entropy_reference(leaf.double(), target), leaf, upstream.double())
-    with mock.patch.object(operator, "rescaled_gradients", wraps=rescale.rescaled_gradients) as rescaled:
+    with mock.patch.object(operator, "rescaled_gradients", wraps=_rescale.rescaled_gradients) as rescaled:
         loss = cross_entropy(leaf * 1.0, target, expected_grad=expected_grad, inplace=inplace)
         (gradient,) = torch.autograd.grad(loss, leaf, upstream)
     assert rescaled.called is (inplace or expected_grad is not None)

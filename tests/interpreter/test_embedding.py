@@ -11,12 +11,9 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels import embedding as operators
 from liger_trainer.kernels.embedding import embedding, embedding_backward_, embedding_reference, tied_embedding
+from tests.accuracy import seeded_randn as randn
 
 HALF = [torch.bfloat16, torch.float16]
-
-
-def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def randint(high, *shape, seed=0, device="cpu"):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels import _gated_activation as operators
 from liger_trainer.kernels import gated_down as down_operators
 from liger_trainer.kernels.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
 from liger_trainer.kernels.swiglu import swiglu
+from tests.accuracy import seeded_randn as randn
 
 HIDDEN, INTERMEDIATE = 6, 20
 OPTIONS = {"gate_multiplier": 0.75, "down_multiplier": 1.5, "limit": 4.0}
@@ -25,10 +26,6 @@ VARIANTS = {
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
 fusions = pytest.mark.parametrize("fused", [False, True])
-
-
-def randn(*shape, seed=0, dtype=torch.float32, device="cpu", scale=1.0):
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
 
 
 def inputs(fused=False, shape=(2, 3), dtype=torch.float32, device="cpu", intermediate=INTERMEDIATE):

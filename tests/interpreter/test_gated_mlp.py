@@ -8,10 +8,11 @@ import torch
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels import _gated_activation as operators
 from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
 from liger_trainer.kernels.runtime import INTERPRETED
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
 PAIRS = {
     "silu": (swiglu, swiglu_reference),
@@ -27,22 +28,11 @@ SHAPES = [(3, 40), (2, 3, 17), (1,), (1, 1), (5, 1030), (2, 600)]  # (2, 600) an
 activations = pytest.mark.parametrize("activation", PAIRS)
 
 
-def randn(*shape, seed=0, dtype=torch.float32, device="cpu", scale=3.0):
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
+randn = partial(seeded_randn, scale=3.0)
 
 
 def gate_and_up(shape, dtype=torch.float32, device="cpu"):
     return [randn(*shape, seed=seed, dtype=dtype, device=device).requires_grad_() for seed in (0, 1)]
-
-
-def value_and_gradients(function, *inputs):
-    h = function(*inputs)
-    dh = randn(*h.shape, seed=2, dtype=torch.bfloat16, device=h.device).to(h.dtype)
-    return [h, *torch.autograd.grad(h, inputs, dh)]
-
-
-def in_float64(function, *inputs):
-    return value_and_gradients(function, *(x.detach().double().requires_grad_() for x in inputs))
 
 
 @activations

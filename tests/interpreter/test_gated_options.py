@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from liger_trainer.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference
+from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
 SCALED = {"gate_multiplier": 0.75, "down_multiplier": 1.5}
 # One input each: a fused projection.
@@ -26,18 +27,7 @@ VARIANTS = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def randn(*shape, seed=0, dtype=torch.float32, device="cpu", scale=3.0):
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
-
-
-def value_and_gradient(function, gate_up):
-    h = function(gate_up)
-    dh = randn(*h.shape, seed=2, dtype=torch.bfloat16, device=h.device).to(h.dtype)
-    return [h, *torch.autograd.grad(h, gate_up, dh)]
-
-
-def in_float64(reference, gate_up):
-    return value_and_gradient(reference, gate_up.detach().double().requires_grad_())
+randn = partial(seeded_randn, scale=3.0)
 
 
 @variants
@@ -45,7 +35,7 @@ def in_float64(reference, gate_up):
 def test_float32_equals_float64(variant, shape, device):
     function, reference = VARIANTS[variant]
     gate_up = randn(*shape, device=device).requires_grad_()
-    for ours, right in zip(value_and_gradient(function, gate_up), in_float64(reference, gate_up)):
+    for ours, right in zip(value_and_gradients(function, gate_up), in_float64(reference, gate_up)):
         torch.testing.assert_close(ours.double(), right, rtol=3e-6, atol=3e-5)
 
 
@@ -54,7 +44,7 @@ def test_float32_equals_float64(variant, shape, device):
 def test_half_precision_is_no_worse_than_eager(variant, dtype, device):
     function, reference = VARIANTS[variant]
     gate_up = randn(8, 2060, dtype=dtype, device=device).requires_grad_()
-    ours, theirs = value_and_gradient(function, gate_up), value_and_gradient(reference, gate_up)
+    ours, theirs = value_and_gradients(function, gate_up), value_and_gradients(reference, gate_up)
     for mine, eager, right in zip(ours, theirs, in_float64(reference, gate_up)):
         assert mine.dtype == dtype
         assert (mine - right).norm() <= 1.1 * (eager - right).norm()
@@ -81,7 +71,7 @@ def test_any_shape_layout_and_option(rows, width, dtype, layout, multiplier, lim
         "transposed": lambda: base.transpose(0, 1),
     }[layout]().requires_grad_()
     options = {"alpha": multiplier, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
-    ours = value_and_gradient(partial(clamped_swiglu, **options), gate_up)
+    ours = value_and_gradients(partial(clamped_swiglu, **options), gate_up)
     exact = in_float64(partial(clamped_swiglu_reference, **options), gate_up)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
     for mine, right in zip(ours, exact):
@@ -92,7 +82,7 @@ def test_any_shape_layout_and_option(rows, width, dtype, layout, multiplier, lim
 def test_the_gradient_stops_where_something_is_clamped(device):
     gate_up = torch.tensor([[2.0, 2.0, 2.1, -2.1, -5.0, 0.5]], device=device).requires_grad_()
     function, reference = VARIANTS["gpt_oss"]
-    ours, right = (value_and_gradient(f, gate_up)[1] for f in (function, reference))
+    ours, right = (value_and_gradients(f, gate_up)[1] for f in (function, reference))
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
     assert (ours == 0).tolist() == [[False, False, True, True, False, False]]  # the limit itself is inside
 
@@ -145,5 +135,5 @@ def test_compiles_fullgraph(variant, device):
     function, _ = VARIANTS[variant]
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if device != "cpu" else "aot_eager")
     gate_up = randn(3, 20, device=device).requires_grad_()
-    for ours, right in zip(value_and_gradient(compiled, gate_up), value_and_gradient(function, gate_up)):
+    for ours, right in zip(value_and_gradients(compiled, gate_up), value_and_gradients(function, gate_up)):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)

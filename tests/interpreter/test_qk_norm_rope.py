@@ -11,9 +11,9 @@ from torch.library import opcheck
 from liger_trainer.kernels import qk_norm_rope as module
 from liger_trainer.kernels._norm_common import NormConfig
 from liger_trainer.kernels.qk_norm_rope import (
-    _qk_norm_rope,
-    _qk_norm_rope_backward,
     qk_norm_rope,
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
     qk_norm_rope_reference,
 )
 from liger_trainer.kernels.rms_norm import rms_norm
@@ -198,14 +198,14 @@ def test_empty(shape, device):
 
 def test_opcheck(device):
     arguments = inputs(SHAPES[2], device=device)
-    opcheck(_qk_norm_rope, (*arguments, 1e-6, 1.0, "gemma"))
+    opcheck(qk_norm_rope_forward, (*arguments, 1e-6, 1.0, "gemma"))
     with torch.no_grad():
-        q_out, k_out, q_rstd, k_rstd = _qk_norm_rope(*arguments, 1e-6, 1.0, "gemma")
+        q_out, k_out, q_rstd, k_rstd = qk_norm_rope_forward(*arguments, 1e-6, 1.0, "gemma")
     saved = [x.detach() for x in (*arguments[:4], q_rstd, k_rstd, *arguments[4:])]
     utilities = ("test_schema", "test_faketensor")
-    opcheck(_qk_norm_rope_backward, (q_out, k_out, *saved, 1.0, "gemma", [True] * 4), test_utils=utilities)
+    opcheck(qk_norm_rope_backward, (q_out, k_out, *saved, 1.0, "gemma", [True] * 4), test_utils=utilities)
     opcheck(
-        _qk_norm_rope_backward, (q_out, None, *saved, 1.0, "gemma", [True, False, False, False]), test_utils=utilities
+        qk_norm_rope_backward, (q_out, None, *saved, 1.0, "gemma", [True, False, False, False]), test_utils=utilities
     )
 
 

@@ -1,5 +1,6 @@
 """relu_squared's kernels: values, gradients, layouts, registration."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,24 +11,17 @@ from torch.library import opcheck
 
 from liger_trainer.kernels import relu_squared as operators
 from liger_trainer.kernels.relu_squared import relu_squared, relu_squared_reference
+from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
-
-def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
-    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(device, dtype)
-
-
-def value_and_gradient(function, x):
-    y = function(x)
-    dy = randn(*y.shape, seed=2, dtype=torch.bfloat16, device=y.device).to(y.dtype)
-    return [y, *torch.autograd.grad(y, x, dy)]
+randn = partial(seeded_randn, scale=3.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_worse_than_eager(dtype, device):
     x = randn(5, 700, dtype=dtype, device=device).requires_grad_()
-    exact = value_and_gradient(relu_squared_reference, x.detach().double().requires_grad_())
-    eager = value_and_gradient(relu_squared_reference, x)
-    for ours, theirs, right in zip(value_and_gradient(relu_squared, x), eager, exact):
+    exact = in_float64(relu_squared_reference, x)
+    eager = value_and_gradients(relu_squared_reference, x)
+    for ours, theirs, right in zip(value_and_gradients(relu_squared, x), eager, exact):
         assert ours.dtype == dtype
         assert (ours - right).norm() <= 1.1 * (theirs - right).norm()
 
@@ -43,15 +37,15 @@ def test_any_shape_and_layout(shape, columns, transposed, inplace):
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     x = randn(*shape, columns, device=device)
     x = (x.mT.contiguous().mT if transposed and x.dim() > 1 else x).requires_grad_()
-    expected = value_and_gradient(relu_squared_reference, x)
-    ours = value_and_gradient(lambda x: relu_squared(x, inplace_backward=inplace), x)
+    expected = value_and_gradients(relu_squared_reference, x)
+    ours = value_and_gradients(lambda x: relu_squared(x, inplace_backward=inplace), x)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     assert ours[0].is_contiguous()
 
 
 def test_nan_infinity_and_zero(device):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0], device=device).requires_grad_()
-    ours, expected = value_and_gradient(relu_squared, x), value_and_gradient(relu_squared_reference, x)
+    ours, expected = value_and_gradients(relu_squared, x), value_and_gradients(relu_squared_reference, x)
     torch.testing.assert_close(ours, expected, equal_nan=True)
 
 

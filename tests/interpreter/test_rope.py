@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from liger_trainer.kernels import rope as rope_kernel
-from liger_trainer.kernels.rope import _rope, rope, rope_reference
+from liger_trainer.kernels.rope import rope, rope_reference, rotate
 from liger_trainer.kernels.runtime import INTERPRETED
 
 # (batch, seq, q heads, k heads, head_dim, rotary_dim, table batch)
@@ -134,7 +134,7 @@ def test_wider_table_promotes_as_torch_does(dtype, device):
     arguments = inputs(SHAPES[0], dtype, device, table_dtype=torch.float32)
     slack = 2.2 if INTERPRETED and dtype == torch.bfloat16 else 1.1
     eager = values_and_gradients(rope_reference, *arguments)
-    with mock.patch.object(rope_kernel, "_launch", wraps=rope_kernel._launch) as launch:
+    with mock.patch.object(rope_kernel, "launch", wraps=rope_kernel.launch) as launch:
         results = values_and_gradients(rope, *arguments)
     # The gradients are rounded by the kernel, not by autograd in a pass of its own.
     assert [call.args[4].dtype for call in launch.call_args_list] == [torch.float32, dtype]
@@ -159,7 +159,7 @@ def test_tables_that_rotate_nothing(device):
 def test_opcheck(device):
     for shape, unsqueeze_dim in ((SHAPES[2], 1), (SHAPES[3], 2)):
         arguments = inputs(shape, device=device, unsqueeze_dim=unsqueeze_dim)
-        opcheck(_rope, (*arguments, unsqueeze_dim, False, torch.float32))
+        opcheck(rotate, (*arguments, unsqueeze_dim, False, torch.float32))
 
 
 def test_compiles_fullgraph_for_any_batch_and_length(device):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels.rope import _rope, rope, rope_reference
+from liger_trainer.kernels.rope import rope, rope_reference, rotate
 from liger_trainer.kernels.rope_layouts import rope_complex, rope_multimodal, rope_multimodal_reference, rope_vision
 from tests.interpreter.test_rope import values_and_gradients as _values_and_gradients
 
@@ -171,9 +171,9 @@ def test_vision_tables_of_llama4(device):
 
 def test_opcheck(device):
     q, k, cos, sin = inputs("neighbours to halves", device=device)
-    opcheck(_rope, (q, k, cos, sin, 1, False, torch.float32, "interleaved to halves", "shared"))
+    opcheck(rotate, (q, k, cos, sin, 1, False, torch.float32, "interleaved to halves", "shared"))
     q, k, cos, sin = inputs("axes", device=device)
-    opcheck(_rope, (q, k, cos, sin, 1, False, torch.float32, "halves", "planes", [1, 3, 2]))
+    opcheck(rotate, (q, k, cos, sin, 1, False, torch.float32, "halves", "planes", [1, 3, 2]))
 
 
 @pytest.mark.parametrize("layout", ["neighbours to halves", "complex", "axes", "packed tokens"])

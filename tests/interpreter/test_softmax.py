@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from liger_trainer.kernels import _row_softmax as operators
 from liger_trainer.kernels import _row_softmax_kernels as kernels
-from liger_trainer.kernels import row_softmax as operators
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.kernels.softmax import softmax, softmax_reference

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liger_trainer.kernels import _cross_entropy_rows, _rescale
 from liger_trainer.kernels import cross_entropy as operator
-from liger_trainer.kernels import cross_entropy_rows, rescale
+from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
 from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100
@@ -179,7 +179,7 @@ def test_operators_pass_opcheck() -> None:
     buffer, one = torch.zeros_like(logits), torch.ones(())
     torch.library.opcheck(operator._gradient_, (logits, buffer, target, None, one, *options, True, True))
     torch.library.opcheck(operator._reduce, (logits.requires_grad_(), buffer, nll, one, one))
-    torch.library.opcheck(rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
+    torch.library.opcheck(_rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize("target_name", TARGETS)
@@ -192,19 +192,19 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(cross_entropy_rows, "use_triton", return_value=True),
-        mock.patch.object(rescale, "use_triton", return_value=True),
+        mock.patch.object(_cross_entropy_rows, "use_triton", return_value=True),
+        mock.patch.object(_rescale, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        cross_entropy_rows.row_statistics_(logits, target, bare, plain)
-        cross_entropy_rows.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
-        cross_entropy_rows.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
-        cross_entropy_rows.row_statistics_(
+        _cross_entropy_rows.row_statistics_(logits, target, bare, plain)
+        _cross_entropy_rows.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
+        _cross_entropy_rows.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
+        _cross_entropy_rows.row_statistics_(
             logits, target, bare, plain, coefficient=torch.ones(()), out=torch.empty_like(logits)
         )
-        cross_entropy_rows.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
-        cross_entropy_rows.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
-        rescale.rescale_(torch.ones(8, dtype=dtype), torch.ones(()), torch.ones(()))
+        _cross_entropy_rows.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
+        _cross_entropy_rows.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
+        _rescale.rescale_(torch.ones(8, dtype=dtype), torch.ones(()), torch.ones(()))
     assert len(launches) == 7
     for launch in launches:
         assert compile_launch(launch, target_name) is not None

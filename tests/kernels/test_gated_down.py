@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.kernels import gated_activation as operators
+from liger_trainer.kernels import _gated_activation as operators
 from liger_trainer.kernels import gated_down as down_operators
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu

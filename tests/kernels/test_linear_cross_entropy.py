@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels import _rescale
 from liger_trainer.kernels import linear_cross_entropy as operator
-from liger_trainer.kernels import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels import rescale
-from liger_trainer.kernels.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels._cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels._head_chunks import chunk_rows
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
 IGNORE = -100
@@ -152,7 +153,7 @@ def test_accumulate_grad_takes_the_saved_gradients_over() -> None:
 
     def spy(gradients: list[Any], *scalars: torch.Tensor) -> list[Any]:
         saved.extend(gradient.data_ptr() for gradient in gradients)
-        return rescale.rescaled_gradients(gradients, *scalars)
+        return _rescale.rescaled_gradients(gradients, *scalars)
 
     with mock.patch.object(operator, "rescaled_gradients", spy):
         (_loss(*leaves, target) * 2.0).backward()
@@ -366,7 +367,7 @@ def test_chunk_plan(
 ) -> None:
     hidden = torch.empty(tokens, hidden_size, dtype=dtype, device="meta")
     weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device="meta")
-    rows = chunks._chunk_rows(hidden, weight, memory, trained)
+    rows = chunk_rows(hidden, weight, memory, trained)
     row_bytes = -(-vocab_size // 64) * 64 * dtype.itemsize
     allowed = max(1, memory // row_bytes)
     assert rows >= 1
@@ -385,7 +386,7 @@ def test_chunk_plan_of_known_models() -> None:
     def plan(tokens: int, hidden_size: int, vocab_size: int) -> int:
         hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta")
         weight = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device="meta")
-        return chunks._chunk_rows(hidden, weight, 512 * 2**20, True)
+        return chunk_rows(hidden, weight, 512 * 2**20, True)
 
     assert plan(8192, 4096, 128256) == 2048
     assert plan(32768, 4096, 128256) == 4096  # 8 chunks of 1 GiB rather than 16 and 2 GiB more for dW
@@ -402,7 +403,7 @@ def _weight_gradient_errors(count: int, tokens: int = 1024, size: int = 64, voca
     double = weight.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(_eager(hidden.double(), double, None, target), double)
     (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
-    with mock.patch.object(chunks, "_chunk_rows", return_value=tokens // count):
+    with mock.patch.object(chunks, "chunk_rows", return_value=tokens // count):
         (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
     return float((eager.double() - exact).norm() / exact.norm()), float((ours.double() - exact).norm() / exact.norm())
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import divergence_rows, linear_divergence
-from liger_trainer.kernels.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.divergence_reference import linear_jsd_reference
+from liger_trainer.kernels import _divergence_rows, _linear_divergence
+from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceStats
+from liger_trainer.kernels._divergence_reference import linear_jsd_reference
 from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div, linear_kl_div_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
@@ -195,8 +195,8 @@ def test_only_the_matmuls_that_are_needed(trained: tuple[int, ...]) -> None:
         leaf.requires_grad_(index in trained)
     teacher[0].requires_grad_()  # and gets nothing
     with (
-        mock.patch.object(linear_divergence.torch, "mm", side_effect=torch.mm) as mm,
-        mock.patch.object(linear_divergence.torch, "addmm", side_effect=torch.addmm) as addmm,
+        mock.patch.object(_linear_divergence.torch, "mm", side_effect=torch.mm) as mm,
+        mock.patch.object(_linear_divergence.torch, "addmm", side_effect=torch.addmm) as addmm,
     ):
         loss = _loss(student, teacher, labels)
         if trained:
@@ -325,7 +325,7 @@ def test_operator_passes_opcheck() -> None:
     one = torch.ones(())
     options = ("jsd", 0.3, 0.8, 0.6, 0.4, 4.0, 1.5, None, 1.0, 0.0, IGNORE, VOCAB, FOUR_TOKENS)
     torch.library.opcheck(
-        linear_divergence._linear_divergence,
+        _linear_divergence._linear_divergence,
         (*student, *teacher, labels, torch.rand(TOKENS), one, one, *options, True, True, True, True, True),
     )
 
@@ -393,16 +393,16 @@ def _row_launches(dtype: torch.dtype, target: str = "sm_90") -> list[Any]:
     lean, full = (DivergenceStats.allocate(student, 2, extra, extra) for extra in (False, True))
     with (
         recorded_launches() as launches,
-        mock.patch.object(divergence_rows, "use_triton", return_value=True),
-        mock.patch.object(divergence_rows, "has_lg2", return_value=target.startswith("sm_")),
+        mock.patch.object(_divergence_rows, "use_triton", return_value=True),
+        mock.patch.object(_divergence_rows, "has_lg2", return_value=target.startswith("sm_")),
     ):
         for divergence in ("forward_kl", "reverse_kl", "jsd", "probs_kl", "cosine"):
             plain = DivergenceOptions(divergence, 0.5, 1.0, 1.0, 0.0, None, 1.0, None, 1.0, 1e-10, IGNORE)
             capped = plain._replace(student_softcap=5.0, teacher_softcap=7.0, hard_weight=0.5)
             rows = (student[:, :20000], teacher[:, :20000])
-            divergence_rows.divergence_rows_(*rows, None, lean, plain, None, None, torch.ones(()), 20032, 20032)
-            divergence_rows.divergence_rows_(*rows, labels, full, capped, bias, bias, torch.ones(2), 20032, 20032)
-        divergence_rows.divergence_rows_(*rows, labels, lean, plain)
+            _divergence_rows.divergence_rows_(*rows, None, lean, plain, None, None, torch.ones(()), 20032, 20032)
+            _divergence_rows.divergence_rows_(*rows, labels, full, capped, bias, bias, torch.ones(2), 20032, 20032)
+        _divergence_rows.divergence_rows_(*rows, labels, lean, plain)
     return launches
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _linear_rows, cross_entropy_rows
-from liger_trainer.kernels import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels import _cross_entropy_rows, _linear_rows
+from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels import _linear_row_gradients as row_gradients
 from liger_trainer.kernels import linear_log_probs as operator
-from liger_trainer.kernels.cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
 from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
@@ -187,7 +188,7 @@ def test_retained_graph_gives_the_right_gradient_every_time(trained: tuple[int, 
 def test_only_the_last_backward_writes_over_the_kept_logits() -> None:
     *leaves, target = _case()
     loss = _loss(_run, *leaves, target)
-    with mock.patch.object(operator, "_gradients_", wraps=operator._gradients_) as in_place:
+    with mock.patch.object(row_gradients, "_gradients_", wraps=row_gradients._gradients_) as in_place:
         torch.autograd.grad(loss, leaves, retain_graph=True)
         assert not in_place.called
         torch.autograd.grad(loss, leaves)
@@ -336,11 +337,10 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(operator._rows, (*fixed, *options, 5 * ROW, 0, False, False, False, False, True))
     rows, kept = torch.rand(TOKENS), torch.rand(3, 64)
     saved = (rows, rows, rows, kept, *options, 5 * ROW, 0, 64)
-    torch.library.opcheck(operator._gradients, (rows, rows, *fixed, *saved, True, True, True))
-    torch.library.opcheck(operator._gradients_, (rows, None, *fixed, *saved, True, False, True))
-    torch.library.opcheck(
-        operator.attach_gradients, (rows, torch.empty(0), hidden, weight.requires_grad_(), target, bias, *saved, "")
-    )
+    torch.library.opcheck(row_gradients._gradients, (rows, rows, *fixed, *saved, True, True, True))
+    torch.library.opcheck(row_gradients._gradients_, (rows, None, *fixed, *saved, True, False, True))
+    attached = (rows, torch.empty(0), hidden, weight.requires_grad_(), target, bias, *saved, "")
+    torch.library.opcheck(row_gradients.attach_gradients, attached)
 
 
 @pytest.mark.parametrize("target_name", TARGETS)
@@ -352,12 +352,12 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(cross_entropy_rows, "use_triton", return_value=True),
+        mock.patch.object(_cross_entropy_rows, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        cross_entropy_rows.row_statistics_(logits, target, stats, options, extra=extra)
-        cross_entropy_rows.row_gradient_(logits, target, stats, options, ones, entropy_coefficient=ones, shard=shard)
-        cross_entropy_rows.row_partials_(logits, target, torch.empty(2, 8), options, shard)
+        _cross_entropy_rows.row_statistics_(logits, target, stats, options, extra=extra)
+        _cross_entropy_rows.row_gradient_(logits, target, stats, options, ones, entropy_coefficient=ones, shard=shard)
+        _cross_entropy_rows.row_partials_(logits, target, torch.empty(2, 8), options, shard)
     assert len(launches) == 3
     for launch in launches:
         assert compile_launch(launch, target_name) is not None

@@ -9,8 +9,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from liger_trainer.functional import qk_norm_rope
 from liger_trainer.kernels.qk_norm_rope import (
-    _qk_norm_rope,
-    _qk_norm_rope_backward,
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
     qk_norm_rope_reference,
 )
 from tests.aot import TARGETS, compile_launch, recorded_launches
@@ -73,10 +73,10 @@ def test_errors():
 def launches(q_heads, k_heads, dim, rotary, dtype, needed=(True,) * 4):
     q, k, q_weight, k_weight, cos, sin = tensors(q_heads, k_heads, dim, rotary, dtype, seq=16)
     with recorded_launches() as recorded:
-        results = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, 1e-6, 0.0, "llama")
+        results = qk_norm_rope_forward(q, k, q_weight, k_weight, cos, sin, 1e-6, 0.0, "llama")
         upstream = [y if needed[i] or needed[i + 2] else None for i, y in enumerate((q, k))]
         saved = (q, k, q_weight, k_weight, *results[2:], cos, sin)
-        _qk_norm_rope_backward(*upstream, *saved, 0.0, "llama", list(needed))
+        qk_norm_rope_backward(*upstream, *saved, 0.0, "llama", list(needed))
     return recorded
 
 

@@ -6,7 +6,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer.kernels.rope import _rope, rope, rope_reference
+from liger_trainer.kernels.rope import rope, rope_reference, rotate
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 
@@ -102,8 +102,8 @@ def test_compiles_ahead_of_time(target, q_heads, k_heads, dim, rotary):
     q, k, cos, sin = tensors(q_heads, k_heads, dim=dim, rotary=rotary, dtype=torch.bfloat16)
     none = q[:, :0]
     with recorded_launches() as launches:
-        _rope(q, k, cos, sin, 1, False, torch.bfloat16)
-        _rope(q, none, cos.float(), sin.float(), 1, True, torch.float32)
+        rotate(q, k, cos, sin, 1, False, torch.bfloat16)
+        rotate(q, none, cos.float(), sin.float(), 1, True, torch.float32)
     assert len(launches) == 2
     for launch in launches:
         assert compile_launch(launch, target)
@@ -114,8 +114,8 @@ def test_fake_has_the_strides_of_the_real_operator(unsqueeze_dim):
     q, k, cos, sin = tensors(q_heads=5, k_heads=5)
     arguments = (unsqueeze_dim, False, torch.bfloat16)
     with recorded_launches():
-        real = _rope(q, k, cos, sin, *arguments)
-    fake = _rope(*(x.to("meta") for x in (q, k, cos, sin)), *arguments)
+        real = rotate(q, k, cos, sin, *arguments)
+    fake = rotate(*(x.to("meta") for x in (q, k, cos, sin)), *arguments)
     assert [(x.shape, x.stride(), x.dtype) for x in real] == [(x.shape, x.stride(), x.dtype) for x in fake]
 
 
@@ -123,7 +123,7 @@ def test_kernel_reads_128_bits_at_a_time():
     """A mask or an offset that the compiler cannot see through makes loads 16 bits wide, at a fraction of the speed."""
     q, k, cos, sin = tensors(32, 32, dim=128, rotary=128, dtype=torch.bfloat16)
     with recorded_launches() as launches:
-        _rope(q, k, cos, sin, 1, False, torch.bfloat16)
+        rotate(q, k, cos, sin, 1, False, torch.bfloat16)
     assembly = compile_launch(launches[0], "sm_90").asm["ptx"]
     # A half of a tile is 2,048 elements, 16 a thread of 4 warps: two wide accesses, for two halves each of q and k.
     assert assembly.count("st.global.v4.b32") == 8

@@ -13,7 +13,7 @@ from transformers.models.llama4 import modeling_llama4
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from liger_trainer.functional import rope, rope_complex, rope_multimodal, rope_vision
-from liger_trainer.kernels.rope import _rope
+from liger_trainer.kernels.rope import rotate
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 
@@ -160,7 +160,7 @@ def launch_of(pairs, table, table_dtype, transposed, dtype=torch.bfloat16, dim=1
     cos = torch.empty(*([3] if table == "planes" else []), 1, 5, width, dtype=table_dtype)
     sections = [rotary // 4, rotary // 8, rotary // 8] if table == "planes" else None
     with recorded_launches() as launches:
-        _rope(q, k, cos, cos.clone(), 2, transposed, dtype, pairs, table, sections)
+        rotate(q, k, cos, cos.clone(), 2, transposed, dtype, pairs, table, sections)
     return launches[0]
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels import _vocab_parallel_rows as rows
 from liger_trainer.kernels import vocab_parallel
-from liger_trainer.kernels.cross_entropy_options import RowOptions, Shard
-from liger_trainer.kernels.cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels._cross_entropy_options import RowOptions, Shard
+from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference
 from liger_trainer.kernels.linear_log_probs import linear_log_probs_reference
 
 IGNORE = -100

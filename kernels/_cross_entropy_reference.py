@@ -1,7 +1,7 @@
 """Cross entropy and linear cross entropy in plain torch, differentiable by torch's own autograd.
 
 These are what the kernels are tested against, and what `cross_entropy` runs where Triton does not; the formula is in
-`cross_entropy_options`. `linear_cross_entropy`, chunked on every device, takes `row_statistics_torch_` there instead.
+`_cross_entropy_options`. `linear_cross_entropy`, chunked on every device, takes `row_statistics_torch_` there instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import (
+from liger_trainer.kernels._cross_entropy_options import (
     CrossEntropyOutput,
     ExtraStats,
     RowOptions,
@@ -128,7 +128,7 @@ def row_statistics_torch_(
     coefficient: torch.Tensor | None,
     extra: ExtraStats | None = None,
 ) -> None:
-    """The row kernel's two passes (`cross_entropy_rows`) in plain torch, for devices without Triton and for float64.
+    """The row kernel's two passes (`_cross_entropy_rows`) in plain torch, for devices without Triton and for float64.
 
     It fills `stats` and `extra`, and with a `coefficient` overwrites `logits` with their gradient times it.
     """

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._row_softmax_kernels import launch_backward, launch_forward
-from liger_trainer.kernels.autograd import refuse_second_derivative
 
 
 @torch.library.custom_op("liger_trainer::row_softmax", mutates_args=())

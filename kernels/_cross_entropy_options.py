@@ -17,8 +17,14 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels._loss_checks import check_num_items, check_outputs, check_transform
+
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll")
 REDUCTIONS = ("mean", "sum", "none")
+OPTIONS_SCHEMA = (
+    "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature"
+)
+"""`RowOptions` among the arguments of an operator."""
 
 
 class RowOptions(NamedTuple):
@@ -148,57 +154,13 @@ def check_options(
     """Raises ValueError for an option out of its range, naming the option and what is allowed."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"`reduction` is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}.")
-    if isinstance(outputs, str):
-        raise ValueError(f"`outputs` is the string {outputs!r}; give a tuple of names, such as ({outputs!r},).")
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"`outputs` names {unknown}; the allowed names are {', '.join(map(repr, OUTPUTS))}.")
+    check_outputs(outputs, OUTPUTS)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"`label_smoothing` is {options.label_smoothing}; it must lie in [0, 1].")
-    if not options.temperature > 0.0:
-        raise ValueError(f"`temperature` is {options.temperature}; it must be more than 0.")
-    if options.softcap is not None and not options.softcap > 0.0:
-        raise ValueError(f"`softcap` is {options.softcap}; it must be more than 0, or None for no soft-cap.")
-    if num_items is not None:
-        if reduction == "none":
-            raise ValueError(
-                "`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'."
-            )
-        if isinstance(num_items, torch.Tensor):
-            if num_items.numel() != 1:
-                raise ValueError(
-                    f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor."
-                )
-        elif num_items < 0:
-            raise ValueError(f"`num_items` is {num_items}; it must be 0 or more.")
-
-
-def check_target(target: torch.Tensor, shape: torch.Size, vocab_size: int, like: torch.Tensor, name: str) -> None:
-    """Raises ValueError unless `target` holds one integer label for each row of `like`, the argument called `name`."""
-    if target.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"`target` has dtype {target.dtype}; class ids must be int64 or int32.")
-    if target.shape != shape:
-        raise ValueError(
-            f"`target` has shape {tuple(target.shape)}; `{name}` of shape {tuple(like.shape)} needs {tuple(shape)}."
-        )
-    if target.device != like.device:
-        raise ValueError(f"`target` is on {target.device} but `{name}` on {like.device}; move it there.")
-    if vocab_size < 1:
-        raise ValueError("The vocabulary is empty; there must be at least one class.")
-
-
-def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where looking is free."""
-    if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
-        return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
-    if bool(wrong.any()):
-        labels = target[wrong]
-        worst = int(labels.max()) if int(labels.max()) >= vocab_size else int(labels.min())
-        raise ValueError(
-            f"`target` holds the label {worst}, outside [0, {vocab_size}) and not ignore_index={ignore_index} "
-            f"({int(wrong.sum())} such labels); check that the tokenizer and the model have the same vocabulary."
-        )
+    check_transform(options.temperature, softcap=options.softcap)
+    if num_items is not None and reduction == "none":
+        raise ValueError("`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'.")
+    check_num_items(num_items)
 
 
 def checked_class_weights(weights: torch.Tensor | None, vocab_size: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -276,30 +238,3 @@ def with_outputs(
     if "token_nll" in outputs:
         result.token_nll = stats.nll.detach().view(target.shape)
     return result
-
-
-def check_linear(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, logits_memory: int
-) -> None:
-    """Raises ValueError unless hidden states, head, bias and target fit each other in shape, dtype and device."""
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
-        raise ValueError(
-            f"`hidden` of shape {tuple(hidden.shape)} and `weight` of shape {tuple(weight.shape)} do not fit; "
-            "they must be (..., H) and (V, H), with H at least 1."
-        )
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise ValueError(
-            f"`hidden` has dtype {hidden.dtype} and `weight` {weight.dtype}; both must be the same floating dtype, "
-            "so cast one (under autocast, both) before the call."
-        )
-    if hidden.device != weight.device:
-        raise ValueError(f"`hidden` is on {hidden.device} but `weight` on {weight.device}; move one of them.")
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(
-            f"`bias` has shape {tuple(bias.shape)} and dtype {bias.dtype}; it must be floating of ({weight.shape[0]},)."
-        )
-    if bias is not None and bias.device != hidden.device:
-        raise ValueError(f"`bias` is on {bias.device} but `hidden` on {hidden.device}; move one of them.")
-    if logits_memory < 1:
-        raise ValueError(f"`logits_memory` is {logits_memory}; it must be at least 1 byte.")
-    check_target(target, hidden.shape[:-1], weight.shape[0], hidden, "hidden")

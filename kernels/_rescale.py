@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.runtime import graph_is_kept, num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels._autograd import refuse_double_backward
+from liger_trainer.kernels.runtime import cdiv, graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 _FP16_MAX_EXPECTED_GRAD = 4096.0
 
@@ -49,7 +49,7 @@ def rescale_(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tenso
         return
     if use_triton(tensor):
         block = 4096
-        grid = (min(triton.cdiv(numel, block), 4 * num_sms(tensor.device)),)
+        grid = (min(cdiv(numel, block), 4 * num_sms(tensor.device)),)
         with on_device(tensor):
             _rescale_kernel[grid](tensor, upstream, expected, numel, BLOCK=block, num_warps=8)
     elif tensor.device.type == "cpu":

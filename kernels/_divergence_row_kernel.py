@@ -1,44 +1,20 @@
-"""The row step of distillation: divergence and student gradient of one row of logits of two heads, as a Triton kernel.
-
-The divergences are those of `divergence_options`. With respect to the student's transformed logits z their
-gradients are
-
-    forward_kl    s - t                          reverse_kl    s * (log(s / t) - KL(s || t))
-    probs_kl      s * sum(q) - q                 jsd           (1 - beta) * s * (log(s / m) - KL(s || m))
-    cosine        beta * (cos * z_s / |z_s|**2 - z_t / (|z_s| * |z_t|))
-
-One program takes a row of both models. Pass 1 keeps, per lane, a running maximum and sum of exponentials of each, and
-with it the sums that KL(t || s) or KL(s || t) needs, so the last pass can already write the gradient over the student's
-logits. The JSD is not linear in the normalisers and takes one pass more for KL(s || m) and KL(t || m). Every pass goes
-the other way than the one before, as its last tiles are still in cache.
-
-Bytes moved for N rows of V logits of b bytes in both models: 5 * N*V*b with gradient (jsd 7), less what is in L2.
-"""
+"""The Triton kernel of `_divergence_rows`."""
 
 from __future__ import annotations
 
-import torch
-
-from liger_trainer.kernels._fast_math import has_lg2, log2
-from liger_trainer.kernels.cross_entropy_rows import _load_logits, _transform, transform_factors
-from liger_trainer.kernels.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.divergence_reference import divergence_rows_torch_
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
+from liger_trainer.kernels._fast_math import log2
+from liger_trainer.kernels._logit_rows import fold
+from liger_trainer.kernels._logit_transform import load_logits, transform_logits
+from liger_trainer.kernels.runtime import tl, triton
 
 
 @triton.jit
 def _scores(row_ptr, bias_ptr, columns, width, vocab_size, inner, outer, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
     """log2(e) * z of one tile and a quarter of the soft-cap's slope; padding and -inf become a finite floor."""
     FLOOR: tl.constexpr = -1.0e30  # so that differences of two masked logits are 0 and not NaN
-    x = _load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
-    z, slope = _transform(x, inner, outer, SOFTCAP)
+    x = load_logits(row_ptr, bias_ptr, columns, width, vocab_size, BIAS)
+    z, slope = transform_logits(x, inner, outer, SOFTCAP)
     return tl.where((columns >= vocab_size) | (z < FLOOR), FLOOR, z), slope  # NaN stays NaN
-
-
-@triton.jit
-def _fold(total, value, decay, grows):
-    """Adds `value`, weighted by its exponential, to a running sum whose maximum just moved where `grows`."""
-    return tl.where(grows, total * decay + value, total + value * decay)
 
 
 @triton.jit
@@ -50,7 +26,7 @@ def _mixture(ls, lt, beta, LG2: tl.constexpr):
 
 
 @triton.jit
-def _divergence_rows_kernel(
+def divergence_row_kernel(
     s_ptr,
     s_stride,
     s_width,
@@ -128,11 +104,11 @@ def _divergence_rows_kernel(
         grows = zs > s_peaks
         distance = -tl.abs(zs - s_peaks)
         decay = tl.exp2(distance)
-        s_sums = _fold(s_sums, 1.0, decay, grows)
+        s_sums = fold(s_sums, 1.0, decay, grows)
         if ENTROPY:
-            moments = _fold(moments, zs, decay, grows)
+            moments = fold(moments, zs, decay, grows)
         if HARD:
-            hard_sums = _fold(hard_sums, 1.0, tl.exp2(distance * temperature), grows)
+            hard_sums = fold(hard_sums, 1.0, tl.exp2(distance * temperature), grows)
         s_peaks = tl.where(grows, zs, s_peaks)
         if DIVERGENCE == "probs_kl":
             q = tl.load(t_ptr + columns, mask=columns < t_width, other=0.0).to(tl.float32)
@@ -149,12 +125,12 @@ def _divergence_rows_kernel(
                 crosses += zs * zt
             else:
                 if DIVERGENCE == "reverse_kl":
-                    crosses = _fold(crosses, zs - zt, decay, grows)
+                    crosses = fold(crosses, zs - zt, decay, grows)
                 grows = zt > t_peaks
                 decay = tl.exp2(-tl.abs(zt - t_peaks))
-                t_sums = _fold(t_sums, 1.0, decay, grows)
+                t_sums = fold(t_sums, 1.0, decay, grows)
                 if DIVERGENCE == "forward_kl":
-                    crosses = _fold(crosses, zt - zs, decay, grows)
+                    crosses = fold(crosses, zt - zs, decay, grows)
                 t_peaks = tl.where(grows, zt, t_peaks)
 
     s_peak = tl.max(s_peaks, 0)
@@ -247,88 +223,3 @@ def _divergence_rows_kernel(
                 gradient *= slope
             gradient = gradient.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + columns, gradient, mask=columns < s_width)
-
-
-def _row_config(width: int) -> tuple[int, int, int]:
-    """Tile width, warps and pipeline stages for rows of `width` columns, as `cross_entropy_rows` has them."""
-    if width <= 4096:
-        block = max(128, triton.next_power_of_2(width))
-        return block, max(1, min(16, block // 256)), 1
-    return 4096, 16, 1
-
-
-def divergence_rows_(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    labels: torch.Tensor | None,
-    stats: DivergenceStats,
-    options: DivergenceOptions,
-    student_bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    coefficient: torch.Tensor | None = None,
-    student_width: int | None = None,
-    teacher_width: int | None = None,
-) -> None:
-    """Fills `stats`; with a `coefficient` it also overwrites `student` with the gradient of its logits times it.
-
-    Args:
-        student: `(N, V)` logits, last stride 1.
-        teacher: `(N, V)` logits (for "probs_kl" probabilities), last stride 1, of any floating dtype.
-        labels: `(N,)` contiguous labels, or None where every token counts; needed where `stats.hard` is not empty.
-        stats: Statistics of N tokens, filled; its empty fields are not computed.
-        options: The loss.
-        student_bias: `(V,)`, added to the student's logits in fp32.
-        teacher_bias: `(V,)`, likewise.
-        coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
-        student_width: Columns of memory each row of `student` owns, at least V (the default); those from V on are
-            scratch.
-        teacher_width: Columns of memory each row of `teacher` owns.
-    """
-    if not use_triton(student):
-        divergence_rows_torch_(student, teacher, labels, stats, options, student_bias, teacher_bias, coefficient)
-        return
-    tokens, vocab_size = student.shape
-    if tokens == 0:
-        return
-    block, warps, stages = _row_config(student_width or vocab_size)
-    student_factors = transform_factors(options.student_softcap, options.student_logit_scale, options.temperature)
-    teacher_factors = transform_factors(options.teacher_softcap, options.teacher_logit_scale, options.temperature)
-    with on_device(student):
-        _divergence_rows_kernel[(tokens,)](
-            student,
-            student.stride(0),
-            student_width or vocab_size,
-            teacher,
-            teacher.stride(0),
-            teacher_width or vocab_size,
-            vocab_size,
-            student_bias,
-            teacher_bias,
-            labels,
-            coefficient,
-            coefficient.stride(0) if coefficient is not None and coefficient.dim() else 0,
-            stats.soft,
-            stats.hard,
-            stats.entropy,
-            options.ignore_index,
-            options.beta,
-            options.temperature,
-            options.soft_weight,
-            options.hard_weight,
-            options.eps,
-            *student_factors,
-            *teacher_factors[:2],
-            DIVERGENCE=options.divergence,
-            GRADIENT=coefficient is not None,
-            LABELS=labels is not None,
-            HARD=stats.hard.numel() > 0,
-            ENTROPY=stats.entropy.numel() > 0,
-            S_SOFTCAP=options.student_softcap is not None,
-            T_SOFTCAP=options.teacher_softcap is not None,
-            S_BIAS=student_bias is not None,
-            T_BIAS=teacher_bias is not None,
-            LG2=has_lg2(student),
-            BLOCK=block,
-            STAGES=stages,
-            num_warps=warps,
-        )

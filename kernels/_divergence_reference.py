@@ -1,6 +1,6 @@
 """The divergences of two heads in plain torch: references by torch's own autograd, and the row step without Triton.
 
-The formulas are in `divergence_options`, the gradients in `divergence_rows`.
+The formulas are in `_divergence_options`, the gradients in `_divergence_rows`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.cross_entropy_options import compute_dtype, inverse_normalizer
-from liger_trainer.kernels.divergence_options import DivergenceOptions, DivergenceStats
+from liger_trainer.kernels._cross_entropy_options import compute_dtype, inverse_normalizer
+from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceStats
 
 _FLOOR = -1.0e30  # stands for minus infinity, so that two masked logits differ by 0
 
@@ -142,7 +142,7 @@ def divergence_rows_torch_(
     teacher_bias: torch.Tensor | None,
     coefficient: torch.Tensor | None,
 ) -> None:
-    """The row kernel's passes (`divergence_rows`) in plain torch, for devices without Triton and for float64.
+    """The row kernel's passes (`_divergence_rows`) in plain torch, for devices without Triton and for float64.
 
     It fills `stats`, and with a `coefficient` overwrites `student` with the gradient of its logits times it.
     """

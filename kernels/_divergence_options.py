@@ -1,6 +1,6 @@
 """What the divergences of two heads share besides their kernel: options, per-token results, checks of the arguments.
 
-With z the transformed logits of a token (`cross_entropy_options`: scale, soft-cap, then divided by the temperature), s
+With z the transformed logits of a token (`_cross_entropy_options`: scale, soft-cap, then divided by the temperature), s
 and t the softmax of the student's and of the teacher's, and m = (1 - beta) * s + beta * t:
 
     forward_kl    KL(t || s)                                reverse_kl    KL(s || t)
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import compute_dtype
+from liger_trainer.kernels._cross_entropy_options import compute_dtype
+from liger_trainer.kernels._loss_checks import check_outputs, check_transform
 
 OUTPUTS = ("soft_loss", "hard_loss", "entropy", "token_divergence")
 
@@ -83,58 +84,11 @@ class DivergenceOutput:
 
 def check_divergence_options(options: DivergenceOptions, outputs: Sequence[str]) -> None:
     """Raises ValueError for an option out of its range, naming the option and what is allowed."""
-    if isinstance(outputs, str):
-        raise ValueError(f"`outputs` is the string {outputs!r}; give a tuple of names, such as ({outputs!r},).")
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"`outputs` names {unknown}; the allowed names are {', '.join(map(repr, OUTPUTS))}.")
+    check_outputs(outputs, OUTPUTS)
     if not 0.0 <= options.beta <= 1.0:
         raise ValueError(f"`beta` is {options.beta}; it must lie in [0, 1].")
-    if not options.temperature > 0.0:
-        raise ValueError(f"`temperature` is {options.temperature}; it must be more than 0.")
-    for name in ("student_softcap", "teacher_softcap"):
-        softcap = getattr(options, name)
-        if softcap is not None and not softcap > 0.0:
-            raise ValueError(f"`{name}` is {softcap}; it must be more than 0, or None for no soft-cap.")
-
-
-def check_head(name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ValueError unless hidden states, head and bias of the model called `name` fit each other."""
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
-        raise ValueError(
-            f"`{name}_hidden` of shape {tuple(hidden.shape)} and `{name}_weight` of shape {tuple(weight.shape)} do not "
-            "fit; they must be (..., H) and (V, H), with H at least 1."
-        )
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise ValueError(
-            f"`{name}_hidden` has dtype {hidden.dtype} and `{name}_weight` {weight.dtype}; both must be the same "
-            "floating dtype, so cast one (under autocast, both) before the call."
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(
-            f"`{name}_bias` has shape {tuple(bias.shape)} and dtype {bias.dtype}; "
-            f"it must be floating of ({weight.shape[0]},)."
-        )
-    for part, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"`{name}_hidden` is on {hidden.device} but `{name}_{part}` on {tensor.device}; move one.")
-
-
-def check_tokens(name: str, tensor: torch.Tensor | None, hidden: torch.Tensor, integer: bool) -> None:
-    """Raises ValueError unless `tensor`, called `name`, is None or holds one number for each token of `hidden`."""
-    if tensor is None:
-        return
-    if tensor.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"`{name}` has shape {tuple(tensor.shape)}; hidden states of shape {tuple(hidden.shape)} need "
-            f"{tuple(hidden.shape[:-1])}."
-        )
-    if integer and tensor.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"`{name}` has dtype {tensor.dtype}; class ids must be int64 or int32.")
-    if not integer and not tensor.is_floating_point():
-        raise ValueError(f"`{name}` has dtype {tensor.dtype}; it must be floating.")
-    if tensor.device != hidden.device:
-        raise ValueError(f"`{name}` is on {tensor.device} but the hidden states on {hidden.device}; move it there.")
+    softcaps = {"student_softcap": options.student_softcap, "teacher_softcap": options.teacher_softcap}
+    check_transform(options.temperature, **softcaps)
 
 
 def common_vocab_size(student_vocab: int, teacher_vocab: int, vocab_size: int | None) -> int:

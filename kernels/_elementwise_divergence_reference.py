@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import compute_dtype, inverse_normalizer
+from liger_trainer.kernels._cross_entropy_options import compute_dtype, inverse_normalizer
 
 _FLOOR = -1.0e30  # stands for a log-probability of minus infinity
 

@@ -1,14 +1,14 @@
 """Distillation with both LM heads in one operator: the logits of the two models exist one chunk of tokens at a time.
 
 For hidden states X `(N, H)` and head W `(V, H)` of the student and those of the teacher, which may have another hidden
-size, and a divergence L of their logits (`divergence_options`):
+size, and a divergence L of their logits (`_divergence_options`):
 
     for each chunk of tokens:   Z = X_c @ W.T,  T = X_teacher_c @ W_teacher.T     into two buffers
-                                Z = dL/dZ              in place, one kernel (`divergence_rows`)
+                                Z = dL/dZ              in place, one kernel (`_divergence_rows`)
                                 dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
 
 four matmuls, three for a frozen student head. The gradients come with the forward, and the backward has only the
-upstream gradient to apply (`rescale`), as in `linear_cross_entropy`, with which this shares chunk plan and sums.
+upstream gradient to apply (`_rescale`), as in `linear_cross_entropy`, with which this shares chunk plan and sums.
 
 Bytes moved besides the matmuls' own, b bytes an element: at most 5 N*V*b for the row kernel (jsd 7) and 2*V*H*b for
 each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are dX, dW and
@@ -24,23 +24,17 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.cross_entropy_options import check_labels_on_cpu, compute_dtype, inverse_normalizer
-from liger_trainer.kernels.divergence_options import (
+from liger_trainer.kernels._cross_entropy_options import compute_dtype, inverse_normalizer
+from liger_trainer.kernels._divergence_options import (
     DivergenceOptions,
     DivergenceOutput,
     DivergenceStats,
     check_divergence_options,
-    check_tokens,
 )
-from liger_trainer.kernels.divergence_rows import divergence_rows_
-from liger_trainer.kernels.linear_cross_entropy_chunks import (
-    _COLUMN_MULTIPLE,
-    Needs,
-    _chunk_rows,
-    _round_up,
-    allocate_gradients,
-)
-from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels._divergence_rows import divergence_rows_
+from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
+from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_logits_memory, check_num_items, check_tokens
+from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.weight_gradient import WeightGradientSum
 
 _TENSORS = 10  # of the operator's arguments
@@ -69,8 +63,8 @@ def _run_chunks(
     head = weight[:vocab_size]
     if teacher_weight is not None:  # the two buffers share the budget by the size of their elements
         logits_memory = logits_memory * hidden.element_size() // (hidden.element_size() + given.element_size())
-    rows = _chunk_rows(hidden, head, max(1, logits_memory), needs.weight)
-    width = _round_up(vocab_size, _COLUMN_MULTIPLE)
+    rows = chunk_rows(hidden, head, max(1, logits_memory), needs.weight)
+    width = round_up(vocab_size, COLUMN_MULTIPLE)
     buffer = hidden.new_empty(rows, width)
     teacher_buffer = given.new_empty(rows if teacher_weight is not None else 0, width)
     weight_sum = WeightGradientSum(d_weight[:vocab_size], -(-tokens // rows)) if needs.weight else None
@@ -202,12 +196,8 @@ def reduced_divergence(
         raise ValueError(
             f"`reduction` is {reduction!r}; it must be 'mean' or 'sum' (see outputs=('token_divergence',))."
         )
-    if logits_memory < 1:
-        raise ValueError(f"`logits_memory` is {logits_memory}; it must be at least 1 byte.")
-    if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
-        raise ValueError(f"`num_items` has shape {tuple(num_items.shape)}; it must be a number or a 0-d tensor.")
-    if not isinstance(num_items, torch.Tensor) and num_items is not None and num_items < 0:
-        raise ValueError(f"`num_items` is {num_items}; it must be 0 or more.")
+    check_logits_memory(logits_memory)
+    check_num_items(num_items)
     check_divergence_options(options, outputs)
     check_tokens("labels", labels, hidden, integer=True)
     check_tokens("token_weights", token_weights, hidden, integer=False)

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
@@ -40,11 +40,6 @@ def scalars(
 ) -> list[float]:
     """``a, d, l, o`` of the formula, as the operators take them."""
     return [float(gate_multiplier), float(down_multiplier), math.inf if limit is None else float(limit), up_offset]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators; `up` is None where `gate` is a whole fused projection: its halves, or interleaved columns
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def empty_h(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
@@ -66,7 +61,10 @@ def gated_activation(
     interleaved: bool,
     inplace_backward: bool,
 ) -> torch.Tensor:
-    """``act(gate) * up`` as an operator; call [`swiglu`] or one of its kin, which check their inputs."""
+    """``act(gate) * up`` as an operator; call `swiglu` or one of its kin, which check their inputs.
+
+    Here and in the backward `up` is None where `gate` is a whole fused projection: its halves, or interleaved columns.
+    """
     h = empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, interleaved)
@@ -165,11 +163,6 @@ def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:
 gated_activation.register_autograd(_backward, setup_context=_setup_context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
     if is_expanded(gate) or is_expanded(up):
         return False
@@ -181,7 +174,7 @@ def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -
     """Checks the inputs of a gated activation; whether its kernel takes them, or its reference must.
 
     Raises:
-        ValueError: if shapes or devices differ, or the backward is to overwrite memory that two elements share.
+        ValueError: If shapes or devices differ, or the backward is to overwrite memory that two elements share.
     """
     if gate.shape != up.shape or gate.dim() == 0:
         raise ValueError(
@@ -202,7 +195,7 @@ def fused_kernel_takes(gate_up: torch.Tensor, inplace_backward: bool, interleave
     """Checks the input of a fused gated activation; whether its kernel takes it, or its reference must.
 
     Raises:
-        ValueError: if the last dimension cannot be halved, or the backward is to overwrite an expanded tensor.
+        ValueError: If the last dimension cannot be halved, or the backward is to overwrite an expanded tensor.
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(

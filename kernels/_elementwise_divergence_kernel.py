@@ -1,0 +1,149 @@
+"""The Triton kernel of `elementwise_divergence` and its launch."""
+
+from __future__ import annotations
+
+import torch
+
+from liger_trainer.kernels._fast_math import has_lg2, log2
+from liger_trainer.kernels._logit_rows import row_config, row_layout, row_start
+from liger_trainer.kernels.runtime import on_device, tl, triton
+
+
+@triton.jit
+def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr, LG2: tl.constexpr):
+    """The summands of one tile and their derivatives with respect to `x`."""
+    LN2: tl.constexpr = 0.6931471805599453
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if DIVERGENCE == "tvd":
+        gap = x - y
+        value = 0.5 * tl.abs(gap)
+        slope = tl.where(gap > 0.0, 0.5, tl.where(gap < 0.0, -0.5, gap))  # 0 at a tie, NaN for NaN
+    elif DIVERGENCE == "kl":
+        value = tl.where((y == 0.0) & (x == x), 0.0, y * (LN2 * log2(tl.maximum(y, eps), LG2) - x))
+        slope = -y
+    elif DIVERGENCE == "kl_log" or DIVERGENCE == "forward_kl":
+        p = tl.exp2(y * LOG2E)
+        value = tl.where((p == 0.0) & (x == x), 0.0, p * (y - x))
+        slope = -p
+    elif DIVERGENCE == "reverse_kl":
+        q = tl.exp2(x * LOG2E)
+        value = tl.where((q == 0.0) & (y == y), 0.0, q * (x - y))
+        slope = value + q
+    else:
+        FLOOR: tl.constexpr = -1.0e30  # for minus infinity, which times a probability of 0 must be 0
+        x = tl.where(x < FLOOR, FLOOR, x)
+        y = tl.where(y < FLOOR, FLOOR, y)
+        q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
+        log_m = LN2 * log2((1.0 - beta) * q + beta * p, LG2)
+        slope = (1.0 - beta) * q * (x - log_m)
+        value = slope + beta * p * (y - log_m)
+    return value, slope
+
+
+@triton.jit
+def _elementwise_divergence_kernel(
+    x_ptr,
+    x_inner_rows,
+    x_outer_stride,
+    x_inner_stride,
+    y_ptr,
+    y_inner_rows,
+    y_outer_stride,
+    y_inner_stride,
+    label_ptr,
+    grad_ptr,
+    out_ptr,
+    vocab_size,
+    ignore_index,
+    beta,
+    eps,
+    DIVERGENCE: tl.constexpr,
+    LABELS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    LG2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Forward: row sums or, with ELEMENTS, the summands. Backward: the gradient of x for those of its outputs."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
+    y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
+    wide = ELEMENTS or BACKWARD
+    if wide:
+        out_ptr += row * vocab_size
+    lanes = tl.arange(0, BLOCK)
+    if LABELS:
+        label = tl.load(label_ptr + row).to(tl.int64)
+        if label == ignore_index:
+            if wide:
+                for start in tl.range(0, vocab_size, BLOCK):
+                    columns = start + lanes
+                    zeros = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + columns, zeros, mask=columns < vocab_size)
+            else:
+                tl.store(out_ptr + row, 0.0)
+            return
+    upstream = 1.0
+    if BACKWARD:
+        if ELEMENTS:
+            grad_ptr += row * vocab_size
+        else:
+            upstream = tl.load(grad_ptr + row).to(tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocab_size, BLOCK):
+        columns = start + lanes
+        mask = columns < vocab_size
+        x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        value, slope = _terms(x, y, beta, eps, DIVERGENCE, LG2)
+        if BACKWARD:
+            if ELEMENTS:
+                slope *= tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out_ptr + columns, (slope * upstream).to(out_ptr.dtype.element_ty), mask=mask)
+        elif ELEMENTS:
+            tl.store(out_ptr + columns, value, mask=mask)
+        else:
+            sums += tl.where(mask, value, 0.0)
+    if not wide:
+        tl.store(out_ptr + row, tl.sum(sums, 0))
+
+
+def launch(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    labels: torch.Tensor | None,
+    grad: torch.Tensor | None,
+    out: torch.Tensor,
+    divergence: str,
+    beta: float,
+    eps: float,
+    ignore_index: int,
+    elements: bool,
+) -> torch.Tensor:
+    """Fills `out` with the divergence or, where `grad` is not None, with the gradient of `x`, and returns it."""
+    vocab_size = x.shape[-1]
+    rows = x.numel() // vocab_size
+    if rows:
+        block, warps, _ = row_config(vocab_size)
+        with on_device(x):
+            _elementwise_divergence_kernel[(rows,)](
+                x,
+                *row_layout(x),
+                y,
+                *row_layout(y),
+                labels,
+                grad,
+                out,
+                vocab_size,
+                ignore_index,
+                beta,
+                eps,
+                DIVERGENCE=divergence,
+                LABELS=labels is not None,
+                ELEMENTS=elements,
+                BACKWARD=grad is not None,
+                LG2=has_lg2(x),
+                BLOCK=block,
+                num_warps=warps,
+            )
+    return out
