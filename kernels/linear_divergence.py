@@ -80,7 +80,7 @@ def _run_chunks(
         part = hidden[start:stop]
         logits = torch.mm(part, head.t(), out=buffer[: stop - start, :vocab_size])
         if teacher_weight is None:
-            target, target_width = given[start:stop], vocab_size
+            target, target_width = given[start:stop, :vocab_size], vocab_size
         else:
             target, target_width = teacher_buffer[: stop - start, :vocab_size], width
             torch.mm(given[start:stop], teacher_weight[:vocab_size].t(), out=target)
