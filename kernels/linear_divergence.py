@@ -44,6 +44,7 @@ from liger_trainer.kernels.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.weight_gradient import WeightGradientSum
 
 _TENSORS = 10  # of the operator's arguments
+_FUNCTIONS = "linear_jsd, linear_kl, linear_kl_div and linear_cosine_distance"
 
 
 def _run_chunks(
@@ -159,7 +160,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tenso
         *saved, expected = ctx.saved_tensors
         gradients = [gradient if need else None for gradient, need in zip(saved, ctx.needs)]
         del saved
-        gradients = rescaled_gradients(gradients, grad, expected)
+        gradients = rescaled_gradients(gradients, grad, expected, _FUNCTIONS)
     return (*gradients, *(None,) * ctx.missing)
 
 
