@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.weight_gradient import MAX_HALF_CHUNKS
+from liger_trainer.kernels._weight_gradient import MAX_HALF_CHUNKS
 
 COLUMN_MULTIPLE = 64  # of the buffer's rows: matmuls lose their fast path on odd strides
 ROW_MULTIPLE = 128  # of a chunk: a matmul tile

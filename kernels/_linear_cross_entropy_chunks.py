@@ -8,7 +8,7 @@ from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats, c
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu
-from liger_trainer.kernels.weight_gradient import WeightGradientSum
+from liger_trainer.kernels._weight_gradient import WeightGradientSum
 
 
 def run_chunks(

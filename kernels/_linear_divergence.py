@@ -35,9 +35,10 @@ from liger_trainer.kernels._divergence_rows import divergence_rows_
 from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_logits_memory, check_num_items, check_tokens
 from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.weight_gradient import WeightGradientSum
+from liger_trainer.kernels._weight_gradient import WeightGradientSum
 
 _TENSORS = 10  # of the operator's arguments
+_FUNCTIONS = "linear_jsd, linear_kl, linear_kl_div and linear_cosine_distance"
 
 
 def _run_chunks(
@@ -74,7 +75,7 @@ def _run_chunks(
         part = hidden[start:stop]
         logits = torch.mm(part, head.t(), out=buffer[: stop - start, :vocab_size])
         if teacher_weight is None:
-            target, target_width = given[start:stop], vocab_size
+            target, target_width = given[start:stop, :vocab_size], vocab_size
         else:
             target, target_width = teacher_buffer[: stop - start, :vocab_size], width
             torch.mm(given[start:stop], teacher_weight[:vocab_size].t(), out=target)
@@ -153,7 +154,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tenso
         *saved, expected = ctx.saved_tensors
         gradients = [gradient if need else None for gradient, need in zip(saved, ctx.needs)]
         del saved
-        gradients = rescaled_gradients(gradients, grad, expected)
+        gradients = rescaled_gradients(gradients, grad, expected, _FUNCTIONS)
     return (*gradients, *(None,) * ctx.missing)
 
 

@@ -29,7 +29,7 @@ from liger_trainer.kernels._head_chunks import (
     round_up,
 )
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu
-from liger_trainer.kernels.weight_gradient import WeightGradientSum, matmul_into
+from liger_trainer.kernels._weight_gradient import WeightGradientSum, matmul_into
 
 _WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor, as tiles of 128 by 256
 

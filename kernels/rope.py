@@ -142,7 +142,7 @@ def check_rope_arguments(
     """Raises ValueError unless the arguments of `rope` (or, with a leading dimension `planes`, its like) fit."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-    shapes = [(*planes, size, seq_len) for size in {1, batch}]
+    shapes = [(*planes, size, seq_len) for size in (1, batch)]  # a set would fix the batch size of a compiled graph
     if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
         wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
         raise ValueError(

@@ -38,7 +38,7 @@ def _imported_from_kernels(path):
 def test_kernel_modules_with_plain_names_are_those_of_functional():
     plain = {path.stem for path in (ROOT / "kernels").glob("*.py") if not path.stem.startswith("_")}
     functional = {module for module, _ in _imported_from_kernels(ROOT / "liger_trainer" / "functional.py")}
-    assert plain == functional | {"runtime", "weight_gradient"}
+    assert plain == functional | {"runtime"}
 
 
 def test_private_names_stay_in_their_kernel_module():

@@ -137,7 +137,25 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """[`LigerRMSNorm`] with Muse Glimmer's defaults, which are Gemma 4's."""
+    """[`LigerRMSNorm`] with Muse Glimmer's defaults, which are Gemma 4's; `with_scale=False` needs no `dim`.
+
+    Raises:
+        ValueError: for a weight without `dim`.
+    """
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        if dim is None and with_scale:
+            raise ValueError("`dim` is None; give the size of the weight, or `with_scale=False` for none.")
+        super().__init__(0 if dim is None else dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels import weight_gradient
+from liger_trainer.kernels import _weight_gradient as weight_gradient
+from liger_trainer.kernels._weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
 from liger_trainer.kernels.runtime import INTERPRETED
-from liger_trainer.kernels.weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
 
 if not INTERPRETED and launch_for(torch.device("cuda", 0)) is None:
     pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)", allow_module_level=True)

@@ -224,6 +224,19 @@ def test_padding_of_either_head_takes_no_part() -> None:
     assert not bias.grad[VOCAB:].any()
 
 
+def test_given_probabilities_may_be_wider_than_what_is_compared() -> None:
+    """The first classes alone, whatever probability the others have; their rows of the head get no gradient."""
+    student, _, labels = _case()
+    hidden, weight = (tensor.detach().requires_grad_() for tensor in student[:2])
+    target = torch.randn(TOKENS, VOCAB).softmax(-1)
+    loss = linear_kl_div(hidden, weight, target, labels, vocab_size=13)
+    loss.backward()
+    expected = linear_kl_div(student[0], student[1][:13], target[:, :13].contiguous(), labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(weight.grad[:13], torch.autograd.grad(expected, student[1])[0][:13])
+    assert not weight.grad[13:].any()
+
+
 def test_retained_graph_gives_the_right_gradient_for_every_upstream_gradient() -> None:
     student, teacher, labels = _case()
     loss = _loss(student, teacher, labels)

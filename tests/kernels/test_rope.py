@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
@@ -32,6 +33,18 @@ def test_reference_is_the_models_own(module, unsqueeze_dim, dtype):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     expected = original(module)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     assert all(map(torch.equal, rope_reference(q, k, cos, sin, unsqueeze_dim), expected))
+
+
+@pytest.mark.parametrize("own_tables", [True, False])
+def test_a_new_batch_size_or_length_does_not_compile_again(own_tables):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rope, backend=counter, fullgraph=True, dynamic=True)
+    for batch, seq in ((3, 5), (6, 7), (9, 10)):
+        q, k = torch.randn(batch, 4, seq, 16), torch.randn(batch, 2, seq, 16)
+        cos, sin = torch.randn(2, batch if own_tables else 1, seq, 16)
+        torch.testing.assert_close(compiled(q, k, cos, sin), rope_reference(q, k, cos, sin))
+    assert counter.frame_count == 1
 
 
 def test_reference_of_partial_rotary_is_phi3s():

@@ -84,6 +84,13 @@ def test_a_norm_without_scale(name):
     torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), None, 1e-6))
 
 
+def test_muse_glimmers_norm_without_scale_needs_no_size():
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(nn.LigerRMSNormForMuseGlimmer(with_scale=False)(x), F.rms_norm(x, (8,), None, 1e-6))
+    with pytest.raises(ValueError, match=r"`dim`.*with_scale"):
+        nn.LigerRMSNormForMuseGlimmer()
+
+
 def test_fused_add_rms_norm():
     norm = nn.LigerFusedAddRMSNorm(8, eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros")
     norm.weight.data.normal_()

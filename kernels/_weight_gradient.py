@@ -17,7 +17,7 @@ conversion instructions run at an eighth of the speed of an addition.
 Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, as a half-
 precision accumulation moves. Memory: dW, and V*H/128 bytes of exponents.
 
-Two kernels compute the same: the one here, and for Hopper the one of _weight_gradient_hopper.py.
+Two kernels compute the same: the one here, and for Hopper the one of _weight_gradient_gluon.py.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def launch(
 def hopper_launch() -> Launch | None:
     """The launcher of the kernel for Hopper; None where this Triton's Gluon cannot compile it."""
     try:
-        from liger_trainer.kernels._weight_gradient_hopper import launch
+        from liger_trainer.kernels._weight_gradient_gluon import launch
     except (ImportError, AttributeError):
         return None
     return launch

@@ -1,4 +1,4 @@
-"""One chunk of a head's weight gradient on Hopper, where weight_gradient.py's kernel leaves the tensor cores waiting.
+"""One chunk of a head's weight gradient on Hopper, where _weight_gradient.py's kernel leaves the tensor cores waiting.
 
 What is computed and stored is, bit for bit, what the kernel there computes and stores; what differs is who does what.
 A tile of sums fills the registers of the warps that multiply, and Hopper has no other place for it: while these warps
@@ -16,7 +16,7 @@ own multiplication, long before it is needed, and `returned` is the barrier of i
 that the new half tile leaves from.
 
 Gluon, the layer of Triton that says which warp does what, is experimental and changes from release to release:
-weight_gradient.py takes this kernel only with releases it has run with, and its own with all others.
+_weight_gradient.py takes this kernel only with releases it has run with, and its own with all others.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["tokens", "vocab_size", "hidden_size"])
-def _weight_gradient_hopper_kernel(
+def _weight_gradient_gluon_kernel(
     dz_desc,
     x_desc,
     stored_desc,  # dW's memory as integers
@@ -269,11 +269,11 @@ def launch(
     add: bool,
     keep: bool,
 ) -> None:
-    """As `launch` of weight_gradient.py, which may continue the sum of this one, or this one that of the other."""
+    """As `launch` of _weight_gradient.py, which may continue the sum of this one, or this one that of the other."""
     (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
     programs = num_sms(hidden.device)
     with on_device(hidden):
-        _weight_gradient_hopper_kernel[(programs,)](
+        _weight_gradient_gluon_kernel[(programs,)](
             _descriptor(logits_gradient, [DEPTH.value, HEIGHT.value]),
             _descriptor(hidden, [DEPTH.value, COLUMNS.value]),
             _descriptor(weight_gradient.view(torch.int16), [HEIGHT.value, BLOCK.value]),
