@@ -49,16 +49,16 @@ def forward_kernel(
     """One program, one tile: those of the queries come first."""
     table = (cos_ptr, sin_ptr, cos_stride_batch, cos_stride_seq, sin_stride_batch, sin_stride_seq)
     tile = tl.program_id(0)
-    if tile < q_tiles:
-        strides = (q_stride_batch, q_stride_seq, q_stride_head)
+    if tile < q_tiles:  # names of their own in each branch: the strides of one may be wider than those of the other
+        q_strides = (q_stride_batch, q_stride_seq, q_stride_head)
         forward_tile(
-            tile, q_ptr, q_weight_ptr, q_out_ptr, q_rstd_ptr, strides, table, seq_len, eps, offset,
+            tile, q_ptr, q_weight_ptr, q_out_ptr, q_rstd_ptr, q_strides, table, seq_len, eps, offset,
             NUM_Q_HEADS, HEAD_DIM, HALF, CASTING, Q_TOKENS, Q_HEADS, BLOCK_HALF, BLOCK_TAIL, SPREAD_Q,
         )  # fmt: skip
     else:
-        strides = (k_stride_batch, k_stride_seq, k_stride_head)
+        k_strides = (k_stride_batch, k_stride_seq, k_stride_head)
         forward_tile(
-            tile - q_tiles, k_ptr, k_weight_ptr, k_out_ptr, k_rstd_ptr, strides, table, seq_len, eps, offset,
+            tile - q_tiles, k_ptr, k_weight_ptr, k_out_ptr, k_rstd_ptr, k_strides, table, seq_len, eps, offset,
             NUM_K_HEADS, HEAD_DIM, HALF, CASTING, K_TOKENS, K_HEADS, BLOCK_HALF, BLOCK_TAIL, SPREAD_K,
         )  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_given_distributions_allocate_one_gradient() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function().backward()
-        assert torch.cuda.max_memory_allocated() - before <= 2 * tokens * vocab + MIB
+        assert torch.cuda.max_memory_allocated() - before <= 2 * tokens * vocab + 2 * MIB  # allocations are whole MiB
         student.grad = None
 
 
