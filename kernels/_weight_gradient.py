@@ -177,7 +177,8 @@ class WeightGradientSum:
     - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
 
     Args:
-        weight_gradient: dW, (V, H) contiguous; written to, its contents do not matter.
+        weight_gradient: dW, (V, H); written to, its contents do not matter. Where it is not contiguous, as that of a
+            transposed weight is, it is summed as elsewhere.
         chunks: How many chunks there will be.
     """
 
@@ -191,7 +192,8 @@ class WeightGradientSum:
         self.total = weight_gradient
         if half and chunks > 1:
             vocab_size, hidden_size = weight_gradient.shape
-            self.launch = launch_for(weight_gradient.device) if hidden_size % 8 == 0 else None
+            rows_of_16_bytes = hidden_size % 8 == 0 and weight_gradient.is_contiguous()
+            self.launch = launch_for(weight_gradient.device) if rows_of_16_bytes else None
             if self.launch is not None:
                 blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
                 self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
