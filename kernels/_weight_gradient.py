@@ -10,6 +10,7 @@ dtype. So dW has the error of one matmul over all tokens.
 
     encode: peak = max |a| of the block;  e = exponent of peak, one more where rounding would carry;  m = a / 2**(e-14)
     decode: a = m * 2**(e-14);  an infinite or NaN peak has e = 255 and decodes to NaN
+            (a NaN in dZ fills its row, as in every gradient of a softmax, and so whole blocks of dW)
 
 Integers become floats and back through the low bits of a float near 2**23, where they stand as they are: the GPU's
 conversion instructions run at an eighth of the speed of an addition.

@@ -181,7 +181,8 @@ def tied_embedding(
 
     Returns:
         The embeddings, and `weight` for the head. The gradient that arrives for the latter is written to, if the
-        backward does not keep its graph; nothing else may hold on to it.
+        backward does not keep its graph; nothing else may hold on to it, as ``head_weight + other`` would, whose other
+        branch receives the same tensor.
 
     Raises:
         ValueError: As `embedding`.

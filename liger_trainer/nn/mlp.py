@@ -12,7 +12,8 @@ from liger_trainer.functional import geglu, relu_squared, swiglu, swiglu_down, s
 
 def outputs_are_unseen(*projections: nn.Module) -> bool:
     """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
-    return not any(projection._forward_hooks for projection in projections)
+    hooked = any(projection._forward_hooks for projection in projections)
+    return not hooked and not nn.modules.module._has_any_global_hook()
 
 
 def is_linear_without_bias(projection: nn.Module) -> bool:
