@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.benchmarks.measure import Device, Measurement, Timing
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy", "quack-kernels")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from liger_trainer.benchmarks.measure import Device, DeviceLost, Plan, explain, measure
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.measure import DeviceLost, Plan, explain, measure
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.records import Machine, Record, compare_with_eager
 from liger_trainer.benchmarks.registry import Case, Data, Operation, choose_providers

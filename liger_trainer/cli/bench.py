@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from liger_trainer.benchmarks.measure import Device
+    from liger_trainer.benchmarks.device import Device
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
 _SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS = 60.0, 15.0, 600.0
@@ -122,7 +122,8 @@ def _load(arguments: argparse.Namespace) -> None:
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     import torch
 
-    from liger_trainer.benchmarks.measure import Device, DeviceLost
+    from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.measure import DeviceLost
     from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.records import Machine, Run
     from liger_trainer.benchmarks.registry import OPERATIONS, closest, family
@@ -166,7 +167,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
 
 def _train(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, one process a provider."""
-    from liger_trainer.benchmarks.measure import Device
+    from liger_trainer.benchmarks.device import Device
     from liger_trainer.benchmarks.records import Machine, Run
     from liger_trainer.benchmarks.registry import closest
     from liger_trainer.benchmarks.training import run_provider, table

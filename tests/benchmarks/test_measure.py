@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from liger_trainer.benchmarks.measure import Device, DeviceLost, Plan, Timing, explain, measure, relative_error
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.measure import DeviceLost, Plan, Timing, explain, measure, relative_error
 from liger_trainer.benchmarks.registry import Case, Data, Floor
 
 CPU = Device(torch.device("cpu"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.benchmarks.measure import Device
+from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Machine
 from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations

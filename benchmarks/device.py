@@ -1,0 +1,88 @@
+"""The clock and the memory counter that everything is measured with."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Device:
+    """Clock and memory counter of one device: events where it has them, the wall clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._flush: torch.Tensor | None = None
+
+    def name(self) -> str:
+        """The device's name, as the tables print it."""
+        return "CPU" if self.module is None else self.module.get_device_name(self.device)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.module is not None:
+            self.module.synchronize()
+
+    def works(self) -> bool:
+        """Whether the device still computes; after some errors every later call of the process fails too."""
+        try:
+            return torch.ones(2, device=self.device).sum().item() == 2
+        except RuntimeError:
+            return False
+
+    def empty_cache(self) -> None:
+        """Gives memory back that nothing uses."""
+        if self.module is not None:
+            self.module.empty_cache()
+
+    def collect(self) -> None:
+        """Gives memory back that only cycles of objects use, such as what an error's traceback refers to."""
+        if self.module is not None:  # it takes a third of a second
+            gc.collect()
+            self.module.empty_cache()
+
+    def peak_gibibytes(self, work: Callable[[], object]) -> float | None:
+        """Peak memory of `work` above what is allocated before it."""
+        if self.module is None:
+            return None
+        self.synchronize()
+        before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+        work()
+        self.synchronize()
+        return (self.module.max_memory_allocated() - before) / 2**30
+
+    def time(self, *parts: Callable[[Any], Any]) -> list[float]:
+        """Milliseconds of each part, one right after the other; each is given what the one before it returned."""
+        result: Any = None
+        if self.module is None:
+            marks = [time.perf_counter()]
+            for part in parts:
+                result = part(result)
+                marks.append(time.perf_counter())
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+        self._prepare()
+        events = [self.module.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            result = part(result)
+            event.record()
+        self.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+    def _prepare(self) -> None:
+        """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.
+
+        The cache is left full of written lines, as the kernel before leaves it in training: what is timed writes them
+        back, and leaves as much of its own.
+        """
+        if self._flush is None:
+            self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
+        self._flush.zero_()
+        if hasattr(self.module, "_sleep"):
+            self.module._sleep(10_000_000)  # some 5 ms
