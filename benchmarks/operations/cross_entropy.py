@@ -39,9 +39,10 @@ def quack(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target)
 
 
-@provider("cross_entropy", "liger_trainer", inplace=True)
+@provider("cross_entropy", "liger_trainer", expected_grad=1.0)
 @provider("cross_entropy", "liger_trainer")
-def ours(logits: Tensor, target: Tensor, inplace: bool = False) -> Tensor:
+def ours(logits: Tensor, target: Tensor, expected_grad: float | None = None) -> Tensor:
+    # Not `inplace`: the logits here are a leaf, which it leaves alone.
     from liger_trainer.functional import cross_entropy
 
-    return cross_entropy(logits, target, inplace=inplace)
+    return cross_entropy(logits, target, expected_grad=expected_grad)
