@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
-WORLD = 2
 FAMILY = "llama"
 
 
@@ -147,49 +144,14 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, names: list[str], failures: mp.Queue) -> None:
-    import traceback
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    for name in names:
-        try:
-            CASES[name](rank)
-        except Exception:
-            failures.put((name, rank, traceback.format_exc()))
-        # A failed rank may have left a collective open: the next case must not meet it.
-        dist.barrier()
-    failures.put(None)
-    dist.destroy_process_group()
+def _worker(rank: int, port: int, failures: mp.Queue) -> None:
+    run_gloo_cases(CASES, rank, port, failures)
 
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
     """Both processes run every case once (starting them is most of the time); failures by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(rank, port, list(CASES), queue)) for rank in range(WORLD)]
-    for worker in workers:
-        worker.start()
-    found: dict[str, str] = {}
-    done = 0
-    try:
-        while done < WORLD:
-            item = queue.get(timeout=120)
-            if item is None:
-                done += 1
-            else:
-                found.setdefault(item[0], f"rank {item[1]}:\n{item[2]}")
-    finally:
-        for worker in workers:
-            worker.join(timeout=10)
-            if worker.is_alive():
-                worker.terminate()
-    return found
+    return failures_of(_worker)
 
 
 @pytest.mark.parametrize("case", CASES)

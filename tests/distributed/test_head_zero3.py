@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
+from functools import partial
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.distributed.test_head_gloo import WORLD, _expected, _items, _patched, _share, _whole_batch
+from tests.distributed.test_head_gloo import _expected, _items, _patched, _share, _whole_batch
+from tests.distributed.two_processes import WORLD, failures_of, run_cases, set_up_process
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -59,48 +60,17 @@ def _zero3(rank: int, family: str = "llama", threshold: int = 10**5, outside: bo
 
 
 def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    import traceback
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    set_up_process(rank, port)
     os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
-    torch.set_num_threads(1)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    for name, options in CASES.items():
-        try:
-            _zero3(rank, **options)
-        except Exception:
-            failures.put((name, rank, traceback.format_exc()))
-        torch.distributed.barrier()
-    failures.put(None)
+    run_cases({name: partial(_zero3, **options) for name, options in CASES.items()}, rank, failures)
 
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(rank, port, queue)) for rank in range(WORLD)]
-    for worker in workers:
-        worker.start()
-    found: dict[str, str] = {}
-    done = 0
-    try:
-        while done < WORLD:
-            item = queue.get(timeout=180)
-            if item is None:
-                done += 1
-            else:
-                found.setdefault(item[0], f"rank {item[1]}:\n{item[2]}")
-    finally:
-        for worker in workers:
-            worker.join(timeout=10)
-            if worker.is_alive():
-                worker.terminate()
-    return found
+    return failures_of(_worker, timeout=180)
 
 
 @pytest.mark.parametrize("case", CASES)

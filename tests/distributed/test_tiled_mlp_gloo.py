@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
+
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
-WORLD, HIDDEN, INTERMEDIATE, LAYERS = 2, 8, 12, 2
+HIDDEN, INTERMEDIATE, LAYERS = 8, 12, 2
 
 
 class Layer(nn.Module):
@@ -93,45 +91,13 @@ CASES = {
 
 
 def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    for name, case in CASES.items():
-        try:
-            case(rank)
-        except Exception:
-            failures.put((name, f"rank {rank}:\n{traceback.format_exc()}"))
-        dist.barrier()
-    failures.put(None)
-    dist.destroy_process_group()
+    run_gloo_cases(CASES, rank, port, failures)
 
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """Both processes run every case once; failures by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(rank, port, queue)) for rank in range(WORLD)]
-    for worker in workers:
-        worker.start()
-    found: dict[str, str] = {}
-    try:
-        done = 0
-        while done < WORLD:
-            item = queue.get(timeout=120)
-            if item is None:
-                done += 1
-            else:
-                found.setdefault(*item)
-    finally:
-        for worker in workers:
-            worker.join(timeout=10)
-            if worker.is_alive():
-                worker.terminate()
-    return found
+    """Both processes run every case once (starting them is most of the time); failures by case."""
+    return failures_of(_worker)
 
 
 @pytest.mark.parametrize("case", CASES)
