@@ -1,0 +1,77 @@
+"""Sweeps the launch of QK-norm + RoPE and sets it beside the three kernels apart; run on one GPU, half a minute.
+
+    python benchmarks/sweeps/qk_norm_rope_sweep.py
+
+Queries and keys of Llama-3 8B's shape, 4 x 4096 tokens with 32 + 8 heads of 128, bf16.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+
+from liger_trainer.functional import qk_norm_rope, rms_norm, rope
+from liger_trainer.kernels import _qk_norm_rope_launch
+from liger_trainer.kernels._norm_common import NormConfig
+
+FORWARD = itertools.product((16, 32, 64), (4, 8))  # rows, warps
+BACKWARD = [  # rows, warps, stages, programs a multiprocessor
+    *((32, 4, 2, programs) for programs in (2, 3, 4)),
+    *((32, 4, 1, 4), (32, 4, 3, 3), (32, 8, 2, 2)),
+    *((16, 4, 2, 4), (16, 4, 2, 6), (16, 4, 3, 4)),
+    *((64, 8, 1, 2), (64, 8, 2, 1), (64, 8, 2, 2)),
+]
+
+
+def milliseconds(work: Callable[[], object], rounds: int = 15) -> float:
+    """Median time of `work` by CUDA events, with the device busy while the host queues it."""
+    times = []
+    for turn in range(rounds + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        if turn > 1:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Prints one line a configuration."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    trained = [x.requires_grad_() for x in (randn(4, 4096, 32, 128), randn(4, 4096, 8, 128), randn(128), randn(128))]
+    q, k, q_weight, k_weight = trained
+    cos, sin = randn(1, 4096, 128), randn(1, 4096, 128)
+
+    def fused() -> tuple[torch.Tensor, torch.Tensor]:
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+
+    def apart() -> tuple[torch.Tensor, torch.Tensor]:
+        return rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin, unsqueeze_dim=2)
+
+    outputs = fused()
+    upstream = [torch.randn_like(output) for output in outputs]
+    print(f"apart, both passes: {milliseconds(lambda: torch.autograd.grad(apart(), trained, upstream)):.4f} ms")
+    print(f"fused, both passes: {milliseconds(lambda: torch.autograd.grad(fused(), trained, upstream)):.4f} ms")
+    for rows, warps in FORWARD:
+        config = NormConfig(rows=rows, num_warps=warps)
+        with mock.patch.object(_qk_norm_rope_launch, "forward_config", return_value=config):
+            print(f"forward {rows} rows, {warps} warps: {milliseconds(fused):.4f} ms")
+    for rows, warps, stages, programs in BACKWARD:
+        config = NormConfig(rows=rows, num_warps=warps, num_stages=stages, programs_per_sm=programs)
+        with mock.patch.object(_qk_norm_rope_launch, "backward_config", return_value=config):
+            time = milliseconds(lambda: torch.autograd.grad(outputs, trained, upstream, retain_graph=True))
+        print(f"backward {rows} rows, {warps} warps, {stages} stages, {programs} programs: {time:.4f} ms")
+
+
+if __name__ == "__main__":
+    main()
