@@ -107,18 +107,15 @@ def test_large_small_and_zero_rows(device):
     torch.testing.assert_close(gradient, expected, rtol=0, atol=2.0**-126)
 
 
-def test_rounding_that_carries_into_the_next_power(device):
-    """The largest integers: one more must become twice the unit, not wrap around."""
-    right = torch.zeros(16, 8)
-    right[0, 0] = right[1, 1] = 1.0
-    left = torch.zeros(16, 8)
-    left[0], left[1] = 2.0 - 2.0**-8, -(2.0 - 2.0**-8)
-    half = [(left.half().to(device), right.half().to(device))] * 3
-    left16 = left.clone()
-    left16[0] = left16[1] = 1.9990234375  # largest fp16 below 2
-    half += [(left16.half().to(device), right.half().to(device))]
-    exact = sum(a.double().t() @ b.double() for a, b in half)
-    torch.testing.assert_close(summed(half, torch.float16, device).double(), exact, rtol=1e-3, atol=1e-3)
+@dtypes
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rounding_that_carries_into_the_next_power(sign, dtype, device):
+    """2 - 2**-17 is 32768 units less an eighth: as the integer that it rounds to it would wrap around to -2."""
+    left, right = torch.zeros(16, 8, dtype=dtype, device=device), torch.zeros(16, 8, dtype=dtype, device=device)
+    left[0], left[1] = 2.0 * sign, -(2.0**-17) * sign
+    right[:2, 0] = 1.0
+    parts = [(left, right), (torch.zeros_like(left), right)]
+    assert summed(parts, dtype, device)[:, 0].eq(2.0 * sign).all()
 
 
 def test_what_lies_past_the_end_of_a_row_does_not_count(device):
