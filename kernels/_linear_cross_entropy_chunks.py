@@ -1,4 +1,4 @@
-"""The chunk loop of `linear_cross_entropy`: how many tokens a chunk holds, its matmuls, and how dW is summed."""
+"""The chunk loop of `linear_cross_entropy`: how many tokens each chunk holds, its matmuls, and how dW is summed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statist
 from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu
 from liger_trainer.kernels._weight_gradient import WeightGradientSum
+from liger_trainer.kernels._weight_gradient_panels import plan_panels, run_panels
+from liger_trainer.kernels.runtime import cdiv
 
 
 def run_chunks(
@@ -33,9 +35,30 @@ def run_chunks(
     rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
     width = round_up(vocab_size, COLUMN_MULTIPLE)
     buffer = hidden.new_empty(rows, width)
-    weight_sum = WeightGradientSum(d_weight, -(-tokens // rows)) if needs.weight else None
+    plan = plan_panels(hidden, d_weight, rows) if needs.weight and class_weights is None else None
+    first = 0 if plan is None else plan.tokens
+    chunks = cdiv(tokens - first, rows) + (plan is not None)
+    weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight else None
     bias_total = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
-    for start in range(0, tokens, rows):
+    if plan is not None:
+        assert coefficient is not None
+        assert weight_sum is not None
+        run_panels(
+            plan,
+            hidden[:first],
+            weight,
+            target[:first],
+            bias,
+            options,
+            stats.rows(0, first),
+            coefficient[:first] if coefficient.dim() else coefficient,
+            recompute,
+            buffer,
+            d_hidden[:first] if needs.hidden else None,
+            weight_sum,
+            bias_total if needs.bias else None,
+        )
+    for start in range(first, tokens, rows):
         stop = min(start + rows, tokens)
         part, labels, part_stats = hidden[start:stop], target[start:stop], stats.rows(start, stop)
         logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])

@@ -1,11 +1,10 @@
-"""The rows of a vocabulary that is split over a process group: partial statistics, their combination, the gradient.
+"""The rows of a vocabulary that is split over a process group: partial statistics and the gradient.
 
 What is public of it, and how it works, is in `vocab_parallel`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,9 +13,7 @@ import torch.distributed as dist
 from liger_trainer.kernels._autograd import refuse_double_backward
 from liger_trainer.kernels._cross_entropy_options import (
     OPTIONS_SCHEMA,
-    ExtraStats,
     RowOptions,
-    RowPartials,
     RowStats,
     Shard,
     compute_dtype,
@@ -118,34 +115,6 @@ def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.
 
 
 attach_logits.register_autograd(_attach_logits_backward, setup_context=_attach_logits_setup)
-
-
-def combine(
-    partials: torch.Tensor, target: torch.Tensor, options: RowOptions, shard: Shard, vocab_size: int, own: int | None
-) -> tuple[RowStats, ExtraStats]:
-    """The statistics of whole rows from the `(world, N, 8)` partials of all shards, in the order of their columns.
-
-    Smoothing spreads over the `shard.vocab_size` classes of the vocabulary, or of the shard of process `own`.
-    """
-    fields = RowPartials(*partials.unbind(-1))
-    rest = fields.rest.logsumexp(0)
-    label_z = torch.where(fields.found.sum(0) > 0, fields.label_z.sum(0), math.nan)  # no shard's label has no loss
-    nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)
-    lse = torch.logaddexp(rest, label_z)
-    lowest = torch.finfo(lse.dtype).min
-    mean = ((fields.rest - lse).exp() * fields.rest_mean).sum(0) + (-nll).exp() * label_z.clamp(min=lowest)
-    squares = torch.logaddexp(fields.rest_squares.logsumexp(0), 2.0 * label_z) - 2.0 * lse
-    total = fields.total.sum(0)
-    predicted = fields.best_id.gather(0, fields.best.argmax(0, keepdim=True)).squeeze(0).long()
-    loss = (1.0 - options.label_smoothing) * nll + options.z_loss * lse.square()
-    if options.label_smoothing > 0.0:
-        smoothed = total if own is None else fields.total[own]
-        loss = loss + options.label_smoothing * (lse - smoothed / shard.vocab_size)
-    valid = target != options.ignore_index
-    loss, nll, lse, entropy, mean_logit, squares = (
-        torch.where(valid, value, 0.0) for value in (loss, nll, lse, lse - mean, total / vocab_size, squares)
-    )
-    return RowStats(loss, nll, lse, entropy, torch.where(valid, predicted, -1)), ExtraStats(mean_logit, squares)
 
 
 class VocabGroup(NamedTuple):

@@ -73,7 +73,8 @@ def _weight_gradient_kernel(
     x_desc,
     stored_desc,  # dW's memory as integers
     dw_desc,
-    exponents_ptr,  # (2 * tiles of columns, V)
+    exponents_ptr,  # (2 * tiles of columns, V), or V of the columns of one that is wider
+    exponents_stride,
     tokens,
     vocab_size,
     hidden_size,
@@ -102,8 +103,8 @@ def _weight_gradient_kernel(
             sums = tl.dot(dz.T, x, sums)
         halves = tl.permute(tl.reshape(sums, (ROWS, 2, BLOCK)), (0, 2, 1))
         left, right = tl.split(halves)
-        left_exponents = exponents_ptr + (column // BLOCK).to(tl.int64) * vocab_size
-        right_exponents = left_exponents + vocab_size
+        left_exponents = exponents_ptr + (column // BLOCK).to(tl.int64) * exponents_stride
+        right_exponents = left_exponents + exponents_stride
         if ADD:
             rows = row + tl.arange(0, ROWS)
             left_old = tl.load(left_exponents + rows, mask=rows < vocab_size, other=15)
@@ -123,7 +124,10 @@ def launch(
     add: bool,
     keep: bool,
 ) -> None:
-    """Adds a chunk to the sum stored in `weight_gradient` and `exponents`, or starts one; keeps the sum, or ends it."""
+    """Adds a chunk to the sum stored in `weight_gradient` and `exponents`, or starts one; keeps the sum, or ends it.
+
+    `weight_gradient` may be some of the rows of dW, with the same columns of the logits' gradient and of the exponents.
+    """
     (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
     rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
     programs = num_sms(hidden.device)
@@ -134,6 +138,7 @@ def launch(
             TensorDescriptor.from_tensor(weight_gradient.view(torch.int16), [rows, columns // 2]),
             TensorDescriptor.from_tensor(weight_gradient, [rows, columns // 2]),
             exponents,
+            exponents.stride(0),
             tokens,
             vocab_size,
             hidden_size,
@@ -168,6 +173,17 @@ def launch_for(device: torch.device) -> Launch | None:
     return launch if capability[0] in (9, 10) else None
 
 
+@torch.compiler.assume_constant_result
+def _has_launch(device: torch.device) -> bool:
+    return launch_for(device) is not None
+
+
+def sums_in_block_floating_point(weight: torch.Tensor) -> bool:
+    """Whether the gradient of `weight` is summed, over chunks, as block floating point in its own memory."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return half and weight.shape[1] % 8 == 0 and weight.is_contiguous() and _has_launch(weight.device)
+
+
 class WeightGradientSum:
     """``dW = sum of dZ.T @ X`` over `chunks` calls of [`add`][WeightGradientSum.add], left in `weight_gradient`.
 
@@ -187,37 +203,45 @@ class WeightGradientSum:
         self.weight_gradient = weight_gradient
         self.chunks = chunks
         self.added = 0
-        half = weight_gradient.dtype in (torch.float16, torch.bfloat16)
         self.launch: Launch | None = None
         self.exponents: torch.Tensor | None = None
         self.total = weight_gradient
-        if half and chunks > 1:
+        if chunks > 1 and sums_in_block_floating_point(weight_gradient):
             vocab_size, hidden_size = weight_gradient.shape
-            rows_of_16_bytes = hidden_size % 8 == 0 and weight_gradient.is_contiguous()
-            self.launch = launch_for(weight_gradient.device) if rows_of_16_bytes else None
-            if self.launch is not None:
-                blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
-                self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
-            elif chunks > MAX_HALF_CHUNKS:
-                self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
+            self.launch = launch_for(weight_gradient.device)
+            blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
+            self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
+        elif chunks > MAX_HALF_CHUNKS and weight_gradient.element_size() == 2:
+            self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
 
-    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous."""
-        first = self.added == 0
-        self.added += 1
+    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, vocab_start: int = 0) -> None:
+        """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous.
+
+        The logits' gradient may come as panels of its columns, in their order, each with the `vocab_start` of its
+        first; the panel with the last column ends the chunk. Only the rows of dW that are a panel's are written.
+        """
+        stop = vocab_start + logits_gradient.shape[1]
+        add = self.added > 0
         if self.launch is not None and self.exponents is not None:
             if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
                 hidden = hidden.clone()
-            keep = self.added < self.chunks
-            self.launch(self.weight_gradient, self.exponents, logits_gradient, hidden, not first, keep)
+            keep = self.added + 1 < self.chunks
+            rows, exponents = self.weight_gradient[vocab_start:stop], self.exponents[:, vocab_start:stop]
+            self.launch(rows, exponents, logits_gradient, hidden, add, keep)
         else:
-            matmul_into(self.total, logits_gradient.t(), hidden, add=not first)
+            matmul_into(self.total[vocab_start:stop], logits_gradient.t(), hidden, add=add)
+        self.added += stop == self.weight_gradient.shape[0]
 
     def finish(self) -> None:
         """Rounds the sum into dW, where it is not there already."""
         assert self.added == self.chunks, "every chunk adds once"
         if self.total is not self.weight_gradient:
             self.weight_gradient.copy_(self.total)
+
+
+def multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether `matmul_into` rounds no product of half-precision operands to half precision before an fp32 sum."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None)
 
 
 def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:

@@ -143,7 +143,7 @@ def _finish(
 @gluon.jit
 def _consume(
     stored_desc,
-    exponents_ptr,
+    exponents,
     ring,
     buffers,
     returned,
@@ -155,6 +155,7 @@ def _consume(
 ):
     dz_ring, x_ring, filled, emptied = ring
     tokens, vocab_size, hidden_size = shape
+    exponents_ptr, exponents_stride = exponents
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     left_buffer = buffers.index(2 * WARPGROUP)
@@ -170,8 +171,8 @@ def _consume(
         row += WARPGROUP * HEIGHT
         rows = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, block))
         exists = rows < vocab_size
-        left_exponents = exponents_ptr + (column // BLOCK).to(gl.int64) * vocab_size + rows
-        right_exponents = left_exponents + vocab_size
+        left_exponents = exponents_ptr + (column // BLOCK).to(gl.int64) * exponents_stride + rows
+        right_exponents = left_exponents + exponents_stride
         stage = position % STAGES
         phase = (position // STAGES) & 1
         position += steps
@@ -210,12 +211,13 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tokens", "vocab_size", "hidden_size"])
+@gluon.jit(do_not_specialize=["exponents_stride", "tokens", "vocab_size", "hidden_size"])
 def _weight_gradient_gluon_kernel(
     dz_desc,
     x_desc,
     stored_desc,  # dW's memory as integers
-    exponents_ptr,  # (2 * tiles of columns, V)
+    exponents_ptr,  # (2 * tiles of columns, V), or V of the columns of one that is wider
+    exponents_stride,
     tokens,
     vocab_size,
     hidden_size,
@@ -238,15 +240,16 @@ def _weight_gradient_gluon_kernel(
     fence_async_shared()
     ring = (dz_ring, x_ring, filled, emptied)
     shape = (tokens, vocab_size, hidden_size)
+    exponents = (exponents_ptr, exponents_stride)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (stored_desc, exponents_ptr, ring, buffers, returned, shape, gl.constexpr(0), ADD, KEEP, PROGRAMS),
+                (stored_desc, exponents, ring, buffers, returned, shape, gl.constexpr(0), ADD, KEEP, PROGRAMS),
             ),
             (
                 _consume,
-                (stored_desc, exponents_ptr, ring, buffers, returned, shape, gl.constexpr(1), ADD, KEEP, PROGRAMS),
+                (stored_desc, exponents, ring, buffers, returned, shape, gl.constexpr(1), ADD, KEEP, PROGRAMS),
             ),
             (_produce, (dz_desc, x_desc, ring, shape, PROGRAMS)),
         ],
@@ -278,6 +281,7 @@ def launch(
             _descriptor(hidden, [DEPTH.value, COLUMNS.value]),
             _descriptor(weight_gradient.view(torch.int16), [HEIGHT.value, BLOCK.value]),
             exponents,
+            exponents.stride(0),
             tokens,
             vocab_size,
             hidden_size,

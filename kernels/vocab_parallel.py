@@ -30,10 +30,10 @@ from liger_trainer.kernels._linear_row_gradients import attach_gradients
 from liger_trainer.kernels._linear_rows import kept_rows
 from liger_trainer.kernels._logit_rows import row_view
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_linear, check_outputs, check_target
+from liger_trainer.kernels._row_partials import combine
 from liger_trainer.kernels._vocab_parallel_rows import (
     VocabGroup,
     attach_logits,
-    combine,
     linear_partials,
     logits_partials,
     resolve_group,

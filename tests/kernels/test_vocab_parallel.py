@@ -14,6 +14,7 @@ from liger_trainer.kernels import _vocab_parallel_rows as rows
 from liger_trainer.kernels import vocab_parallel
 from liger_trainer.kernels._cross_entropy_options import RowOptions, Shard
 from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels._row_partials import combine
 from liger_trainer.kernels.linear_log_probs import linear_log_probs_reference
 
 IGNORE = -100
@@ -47,7 +48,7 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     options = RowOptions(IGNORE, smoothing, z_loss, softcap, scale, 0.8)
     with torch.no_grad():
         partials = [rows.logits_partials(part, target, *options, *shard) for part, shard in zip(parts, shards)]
-        stats, extra = rows.combine(torch.stack(partials), target, options, shards[0], VOCAB, None)
+        stats, extra = combine(torch.stack(partials), target, options, shards[0], VOCAB, None)
     outputs = ("predicted_tokens", "entropy", "token_nll")
     chosen = {"softcap": softcap, "logit_scale": scale, "temperature": 0.8}
     exact = cross_entropy_reference(
@@ -78,7 +79,7 @@ def test_a_label_in_no_shard_is_nan_and_ties_take_the_lowest_id() -> None:
     logits, target = torch.zeros(3, 4), torch.tensor([9, 1, IGNORE])
     options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
     partials = [rows.logits_partials(logits, target, *options, start, 8) for start in (0, 4)]
-    stats, _ = rows.combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
+    stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     assert stats.loss.isnan().tolist() == [True, False, False]
     assert stats.predicted.tolist() == [0, 0, -1]
 
@@ -89,7 +90,7 @@ def test_confident_tokens_keep_their_digits() -> None:
     options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
     target = torch.tensor([5])
     partials = [rows.logits_partials(logits[:, s : s + 4], target, *options, s, 8) for s in (0, 4)]
-    stats, _ = rows.combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
+    stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     exact = cross_entropy_reference(logits.double(), target)
     torch.testing.assert_close(stats.nll[0].double(), exact, rtol=1e-5, atol=0.0)
 
