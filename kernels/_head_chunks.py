@@ -41,9 +41,9 @@ def chunk_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, w
         if rows < few <= rows + hidden_size:
             rows = few
     chunks = -(-tokens // rows)
-    even = max(1, -(-tokens // max(chunks, 1)))
+    even = -(-tokens // max(chunks, 1))
     whole_tiles = round_up(even, ROW_MULTIPLE)
-    return whole_tiles if whole_tiles <= rows else even
+    return max(1, whole_tiles if whole_tiles <= rows else even)
 
 
 def allocate_gradients(

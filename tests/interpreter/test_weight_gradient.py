@@ -5,8 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
+from liger_trainer.kernels import _linear_cross_entropy_chunks
 from liger_trainer.kernels import _weight_gradient as weight_gradient
 from liger_trainer.kernels._weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
+from liger_trainer.kernels._weight_gradient_panels import PanelPlan
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.runtime import INTERPRETED
 
@@ -84,6 +86,27 @@ def test_a_head_that_lies_transposed_in_memory(dtype, vocab_size, device):
 
     ours, expected = gradient(stored.t()), gradient(stored.t().contiguous())
     assert (ours - expected).norm() <= 0.01 * expected.norm()  # it rounds after each of the three chunks
+
+
+@dtypes
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_first_chunk_in_panels_gives_the_same_bits(chunks, dtype, device):
+    """Panels write only their own rows of dW and of the exponents; the logits' gradient may lie in the rows after."""
+    parts = chunks_of(chunks, 16, 136, 24, dtype, device)
+    whole = summed(parts, dtype, device)
+    total = WeightGradientSum(torch.full((136, 24), float("nan"), dtype=dtype, device=device), chunks)
+    (left, right), *others = parts
+    for start, stop in ((0, 8), (8, 72), (72, 136)):
+        memory = left.new_empty(16, 64)  # whose rows are longer than the panel
+        if stop < 136:
+            memory = total.weight_gradient[stop:].view(-1)[: memory.numel()].view_as(memory)
+        panel = memory[:, : stop - start].copy_(left[:, start:stop])
+        total.add(panel, right, start)
+    assert total.added == 1
+    for part in others:
+        total.add(*part)
+    total.finish()
+    assert torch.equal(total.weight_gradient, whole)
 
 
 @dtypes
@@ -165,3 +188,27 @@ def test_linear_cross_entropy_rounds_its_weight_gradient_once(device):
     with mock.patch.object(weight_gradient, "launch_for", return_value=None):
         in_bf16 = error(logits_memory=four_chunks)
     assert error(logits_memory=four_chunks) < 1.02 * in_one < in_bf16
+
+
+def test_linear_cross_entropy_in_panels_has_the_error_of_one_chunk(device):
+    """The first 32 of 80 tokens in the memory of dW, which then goes on as block floating point."""
+    torch.manual_seed(0)
+    hidden = torch.randn(80, 32, device=device).bfloat16().requires_grad_()
+    weight = (torch.randn(300, 32, device=device) * 0.5).bfloat16().requires_grad_()
+    target = torch.randint(300, (80,), device=device)
+    target[::7] = -100
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(doubles[0] @ doubles[1].t(), target), doubles)
+
+    def errors(plan, rows):
+        with (
+            mock.patch.object(_linear_cross_entropy_chunks, "plan_panels", return_value=plan),
+            mock.patch.object(_linear_cross_entropy_chunks, "chunk_rows", return_value=rows),
+        ):
+            loss = linear_cross_entropy(hidden, weight, target)
+            gradients = torch.autograd.grad(loss, (hidden, weight))
+        return [((mine.double() - truth).norm() / truth.norm()).item() for mine, truth in zip(gradients, exact)]
+
+    in_one = errors(None, 80)
+    for ours, theirs in zip(errors(PanelPlan(32, 3, 128), 16), in_one):
+        assert ours < 1.03 * theirs
