@@ -207,10 +207,7 @@ class WeightGradientSum:
         self.exponents: torch.Tensor | None = None
         self.total = weight_gradient
         if chunks > 1 and sums_in_block_floating_point(weight_gradient):
-            vocab_size, hidden_size = weight_gradient.shape
             self.launch = launch_for(weight_gradient.device)
-            blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
-            self.exponents = weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
         elif chunks > MAX_HALF_CHUNKS and weight_gradient.element_size() == 2:
             self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
 
@@ -222,7 +219,11 @@ class WeightGradientSum:
         """
         stop = vocab_start + logits_gradient.shape[1]
         add = self.added > 0
-        if self.launch is not None and self.exponents is not None:
+        if self.launch is not None:
+            if self.exponents is None:
+                vocab_size, hidden_size = self.weight_gradient.shape
+                blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
+                self.exponents = self.weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
             if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
                 hidden = hidden.clone()
             keep = self.added + 1 < self.chunks

@@ -138,17 +138,10 @@ def run_panels(
     """
     d_weight, vocab_size = weight_sum.weight_gradient, weight.shape[0]
     panels = _panels(plan, d_weight, buffer)
-    partials = stats.lse.new_empty(0 if recompute else plan.count, plan.tokens, 8)
-    for index, (start, stop, logits) in enumerate(panels):
+    for start, stop, logits in panels:
         torch.mm(hidden, weight[start:stop].t(), out=logits)
-        if not recompute:
-            part, width = None if bias is None else bias[start:stop], panels[index].width
-            row_partials_(logits, target, partials[index], options, Shard(start, vocab_size), part, width)
     if not recompute:
-        found, _ = combine(partials, target, options, Shard(0, vocab_size), vocab_size, None)
-        for field, value in zip(stats, found):
-            if field.numel():
-                field.copy_(value)
+        _fill_statistics(panels, target, bias, options, stats, vocab_size)
     for panel in panels:
         start, stop, logits = panel
         part, shard = None if bias is None else bias[start:stop], Shard(start, vocab_size)
@@ -159,6 +152,24 @@ def run_panels(
         _sum_hidden_gradient(panels, weight, d_hidden, d_weight[: panels[0].stop])
     for start, _, logits in panels:
         weight_sum.add(logits, hidden, start)
+
+
+def _fill_statistics(
+    panels: list[_Panel],
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: RowOptions,
+    stats: RowStats,
+    vocab_size: int,
+) -> None:
+    partials = stats.lse.new_empty(len(panels), target.numel(), 8)
+    for panel, out in zip(panels, partials):
+        part, shard = None if bias is None else bias[panel.start : panel.stop], Shard(panel.start, vocab_size)
+        row_partials_(panel.logits, target, out, options, shard, part, panel.width)
+    found, _ = combine(partials, target, options, Shard(0, vocab_size), vocab_size, None)
+    for field, value in zip(stats, found):
+        if field.numel():
+            field.copy_(value)
 
 
 def _sum_hidden_gradient(

@@ -12,7 +12,8 @@ normaliser for that, which is counted on the device; nothing is synchronised. `r
 upstream gradient: it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
-after the first, to accumulate dW. Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and dbias.
+after the first, to accumulate dW. Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and dbias. Where the
+buffer holds few tokens, the first chunk has many more, in the memory that dW will fill (`_weight_gradient_panels`).
 
 Ignored tokens take no elementwise work, but their rows stay in the matmuls: leaving them out takes their count on the
 host, and learning it there would stall the device.
@@ -246,8 +247,9 @@ def linear_cross_entropy(
         temperature: Divides the logits after the soft-cap, more than 0.
         class_weights: `(V,)`, floating, not differentiated.
         outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
-        logits_memory: Bytes for the chunk of logits, 512 MiB by default. More than 8 chunks would take an fp32 sum of
-            the weight gradients; where a bigger buffer is cheaper than that sum, the buffer exceeds this.
+        logits_memory: Bytes for the chunk of logits, 512 MiB by default. Half-precision weight gradients of more than
+            8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where a bigger buffer is cheaper than that
+            sum, the buffer exceeds this.
         expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. Where it
             comes exactly so, the backward does not touch the gradients; otherwise it passes over them once. Not used
             by reduction "none".

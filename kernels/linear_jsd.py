@@ -122,8 +122,9 @@ def linear_jsd(
         vocab_size: Compares only the first so many classes; for heads of one vocabulary with different padding. By
             default both heads must have the same number of rows.
         outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
-        logits_memory: Bytes for the two chunks of logits, 1 GiB by default. More than 8 chunks would take an fp32 sum
-            of the weight gradients; where bigger buffers are cheaper than that sum, they exceed this.
+        logits_memory: Bytes for the two chunks of logits, 1 GiB by default. Half-precision weight gradients of more
+            than 8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where bigger buffers are cheaper than
+            that sum, they exceed this.
         expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. Where it
             comes exactly so, the backward does not touch the gradients; otherwise it passes over them once.
 

@@ -142,8 +142,9 @@ def linear_log_probs(
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
         outputs: Names among "entropy", "top1", "mean_logit" and "sum_squared_probs".
-        logits_memory: Bytes for the chunk of logits, 512 MiB by default. More than 8 chunks would take an fp32 sum of
-            the weight gradients; where a bigger buffer is cheaper than that sum, the buffer exceeds this.
+        logits_memory: Bytes for the chunk of logits, 512 MiB by default. Half-precision weight gradients of more than
+            8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where a bigger buffer is cheaper than that
+            sum, the buffer exceeds this.
         retain_memory: Bytes of logits kept for the backward: 2 * N * V bytes in half precision keep all of them and
             are fastest, 0 keeps none. By default one chunk, whose memory the forward and the backward need anyway.
 

@@ -64,6 +64,8 @@ def quack(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None)
 @provider("linear_cross_entropy", "liger_trainer", logits_memory="2GiB")
 @provider("linear_cross_entropy", "liger_trainer", logits_memory="1GiB")
 @provider("linear_cross_entropy", "liger_trainer", logits_memory="128MiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="64MiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="62MiB")
 @provider("linear_cross_entropy", "liger_trainer")
 def ours(
     hidden: Tensor,

@@ -132,6 +132,7 @@ def sweep_accumulation(tokens: int = 8192, hidden_size: int = 2048, vocab: int =
             for dtype in (torch.bfloat16, torch.float32):
                 with (
                     mock.patch.object(_linear_cross_entropy_chunks, "chunk_rows", return_value=tokens // count),
+                    mock.patch.object(_linear_cross_entropy_chunks, "plan_panels", return_value=None),
                     mock.patch.object(_linear_cross_entropy_chunks, "WeightGradientSum", partial(PlainSum, dtype)),
                 ):
                     (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)

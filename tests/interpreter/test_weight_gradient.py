@@ -49,7 +49,7 @@ def summed(parts, dtype, device):
     total = WeightGradientSum(
         torch.full((vocab_size, hidden_size), float("nan"), dtype=dtype, device=device), len(parts)
     )
-    assert total.exponents is not None
+    assert total.launch is not None
     for left, right in parts:
         total.add(left, right)
     total.finish()
@@ -92,9 +92,9 @@ def test_a_head_that_lies_transposed_in_memory(dtype, vocab_size, device):
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_a_first_chunk_in_panels_gives_the_same_bits(chunks, dtype, device):
     """Panels write only their own rows of dW and of the exponents; the logits' gradient may lie in the rows after."""
-    parts = chunks_of(chunks, 16, 136, 24, dtype, device)
+    parts = chunks_of(chunks, 16, 136, 264, dtype, device)
     whole = summed(parts, dtype, device)
-    total = WeightGradientSum(torch.full((136, 24), float("nan"), dtype=dtype, device=device), chunks)
+    total = WeightGradientSum(torch.full((136, 264), float("nan"), dtype=dtype, device=device), chunks)
     (left, right), *others = parts
     for start, stop in ((0, 8), (8, 72), (72, 136)):
         memory = left.new_empty(16, 64)  # whose rows are longer than the panel
@@ -168,7 +168,7 @@ def test_views_that_are_not_aligned(device):
 
 def test_narrow_hidden_states_take_the_other_way(device):
     total = WeightGradientSum(torch.empty(8, 12, dtype=torch.bfloat16, device=device), 2)
-    assert total.exponents is None
+    assert total.launch is None
 
 
 def test_linear_cross_entropy_rounds_its_weight_gradient_once(device):

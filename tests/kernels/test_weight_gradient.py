@@ -55,7 +55,7 @@ def test_memory_of_the_sum():
     ):
         total = WeightGradientSum(torch.empty(4, 4, dtype=dtype), chunks)
         assert (total.total is total.weight_gradient) == own
-        assert total.exponents is None
+        assert total.launch is None
 
 
 def test_every_chunk_is_added():
@@ -102,7 +102,7 @@ def test_without_gluon_there_is_no_kernel_for_hopper():
 def launches_of(kernel, dtype):
     with mock.patch.object(weight_gradient, "launch_for", return_value=kernel), recorded_launches() as launches:
         total = WeightGradientSum(torch.empty(256, 512, dtype=dtype), 3)
-        assert total.exponents is not None
+        assert total.launch is not None
         for _ in range(3):
             total.add(*chunk(64, 256, 512, dtype))
     assert [(recorded.arguments["ADD"], recorded.arguments["KEEP"]) for recorded in launches] == [
