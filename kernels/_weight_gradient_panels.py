@@ -37,7 +37,7 @@ class PanelPlan(NamedTuple):
     """How the first chunk is cut: its tokens, its panels, and the columns of each but the first."""
 
     tokens: int
-    count: int
+    panels: int
     width: int
 
 
@@ -96,7 +96,7 @@ def _panels(plan: PanelPlan, d_weight: torch.Tensor, buffer: torch.Tensor) -> li
     """The panels of the logits, each in its memory."""
     vocab_size, size = d_weight.shape[0], plan.tokens * plan.width
     panels, start = [], 0
-    for after in range(plan.count - 1, -1, -1):
+    for after in range(plan.panels - 1, -1, -1):
         stop = vocab_size - after * plan.width
         memory = (d_weight[stop:] if after else buffer).view(-1)[:size].view(plan.tokens, plan.width)
         panels.append(_Panel(start, stop, memory[:, : stop - start]))

@@ -12,8 +12,9 @@ normaliser for that, which is counted on the device; nothing is synchronised. `r
 upstream gradient: it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
-after the first, to accumulate dW. Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and dbias. Where the
-buffer holds few tokens, the first chunk has many more, in the memory that dW will fill (`_weight_gradient_panels`).
+after the first, to accumulate dW. Where the buffer holds few tokens, the first chunk has more than these, in the memory
+that dW fills later (`_weight_gradient_panels`). Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and
+dbias.
 
 Ignored tokens take no elementwise work, but their rows stay in the matmuls: leaving them out takes their count on the
 host, and learning it there would stall the device.
