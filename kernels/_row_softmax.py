@@ -15,8 +15,10 @@ With the causal mask, rows belong to square matrices and row i of each ends at c
 counts as -inf, and is written as 0.
 
 Bytes moved for (N, V) numbers of b bytes: 2*N*V*b forward, 3*N*V*b backward, with the mask 1.5 and 2. Saved for
-backward: y. Rows too long for registers are read tile by tile, again and again, mostly from L2: twice for softmax,
-twice and once a step for sparsemax.
+backward: y. A y of half precision is rounded, and dx then differs from that of attention weights which are rounded
+behind an fp32 softmax; `causal_softmax` of half precision saves x and an fp32 log-sum-exp a row instead, from which the
+backward takes y unrounded, for as many bytes moved. Rows too long for registers are read tile by tile, again and again,
+mostly from L2: twice for softmax, twice and once a step for sparsemax.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
 def _row_softmax_backward(dy: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if dx.numel():
-        launch_backward(dy, y.contiguous(), dx, sparse, causal)
+        launch_backward(dy, y, dx, sparse, causal)
     return dx
 
 
@@ -71,3 +73,50 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, N
 
 row_softmax.register_autograd(_backward, setup_context=_setup_context)
 refuse_second_derivative(_row_softmax_backward, "softmax and sparsemax")
+
+
+@torch.library.custom_op("liger_trainer::causal_softmax", mutates_args=())
+def _causal_softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The causal softmax, contiguous, and the fp32 log-sum-exp of each row."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    lse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if y.numel():
+        launch_forward(x, y, sparse=False, causal=True, lse=lse)
+    return y, lse
+
+
+@_causal_softmax.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("liger_trainer::causal_softmax_backward", mutates_args=())
+def _causal_softmax_backward(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        launch_backward(dy, x, dx, sparse=False, causal=True, lse=lse)
+    return dx
+
+
+@_causal_softmax_backward.register_fake
+def _(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _setup_causal(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward_of_causal(ctx: Any, dy: torch.Tensor | None, _: None) -> torch.Tensor | None:
+    return None if dy is None else _causal_softmax_backward(dy, *ctx.saved_tensors)
+
+
+_causal_softmax.register_autograd(_backward_of_causal, setup_context=_setup_causal)
+refuse_second_derivative(_causal_softmax_backward, "softmax and sparsemax")
+
+
+def causal_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Causal softmax of square matrices whose gradient is that of the softmax before it was rounded to half."""
+    return row_softmax(x, False, True) if x.dtype == torch.float32 else _causal_softmax(x)[0]

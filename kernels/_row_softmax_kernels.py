@@ -32,6 +32,15 @@ def _load(pointers, columns, inside, ends, reach, CAUSAL: tl.constexpr, other):
 
 
 @triton.jit
+def _load_result(pointers, lse_ptr, lse, columns, inside, ends, reach, CAUSAL: tl.constexpr):
+    """A tile of the result in fp32: as it was stored, or unrounded, from the scores and their log-sum-exp."""
+    if lse_ptr is not None:
+        x = _load(pointers, columns, inside, ends, reach, CAUSAL, float("-inf"))
+        return tl.exp2((x - lse) * 1.4426950408889634)
+    return _load(pointers, columns, inside, ends, reach, CAUSAL, 0.0)
+
+
+@triton.jit
 def _mass_above(z, tau):
     """What lies above the threshold, and 1 where something does."""
     above = tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -59,6 +68,7 @@ def _threshold(z, tau):
 def _forward_kernel(
     x_ptr,
     y_ptr,
+    lse_ptr,  # None where it is not wanted
     x_stride,
     num_rows,
     num_cols,
@@ -81,8 +91,12 @@ def _forward_kernel(
         tau = _threshold(x, tau)
         y, _ = _mass_above(x, tau)
     else:
-        y = tl.exp2((x - tl.max(x, axis=1, keep_dims=True)) * 1.4426950408889634)
-        y *= 1.0 / tl.sum(y, axis=1, keep_dims=True)
+        top = tl.max(x, axis=1, keep_dims=True)
+        y = tl.exp2((x - top) * 1.4426950408889634)
+        mass = tl.sum(y, axis=1, keep_dims=True)
+        y *= 1.0 / mass
+        if lse_ptr is not None:
+            tl.store(lse_ptr + rows, top + tl.log(mass), mask=rows < num_rows)
     if CAUSAL:
         y = tl.where(columns < ends, y, 0.0)
     tl.store(y_ptr + rows * num_cols + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -92,8 +106,10 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr,
     y_ptr,
+    lse_ptr,
     dx_ptr,
     dy_stride,
+    y_stride,
     num_rows,
     num_cols,
     SPARSE: tl.constexpr,
@@ -105,7 +121,10 @@ def _backward_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (columns < num_cols)
     ends, reach = _row_ends(rows, num_cols, CAUSAL)
-    y = _load(y_ptr + rows * num_cols + columns, columns, inside, ends, reach, CAUSAL, 0.0)
+    lse = 0.0
+    if lse_ptr is not None:
+        lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=0.0)
+    y = _load_result(y_ptr + rows * y_stride + columns, lse_ptr, lse, columns, inside, ends, reach, CAUSAL)
     dy = _load(dy_ptr + rows * dy_stride + columns, columns, inside, ends, reach, CAUSAL, 0.0)
     if SPARSE:
         dx = _in_support(y, dy)
@@ -124,7 +143,7 @@ def _in_support(y, value):
 
 @triton.jit
 def _long_forward_kernel(
-    x_ptr, y_ptr, x_stride, num_cols, SPARSE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, y_ptr, lse_ptr, x_stride, num_cols, SPARSE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     LOWEST: tl.constexpr = -3.0e38  # finite, so that differences of running maxima are never inf - inf
@@ -172,7 +191,10 @@ def _long_forward_kernel(
             sums = tl.where(x > peaks, sums * decay + 1.0, sums + decay)
             peaks = tl.where(x > peaks, x, peaks)
         top = tl.max(peaks, axis=0)
-        scale = 1.0 / tl.sum(sums * tl.exp2((peaks - top) * LOG2E), axis=0)
+        mass = tl.sum(sums * tl.exp2((peaks - top) * LOG2E), axis=0)
+        scale = 1.0 / mass
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, top + tl.log(mass))
 
     for tile in tl.range(0, tiles):  # backwards: the last tiles are still in cache
         columns = (tiles - 1 - tile) * BLOCK + lanes
@@ -187,12 +209,24 @@ def _long_forward_kernel(
 
 @triton.jit
 def _long_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr, dy_stride, num_cols, SPARSE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr,
+    y_ptr,
+    lse_ptr,
+    dx_ptr,
+    dy_stride,
+    y_stride,
+    num_cols,
+    SPARSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
-    y_ptr += row * num_cols
+    y_ptr += row * y_stride
     dx_ptr += row * num_cols
+    lse = 0.0
+    if lse_ptr is not None:
+        lse = tl.load(lse_ptr + row)
     lanes = tl.arange(0, BLOCK)
     ends, reach = _row_ends(row, num_cols, CAUSAL)
     tiles = tl.cdiv(ends, BLOCK).to(tl.int32)
@@ -200,7 +234,7 @@ def _long_backward_kernel(
     weights = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, tiles * BLOCK, BLOCK):
         columns = start + lanes
-        y = _load(y_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        y = _load_result(y_ptr + columns, lse_ptr, lse, columns, columns < num_cols, ends, reach, CAUSAL)
         dy = _load(dy_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
         if SPARSE:
             products += _in_support(y, dy)
@@ -212,7 +246,7 @@ def _long_backward_kernel(
         mean /= tl.sum(weights, axis=0)
     for tile in tl.range(0, tiles):  # backwards: the last tiles are still in cache
         columns = (tiles - 1 - tile) * BLOCK + lanes
-        y = _load(y_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
+        y = _load_result(y_ptr + columns, lse_ptr, lse, columns, columns < num_cols, ends, reach, CAUSAL)
         dy = _load(dy_ptr + columns, columns, columns < num_cols, ends, reach, CAUSAL, 0.0)
         dx = _in_support(y, dy - mean) if SPARSE else y * (dy - mean)
         tl.store(dx_ptr + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < num_cols)
@@ -261,19 +295,22 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def launch_forward(x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> None:
-    """Writes the (sparse, causal) softmax of the rows of `x` to the contiguous `y`."""
+def launch_forward(
+    x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool, lse: torch.Tensor | None = None
+) -> None:
+    """Writes the (sparse, causal) softmax of the rows of `x` to the contiguous `y`, and their log-sum-exp to `lse`."""
     rows = _rows(x)
     num_rows, num_cols = rows.shape
     config = _config(num_cols, 64 if sparse else 32, x.device)
     options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
     with on_device(x):
         if num_cols > MAX_IN_REGISTERS:
-            _long_forward_kernel[(num_rows,)](rows, y, rows.stride(0), num_cols, **options)
+            _long_forward_kernel[(num_rows,)](rows, y, lse, rows.stride(0), num_cols, **options)
         else:
             _forward_kernel[(cdiv(num_rows, config.rows),)](
                 rows,
                 y,
+                lse,
                 rows.stride(0),
                 num_rows,
                 num_cols,
@@ -283,16 +320,25 @@ def launch_forward(x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool)
             )
 
 
-def launch_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sparse: bool, causal: bool) -> None:
-    """Writes the gradient of the rows to the contiguous `dx`; `y` is the contiguous result of the forward."""
-    rows = _rows(dy)
+def launch_backward(
+    dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sparse: bool, causal: bool, lse: torch.Tensor | None = None
+) -> None:
+    """Writes the gradient of the rows to the contiguous `dx`.
+
+    `y` is the result of the forward, or with the `lse` that it wrote the scores.
+    """
+    rows, results = _rows(dy), _rows(y)
     num_rows, num_cols = rows.shape
     config = _config(num_cols, 32, dy.device)
     options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
     with on_device(dy):
         if num_cols > MAX_IN_REGISTERS:
-            _long_backward_kernel[(num_rows,)](rows, y, dx, rows.stride(0), num_cols, **options)
+            _long_backward_kernel[(num_rows,)](
+                rows, results, lse, dx, rows.stride(0), results.stride(0), num_cols, **options
+            )
         else:
             _backward_kernel[(cdiv(num_rows, config.rows),)](
-                rows, y, dx, rows.stride(0), num_rows, num_cols, ROWS=config.rows, **options
+                *(rows, results, lse, dx, rows.stride(0), results.stride(0), num_rows, num_cols),
+                ROWS=config.rows,
+                **options,
             )

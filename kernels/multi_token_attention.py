@@ -5,7 +5,8 @@
 The mask is part of the softmax's (or sparsemax's) kernel: what lies above the diagonal is neither read nor masked in a
 pass of its own, and its gradient is written as 0. Bytes moved by that kernel, `_row_softmax`, for n scores of b bytes:
 1.5*n*b forward, 2*n*b backward. The convolution is torch's (cuDNN), and the zeros are written over its result. Saved
-for backward: the attention weights and the convolution's weight.
+for backward: the attention weights and the convolution's weight; in half precision also the scores, from which the
+softmax's backward takes the weights unrounded, as it does behind ``softmax(scores, dtype=torch.float32)``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels._row_softmax import row_softmax
+from liger_trainer.kernels._row_softmax import causal_softmax, row_softmax
 from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.kernels.sparsemax import sparsemax_reference
 
@@ -53,14 +54,19 @@ def multi_token_attention(
             f"`scores` has shape {tuple(scores.shape)} and dtype {scores.dtype}; give floats of "
             "(batch, heads, length, length), with or without the batch."
         )
-    probabilities = row_softmax(scores, sparse, True) if use_triton(scores) else _causal_reference(scores, sparse)
+    if not use_triton(scores):
+        probabilities = _causal_reference(scores, sparse)
+    else:
+        probabilities = row_softmax(scores, True, True) if sparse else causal_softmax(scores)
     return F.conv2d(probabilities, weight, bias, stride, padding, dilation, groups).tril_()
 
 
 def _causal_reference(scores: torch.Tensor, sparse: bool) -> torch.Tensor:
     above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(above, float("-inf"))
-    return sparsemax_reference(masked) if sparse else torch.softmax(masked, dim=-1)
+    if sparse:
+        return sparsemax_reference(masked)
+    return torch.softmax(masked, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
 
 
 def multi_token_attention_reference(

@@ -2,10 +2,11 @@
 
 The forward runs the MLP tile by tile and keeps its input alone. The backward runs each tile again, takes the gradients
 of that tile, and hands on the gradient of the input and one sum for every parameter: hooks of DDP and FSDP on a
-parameter see one gradient, as they do without tiles. Sums of half-precision gradients are kept in fp32.
+parameter see one gradient, as they do without tiles. Sums of half-precision gradients are kept in fp32, and linear
+layers add to them without a gradient of the tile in between (`_summed_linear`).
 
-Cost: one more forward of the MLP (8 instead of 6 products of weights and tokens a step). Memory: the intermediates of
-one tile, and in the backward the summed gradients.
+Cost: one more forward of the MLP, but for a last layer that is linear (11 instead of 9 products of weights and tokens
+for a gated MLP). Memory: the intermediates of one tile, and in the backward the summed gradients.
 
 Inside a layer that is checkpointed as a whole the MLP would run a third time, to no use: the tiles' backward needs
 their input alone. So the input is saved by a node of its own, in front of the tiles. A non-reentrant checkpoint stops
@@ -16,6 +17,7 @@ residual addition does not; a norm behind the MLP does). A reentrant checkpoint 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +28,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._summed_linear import GradientSum, ResultOfLinear, SummingLinears
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
 
@@ -42,16 +45,21 @@ class _Call(nn.Module):
         self.module = module
         self.__dict__["mlp_forward"] = mlp_forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp_forward(self.module, x)
-
-    def with_parameters(self, parameters: dict[str, torch.Tensor], tile: torch.Tensor) -> torch.Tensor:
-        """The result for one tile, with other tensors in the places of the module's parameters."""
-        y = functional_call(self, {f"module.{name}": value for name, value in parameters.items()}, (tile,))
-        if not isinstance(y, torch.Tensor) or y.shape[:-1] != tile.shape[:-1]:
+    def forward(self, x: torch.Tensor, finish: Callable[[torch.Tensor], Any]) -> Any:
+        y = self.mlp_forward(self.module, x)
+        if not isinstance(y, torch.Tensor) or y.shape[:-1] != x.shape[:-1]:
             shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-            raise ValueError(f"`mlp_forward` made {shape} of {tuple(tile.shape)}; it must give one vector a token.")
-        return y
+            raise ValueError(f"`mlp_forward` made {shape} of {tuple(x.shape)}; it must give one vector a token.")
+        return finish(y)
+
+    def with_parameters(
+        self,
+        parameters: dict[str, torch.Tensor],
+        tile: torch.Tensor,
+        finish: Callable[[torch.Tensor], Any] = lambda y: y,
+    ) -> Any:
+        """`finish` of the result for one tile, with other tensors in the places of the module's parameters."""
+        return functional_call(self, {f"module.{name}": value for name, value in parameters.items()}, (tile, finish))
 
 
 def _tiles(x: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
@@ -132,7 +140,16 @@ class _Tiled(torch.autograd.Function):
         ctx.state = _State(x.device, preserve_rng_state)
         # Detached, as autocast caches what it makes of a leaf that requires gradients, here without a graph.
         values = {name: parameter.detach() for name, parameter in zip(names, parameters)}
-        return _forward_in_tiles(lambda tile: call.with_parameters(values, tile), x, length)
+        ctx.unread = []
+
+        def forward(tile: torch.Tensor) -> torch.Tensor:
+            result = ResultOfLinear()
+            with result.watching(call.module):
+                y = call.with_parameters(values, tile)
+            ctx.unread.append(result.call_of(y))
+            return y
+
+        return _forward_in_tiles(forward, x, length)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -146,14 +163,18 @@ class _Tiled(torch.autograd.Function):
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         values = dict(zip(ctx.names, leaves))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.need_x else None
-        sums = [_Sum() for _ in leaves]
+        sums = [GradientSum(leaf.detach(), several=x.shape[:-1].numel() > ctx.length) for leaf in leaves]
         start = 0
         with ctx.state.restored():
-            for tile, dy_tile in zip(_tiles(x.detach(), ctx.length), _tiles(dy, ctx.length)):
+            for tile, dy_tile, unread in zip(_tiles(x.detach(), ctx.length), _tiles(dy, ctx.length), ctx.unread):
                 inputs = [tile.detach().requires_grad_(), *leaves][0 if ctx.need_x else 1 :]
-                with torch.enable_grad():
-                    y = ctx.call.with_parameters(values, inputs[0] if ctx.need_x else tile)
-                found = list(torch.autograd.grad(y, inputs, dy_tile, allow_unused=True))
+                gradients_of = functools.partial(
+                    torch.autograd.grad, inputs=inputs, grad_outputs=dy_tile, allow_unused=True
+                )
+                linears = SummingLinears({id(leaf): total for leaf, total in zip(leaves, sums)}, unread)
+                # The gradients are taken inside, so that a checkpoint in the MLP runs again what it ran.
+                with torch.enable_grad(), linears.within(ctx.call.module):
+                    found = list(ctx.call.with_parameters(values, inputs[0] if ctx.need_x else tile, gradients_of))
                 if dx is not None:
                     dtile = found.pop(0)
                     rows = dx.view(-1, dx.shape[-1]).narrow(0, start, tile.shape[-2])
@@ -161,30 +182,7 @@ class _Tiled(torch.autograd.Function):
                 start += tile.shape[-2]
                 for total, gradient in zip(sums, found):
                     total.add(gradient)
-        return dx, None, None, None, None, None, None, *(total.value() for total in sums)
-
-
-class _Sum:
-    """A sum of gradients: in fp32 where they are narrower, rounded once at the end."""
-
-    def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
-        self._dtype: torch.dtype | None = None
-        self._is_ours = False
-
-    def add(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            return
-        if self._total is None:
-            self._total, self._dtype = gradient, gradient.dtype
-        elif self._is_ours:
-            self._total += gradient
-        else:  # not in place: what autograd returned may be shared
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self._total, self._is_ours = self._total.to(wide) + gradient, True
-
-    def value(self) -> torch.Tensor | None:
-        return None if self._total is None else self._total.to(self._dtype)
+        return dx, None, None, None, None, None, None, *(total.take() for total in sums)
 
 
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:

@@ -48,12 +48,19 @@ def eager(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     return checkpoint(mlp, hidden, gate_weight, up_weight, down_weight, use_reentrant=False)
 
 
+def linear(weight: Tensor) -> torch.nn.Linear:
+    """The layer of `weight`."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    return layer
+
+
 class MLP(torch.nn.Module):
-    """The weights as a module, which the tiled versions of libraries take."""
+    """The weights as a model's module, which the tiled versions of libraries take."""
 
     def __init__(self, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
         super().__init__()
-        self.gate_weight, self.up_weight, self.down_weight = gate_weight, up_weight, down_weight
+        self.gate_proj, self.up_proj, self.down_proj = map(linear, (gate_weight, up_weight, down_weight))
 
 
 @provider("tiled_mlp", "liger-kernel")
@@ -62,7 +69,7 @@ def liger(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     from liger_kernel.transformers.functional import liger_swiglu
 
     def tile(mlp: Any, x: Tensor) -> Tensor:
-        return F.linear(liger_swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
+        return mlp.down_proj(liger_swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
     return apply_tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden)
 
@@ -72,6 +79,6 @@ def ours(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     from liger_trainer.functional import swiglu, tiled_mlp
 
     def tile(mlp: Any, x: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x, mlp.gate_weight), F.linear(x, mlp.up_weight)), mlp.down_weight)
+        return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
     return tiled_mlp(tile, MLP(gate_weight, up_weight, down_weight), hidden, preserve_rng_state=False)

@@ -192,6 +192,13 @@ def test_opcheck(sparse, causal, device):
     opcheck(operators._row_softmax_backward, (x.detach().mT, y, sparse, causal))
 
 
+def test_opcheck_of_causal_softmax(device):
+    x = torch.randn(2, 5, 5, device=device, dtype=torch.bfloat16)
+    opcheck(operators._causal_softmax, (x.mT.requires_grad_(),))
+    y, lse = operators._causal_softmax(x.detach())
+    opcheck(operators._causal_softmax_backward, (y.mT, x.detach(), lse))
+
+
 def test_compiles_fullgraph(device):
     torch.compiler.reset()
 
@@ -259,6 +266,36 @@ def test_multi_token_attention(sparse, options, device):
     assert all(map(torch.equal, gradients, torch.autograd.grad(ours, leaves, dy)))
     frozen = multi_token_attention(scores, weight.detach(), sparse=sparse, **options)
     torch.testing.assert_close(torch.autograd.grad(frozen, scores, dy)[0], gradients[0])
+
+
+@pytest.mark.usefixtures("_both_kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_causal_softmax_has_the_gradient_of_the_unrounded_softmax(dtype, device):
+    above = torch.ones(37, 37, dtype=torch.bool, device=device).triu(1)
+    scores, dy = (torch.randn(2, 37, 37, device=device).to(dtype).masked_fill(above, NAN) for _ in range(2))
+    scores = torch.stack([scores, scores], dim=-2)[..., 0, :]  # rows that lie apart
+    leaf = scores.detach().requires_grad_()
+    y = operators.causal_softmax(leaf)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    exact = value_and_gradient(
+        softmax_reference, scores.double().masked_fill(above, -INF), dy.double().masked_fill(above, 0.0)
+    )
+    for ours, right in zip((y, dx), exact):
+        assert ours.dtype == dtype
+        assert not ours[:, above].any()
+        rounding = (right.to(dtype) - right).norm()  # one, at the end
+        assert (ours - right).norm() <= 1.02 * rounding + 1e-6 * right.norm()
+
+
+@pytest.mark.usefixtures("_both_kernels")
+def test_rows_of_causal_softmax_without_an_answer_are_nan(device):
+    scores = torch.zeros(1, 4, 4, device=device, dtype=torch.bfloat16)
+    scores[0, 1, 0], scores[0, 2, :3], scores[0, 3, 2] = NAN, -INF, INF
+    leaf = scores.requires_grad_()
+    y = operators.causal_softmax(leaf)
+    (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    for rows in (y, dx):
+        assert rows.isnan().any(-1).tolist() == [[False, True, True, True]]
 
 
 def test_multi_token_attention_second_derivative_is_refused(device):

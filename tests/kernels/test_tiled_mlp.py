@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.swiglu import swiglu
@@ -112,24 +116,127 @@ def test_only_x_and_the_weights_are_saved():
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in (x, *mlp.parameters())]
 
 
-def test_sums_of_bfloat16_gradients_do_not_drift():
-    """Over 64 tiles: each tile's gradient is rounded, and their sum once more, but not after every addition."""
-    mlp, x = MLP().bfloat16(), torch.randn(512, HIDDEN).bfloat16().requires_grad_()
-    truth = MLP().double()
+@pytest.mark.parametrize("num_tiles", [2, 8, 64, 512])
+def test_bfloat16_gradients_of_any_number_of_tiles_are_as_exact_as_those_of_the_mlp_in_one_piece(num_tiles):
+    """No gradient of a tile is rounded, only the sums."""
+    mlp, x = MLP(bias=True).bfloat16(), torch.randn(2048, HIDDEN).bfloat16().requires_grad_()
+    truth = MLP(bias=True).double()
     truth.load_state_dict({name: value.double() for name, value in mlp.state_dict().items()})
+    exact = gradients(MLP.forward, truth, x.detach().double().requires_grad_())
+    both = gradients(in_tiles(num_tiles), mlp, x), gradients(MLP.forward, mlp, x)
+    for ours, eager, right in zip(*both, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - right).norm() <= 1.1 * (eager - right).norm()
 
-    def weights(gradients):
-        return torch.cat([gradient.double().flatten() for gradient in gradients[2:]])
 
-    exact = weights(gradients(MLP.forward, truth, x.detach().double().requires_grad_()))
-    eager = (weights(gradients(MLP.forward, mlp, x)) - exact).norm()
-    ours = gradients(in_tiles(64), mlp, x)
-    assert {gradient.dtype for gradient in ours} == {torch.bfloat16}
-    assert (weights(ours) - exact).norm() <= 1.25 * eager
-    mlp.zero_grad()
-    for tile, dy in zip(x.split(8), torch.linspace(-1, 1, x.numel()).bfloat16().view_as(x).split(8)):
-        mlp(tile).backward(dy)
-    assert (weights([x, x, *(p.grad for p in mlp.parameters())]) - exact).norm() > 2 * eager
+class Products(TorchDispatchMode):
+    """Multiplications in matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = args[-2:]
+            self.count += left.numel() * right.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_backward_computes_what_a_checkpoint_computes():
+    """The result of the last layer is not computed again."""
+    mlp, x = MLP(bias=True), torch.randn(8, HIDDEN, requires_grad=True)
+
+    def work(function):
+        y = function(mlp, x)
+        with Products() as products:
+            y.sum().backward()
+        return products.count
+
+    assert work(in_tiles(4)) == work(lambda mlp, x: checkpoint(mlp, x, use_reentrant=False)) > 0
+
+
+def _checkpointed(mlp, x):
+    inner = checkpoint(lambda x: swiglu(mlp.gate_proj(x), mlp.up_proj(x)), x, use_reentrant=False)
+    return mlp.down_proj(inner)
+
+
+def _result_in_other_places(mlp, x):
+    y = mlp.down_proj(mlp.gate_proj(x).relu_())
+    y.mul_(y.detach().sigmoid())
+    return y
+
+
+def _sometimes_the_result_itself(mlp, x):
+    y = mlp.down_proj(mlp.up_proj(x).sin())
+    return y * y.sigmoid() if x.sum() > 0 else y
+
+
+FORWARDS = {
+    "checkpoint inside": _checkpointed,
+    "written in place": _result_in_other_places,
+    "another result for some tiles": _sometimes_the_result_itself,
+    "weights in other functions": lambda mlp, x: torch.sin(x @ mlp.gate_proj.weight.T + mlp.gate_proj(x)),
+    "a layer twice": lambda mlp, x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.gate_proj(x.sin()))),
+    "a result that is not used": lambda mlp, x: (mlp.down_proj(mlp.up_proj(x)), mlp.gate_proj(x))[0],
+    "part of a result": lambda mlp, x: mlp.down_proj(mlp.up_proj(x).relu())[..., :4],
+    "compiled": torch.compile(MLP.forward, backend="aot_eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_whatever_a_module_does_with_its_layers(forward, autocast):
+    torch.compiler.reset()
+    mlp, x = MLP(bias=True), torch.randn(20, 25, HIDDEN)
+    eager = MLP.forward if forward is FORWARDS["compiled"] else forward
+
+    def results(function, autocast=False):
+        dtype = torch.float32 if autocast else torch.float64
+        module, leaf = copy.deepcopy(mlp).to(dtype), x.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = function(module, leaf)
+        dy = torch.linspace(-1, 1, y.numel()).to(y).view_as(y)
+        return [y, *torch.autograd.grad(y, [leaf, *module.parameters()], dy, allow_unused=True)]
+
+    eagers, exact = results(partial(_by_tile, eager), autocast), results(partial(_by_tile, eager))
+    for _ in range(5):  # compiled code is compiled once
+        ours = results(partial(tiled_mlp, forward, num_tiles=7), autocast)
+        for mine, theirs, right in zip(ours, eagers, exact, strict=True):
+            assert (mine is None) == (right is None)
+            if mine is not None:
+                assert mine.dtype == theirs.dtype
+                assert (mine - right).norm() <= 1.1 * (theirs - right).norm() + 1e-12 * right.norm()
+
+
+def _by_tile(forward, mlp, x):
+    """What the tiles are together; some modules look at all of their tokens."""
+    y = torch.cat([forward(mlp, tile) for tile in x.view(1, -1, HIDDEN).split(72, dim=1)], dim=1)
+    return y.view(*x.shape[:-1], -1)
+
+
+def test_a_hook_of_a_layer_sees_its_results():
+    mlp, x, seen = MLP(), torch.randn(9, HIDDEN, requires_grad=True), []
+    mlp.down_proj.register_forward_hook(lambda layer, inputs, y: seen.append(y.detach()))
+    y = tiled_mlp(MLP.forward, mlp, x, 3)
+    y.sum().backward()
+    torch.testing.assert_close(torch.cat(seen), torch.cat([y, y]).detach())
+
+
+def test_layers_are_what_they_were_after_an_error():
+    mlp, x, calls = MLP(), torch.randn(9, HIDDEN, requires_grad=True), []
+
+    def forward(module, tile):
+        calls.append(tile)
+        if len(calls) > 4:
+            raise KeyError("in the backward")
+        return module(tile)
+
+    y = tiled_mlp(forward, mlp, x, 3)
+    with pytest.raises(KeyError, match="in the backward"):
+        y.sum().backward()
+    assert {type(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)} == {nn.Linear}
+    torch.testing.assert_close(mlp(x), y)
 
 
 def test_hooks_of_a_parameter_see_one_gradient():
