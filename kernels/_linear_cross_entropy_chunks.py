@@ -1,14 +1,13 @@
-"""The chunk loop of `linear_cross_entropy`: how many tokens a chunk holds, its matmuls, and how dW is summed."""
+"""The row step of `linear_cross_entropy` in the chunk loop of a head."""
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
+from liger_trainer.kernels._head_chunks import Needs, chunk_rows, run_head_chunks
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu
-from liger_trainer.kernels._weight_gradient import WeightGradientSum
 
 
 def run_chunks(
@@ -25,34 +24,16 @@ def run_chunks(
     recompute: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fills `stats`, or with `recompute` reads them, and returns dX, dW and dbias, empty where not needed."""
-    tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    check_labels_on_cpu(target, vocab_size, options.ignore_index)
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
-    if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
-    rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
-    width = round_up(vocab_size, COLUMN_MULTIPLE)
-    buffer = hidden.new_empty(rows, width)
-    weight_sum = WeightGradientSum(d_weight, -(-tokens // rows)) if needs.weight else None
-    bias_total = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
-    for start in range(0, tokens, rows):
-        stop = min(start + rows, tokens)
-        part, labels, part_stats = hidden[start:stop], target[start:stop], stats.rows(start, stop)
-        logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])
+    check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
+
+    def step(logits: torch.Tensor, start: int, stop: int) -> None:
+        labels, part, width = target[start:stop], stats.rows(start, stop), logits.stride(0)
         upstream = coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
         if recompute:
             assert upstream is not None
-            row_gradient_(logits, labels, part_stats, options, upstream, bias, class_weights, width=width)
+            row_gradient_(logits, labels, part, options, upstream, bias, class_weights, width=width)
         else:
-            row_statistics_(logits, labels, part_stats, options, bias, class_weights, upstream, width)
-        if needs.hidden:
-            torch.mm(logits, weight, out=d_hidden[start:stop])
-        if weight_sum is not None:
-            weight_sum.add(logits, part)
-        if needs.bias:
-            bias_total += logits.sum(0, dtype=bias_total.dtype)
-        del logits
-    del buffer
-    if weight_sum is not None:
-        weight_sum.finish()
-    return d_hidden, d_weight, d_bias.copy_(bias_total)
+            row_statistics_(logits, labels, part, options, bias, class_weights, upstream, width)
+
+    rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
+    return run_head_chunks(hidden, weight, bias, rows, needs, step)
