@@ -38,7 +38,7 @@ def chunk_rows(
     """
     tokens, hidden_size = hidden.shape
     rows = max(1, logits_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * hidden.element_size()))
-    if rows >= ROW_MULTIPLE:
+    if rows >= ROW_MULTIPLE and unit <= ROW_MULTIPLE:
         rows -= rows % ROW_MULTIPLE
     if weight_gradient and hidden.element_size() == 2:
         few = -(-tokens // MAX_HALF_CHUNKS)

@@ -89,9 +89,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         check_sequences(_input, target, "_input", "target")
         batch, length = target.shape
         if preference_labels is None:
-            raise ValueError(
-                "`preference_labels` is None; give a bool for each completion, True where desirable."
-            )
+            raise ValueError("`preference_labels` is None; give a bool for each completion, True where desirable.")
         check_shape("preference_labels", preference_labels, (batch,))
         check_shape("kl", kl, (batch,), (1,), ())
         check_shape("ref_log_probs", ref_log_probs, (batch, length))
