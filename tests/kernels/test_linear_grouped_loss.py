@@ -210,7 +210,8 @@ def test_half_precision_is_as_exact_as_eager(dtype: torch.dtype, chunks: int) ->
     eager, ours = (torch.autograd.grad(loss, leaves) for loss in results)
     for mine, theirs, exact in zip(ours, eager, truth):
         errors = [float((gradient.double() - exact).norm() / exact.norm()) for gradient in (mine, theirs)]
-        assert errors[0] <= 1.1 * errors[1]
+        chance = torch.finfo(dtype).eps / 2 if exact.dim() == 1 else 0.0  # 20 numbers of the bias, each rounded once
+        assert errors[0] <= max(1.1 * errors[1], chance)
 
 
 def test_fp16_gradients_of_a_mean_over_many_tokens_do_not_vanish() -> None:
