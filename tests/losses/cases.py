@@ -70,6 +70,6 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0, completions: i
     return Batch(*(tensor.requires_grad_() for tensor in policy), target, *reference)
 
 
-def gradients(loss: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Of the leaves, for an upstream gradient that is not the expected one."""
-    return list(torch.autograd.grad(loss * 1.5, [leaf for leaf in batch.leaves if leaf.requires_grad]))
+def gradients(loss: torch.Tensor, batch: Batch, upstream: float = 1.5) -> list[torch.Tensor]:
+    """Of the leaves, by default for an upstream gradient that is not the expected one."""
+    return list(torch.autograd.grad(loss * upstream, [leaf for leaf in batch.leaves if leaf.requires_grad]))
