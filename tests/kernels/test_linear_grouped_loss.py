@@ -173,9 +173,19 @@ def test_backward_protocol() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_activation_checkpointing(reentrant: bool) -> None:
     *leaves, target = _case()
-    checkpoint(lambda *leaves: _run(*leaves, target).loss * 2.0, *leaves, use_reentrant=reentrant).backward()
-    expected = torch.autograd.grad(_reference(*leaves, target) * 2.0, leaves)
+    calls = mock.Mock(side_effect=_formula)
+
+    def step(*leaves: torch.Tensor) -> torch.Tensor:
+        memory = GROUP * ROW * 8
+        return linear_grouped_loss(*leaves[:2], target, calls, GROUP, torch.ones(()), leaves[2], logits_memory=memory)[
+            0
+        ]
+
+    checkpoint(step, *leaves, use_reentrant=reentrant).backward()
+    expected = torch.autograd.grad(_reference(*leaves, target), leaves)
     torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
+    # Once more in the backward. The first forward of a reentrant checkpoint wants no gradient and sees all groups.
+    assert calls.call_count == (1 + GROUPS if reentrant else 2 * GROUPS)
 
 
 def test_autocast_changes_nothing() -> None:
