@@ -214,9 +214,12 @@ def _progress(record: TrainingRecord | None, bold: bool) -> str:
     return f"**{text}**" if bold else text
 
 
+_HEADS = ("linear_", "dpo_loss", "fused_grpo_loss")  # how the names of operations over an LM head start
+
+
 def _heads(results: Results, heads: bool) -> list[tuple]:
     known = [group for group in results.cases if group[0] in OPERATIONS]
-    return [group for group in known if group[0].startswith("linear_") is heads]
+    return [group for group in known if group[0].startswith(_HEADS) is heads]
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

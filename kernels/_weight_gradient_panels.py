@@ -51,13 +51,13 @@ class _Panel(NamedTuple):
         return round_up(self.stop - self.start, COLUMN_MULTIPLE)
 
 
-def plan_panels(hidden: torch.Tensor, d_weight: torch.Tensor, rows: int) -> PanelPlan | None:
+def plan_panels(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> PanelPlan | None:
     """The cut of the first chunk where other chunks have `rows` tokens; None where such chunks alone do as well."""
-    (tokens, hidden_size), vocab_size = hidden.shape, d_weight.shape[0]
+    (tokens, hidden_size), vocab_size = hidden.shape, weight.shape[0]
     first = min(tokens, hidden_size)
     if ROW_MULTIPLE <= first < tokens:
         first -= first % ROW_MULTIPLE
-    rows_of_16_bytes = d_weight.is_contiguous() and hidden_size * hidden.element_size() % 16 == 0
+    rows_of_16_bytes = weight.is_contiguous() and hidden_size * hidden.element_size() % 16 == 0
     exact = compute_dtype(hidden) == hidden.dtype or multiplies_into_fp32(hidden.device)
     widest = rows * round_up(vocab_size, COLUMN_MULTIPLE) // first
     cut = _cut(vocab_size, hidden_size, widest, hidden.device) if rows_of_16_bytes and exact else None

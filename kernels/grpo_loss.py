@@ -46,19 +46,24 @@ class GRPOLossOutput:
     log_probs: torch.Tensor
 
 
-def _check(loss_type: str, level: str, reduction: str, delta: float | None, beta: float, has_reference: bool) -> None:
+def check_policy_options(
+    loss_type: str, level: str, delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float
+) -> None:
+    """Raises ValueError for an option that is not allowed or does not fit the loss type."""
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}.")
     if level not in ("token", "sequence"):
         raise ValueError(f"`importance_sampling_level` is {level!r}; it must be 'token' or 'sequence'.")
-    if reduction not in ("mean", "none"):
-        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean' or 'none'.")
     if loss_type not in PPO_TYPES and level == "sequence":
         raise ValueError(f"loss_type={loss_type!r} has no importance_sampling_level='sequence'; use 'token'.")
     if loss_type not in PPO_TYPES and delta is not None:
         raise ValueError(f"loss_type={loss_type!r} does not clip on two sides; leave `delta` at None.")
-    if beta != 0.0 and not has_reference:
-        raise ValueError(f"`beta` is {beta}, which needs `ref_log_probs`; give them, or beta=0.0.")
+    if delta is not None and not delta > 0.0:
+        raise ValueError(f"`delta` is {delta}; it bounds a ratio, so it must be above 0, or None.")
+    if not (sapo_temperature_pos > 0.0 and sapo_temperature_neg > 0.0):
+        raise ValueError(
+            f"SAPO's temperatures are {sapo_temperature_pos}, {sapo_temperature_neg}; both must be above 0."
+        )
 
 
 def _by_sign(condition: torch.Tensor, yes: float, no: float, dtype: torch.dtype) -> torch.Tensor:
@@ -84,25 +89,26 @@ def _gamma_weights(
     return (rate + shape * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _reduce(
-    losses: torch.Tensor,
+def token_weights(
     mask: torch.Tensor,
     loss_type: str,
     max_completion_length: int | None,
     num_items: int | float | torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The loss of a batch from its token losses, which are 0 where masked."""
+    """What the token losses of a batch, `(B, L)` and 0 where masked, are multiplied by in its loss: `(B, 1)` or 0-d."""
+    batch, length = mask.shape
+    one = torch.ones((), dtype=dtype, device=mask.device)
     if loss_type in ("grpo", "sapo"):
-        return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        return one / (mask.sum(-1, keepdim=True).clamp(min=1) * max(batch, 1))
     if loss_type == "luspo":
-        return losses.sum(-1).mean()
+        return one / max(batch, 1)
     if loss_type == "dr_grpo":
-        return losses.sum() / (losses.shape[0] * (max_completion_length or losses.shape[1]))
+        return one / max(batch * (max_completion_length or length), 1)
     if loss_type == "bnpo" or num_items is None:
-        return losses.sum() / mask.sum().clamp(min=1)
-    if isinstance(num_items, torch.Tensor):
-        return losses.sum() / num_items.clamp(min=1)
-    return losses.sum() / max(num_items, 1)
+        return one / mask.sum().clamp(min=1)
+    # A 0-d CPU tensor enters a device operation by value, without a copy that would wait.
+    return one / (num_items.clamp(min=1) if isinstance(num_items, torch.Tensor) else max(num_items, 1))
 
 
 def grpo_loss_from_log_probs(
@@ -162,13 +168,15 @@ def grpo_loss_from_log_probs(
     Raises:
         ValueError: For an option that is not allowed or does not fit the loss type.
     """
-    _check(loss_type, importance_sampling_level, reduction, delta, beta, ref_log_probs is not None)
-    if loss_type == "sapo" and not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
-        raise ValueError(
-            f"SAPO's temperatures are {sapo_temperature_pos}, {sapo_temperature_neg}; both must be above 0."
-        )
+    check_policy_options(loss_type, importance_sampling_level, delta, sapo_temperature_pos, sapo_temperature_neg)
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean' or 'none'.")
+    if beta != 0.0 and ref_log_probs is None:
+        raise ValueError(f"`beta` is {beta}, which needs `ref_log_probs`; give them, or beta=0.0.")
     mask = torch.ones_like(log_probs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).to(log_probs.dtype)
+    if advantages.shape == mask.shape:
+        advantages = torch.where(mask, advantages, 0.0)
     if sampling_ratio is not None:
         sampling_ratio = sampling_ratio.unsqueeze(-1) if sampling_ratio.dim() == 1 else sampling_ratio
         if sampling_ratio.shape == mask.shape:
@@ -209,7 +217,7 @@ def grpo_loss_from_log_probs(
     if reduction == "none":
         return GRPOLossOutput(losses, kl, clipped, log_probs.detach())
     valid = mask.sum().clamp(min=1)
-    loss = _reduce(losses, mask, loss_type, max_completion_length, num_items)
+    loss = (losses * token_weights(mask, loss_type, max_completion_length, num_items, losses.dtype)).sum()
     return GRPOLossOutput(loss, None if kl is None else kl.sum() / valid, clipped.sum() / valid, log_probs.detach())
 
 

@@ -9,7 +9,7 @@ import torch
 from liger_trainer.functional import grpo_loss
 
 
-def _items_per_process(
+def items_per_process(
     num_items_in_batch: int | float | torch.Tensor | None, mask: torch.Tensor | None, tokens: torch.Tensor
 ) -> torch.Tensor | float:
     """The items of the whole batch, by default the valid tokens of all processes, divided by the processes."""
@@ -92,7 +92,7 @@ def triton_grpo_loss(
     """
     items = None
     if reduce and loss_type in ("dapo", "cispo", "vespo"):
-        items = _items_per_process(num_items_in_batch, completion_mask, completion_ids)
+        items = items_per_process(num_items_in_batch, completion_mask, completion_ids)
     result = grpo_loss(
         logits,
         completion_ids,

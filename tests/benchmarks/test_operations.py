@@ -50,7 +50,7 @@ def test_torch_compile_runs():
     assert max(record.errors.values()) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs", "dpo_loss", "fused_grpo_loss"])
 def test_a_frozen_head_gets_no_gradient(name):
     records = run(name, ("torch",))
     assert [record.variant for record in records] == ["", "frozen"]

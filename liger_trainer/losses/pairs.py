@@ -1,0 +1,155 @@
+"""The head under every loss of pairs: batches of chosen and then rejected completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels._linear_grouped_loss import linear_grouped_loss
+from liger_trainer.losses.preference_formulas import Pairs
+from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, completion_log_probs
+
+PairLosses = Callable[[Pairs], torch.Tensor]
+
+
+def by_pair(tensor: torch.Tensor) -> torch.Tensor:
+    """`(2 * pairs, ...)` of all chosen and then all rejected completions as `(pairs, 2, ...)`."""
+    return tensor.unflatten(0, (2, -1)).transpose(0, 1)
+
+
+class PairLoss(nn.Module):
+    """What DPO, ORPO, CPO and SimPO have in common.
+
+    Args:
+        ignore_index: Label of tokens that do not count.
+        beta: The loss's own.
+        alpha: Factor of the negative log-likelihood of the chosen completions.
+        compute_nll_loss: Whether that is part of the loss.
+        average_log_prob: Whether a completion's log-probability is the mean over its tokens, not the sum.
+        logits_memory: Bytes of logits at a time.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int,
+        beta: float,
+        alpha: float,
+        compute_nll_loss: bool,
+        average_log_prob: bool,
+        logits_memory: int = LOGITS_MEMORY,
+    ) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.beta = beta
+        self.alpha = alpha
+        self.compute_nll_loss = compute_nll_loss
+        self.average_log_prob = average_log_prob
+        self.logits_memory = logits_memory
+
+    def _loss(
+        self,
+        losses: PairLosses,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None,
+        nll_target: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
+        couples_pairs: bool = False,
+    ) -> tuple[torch.Tensor, Pairs, tuple[torch.Tensor, ...]]:
+        """The loss, the pairs without gradient, and the first five of the outputs that Liger returns beside the loss.
+
+        Args:
+            losses: The loss of each pair, whose mean is taken.
+            hidden: `(2 * pairs, T, H)`.
+            weight: `(V, H)`.
+            target: `(2 * pairs, T)`.
+            bias: `(V,)`.
+            nll_target: `(2 * pairs, T)`, as described for ORPO.
+            reference: `(2 * pairs, T)` log-probabilities.
+            couples_pairs: Whether `losses` must see all pairs at once.
+        """
+        check_pairs(hidden, target, nll_target)
+        mask = by_pair(target != self.ignore_index)
+        pairs, _, length = mask.shape
+        labels, nll_mask = by_pair(target), mask[:, 0]
+        if nll_target is not None:
+            labels, nll_mask = self._with_nll_labels(labels, by_pair(nll_target)[:, 0])
+        nll_tokens = nll_mask.sum().clamp(min=1)
+        ref = torch.zeros((), device=hidden.device).expand(pairs, 2)
+        if reference is not None:
+            ref = completion_log_probs(by_pair(reference), mask, self.average_log_prob)
+        lengths = torch.ones_like(mask[..., 0]) if self.average_log_prob else mask.sum(-1).clamp(min=1)
+
+        def pairs_of(log_probs: torch.Tensor, some: slice) -> Pairs:
+            policy = completion_log_probs(log_probs, mask[some], self.average_log_prob)
+            return Pairs(*policy.unbind(-1), *ref[some].unbind(-1), *lengths[some].unbind(-1))
+
+        def nll_of(log_probs: torch.Tensor, some: slice) -> torch.Tensor:
+            return -torch.where(nll_mask[some], log_probs[:, 0], 0.0).sum() / nll_tokens
+
+        def formula(log_probs: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            log_probs, some = log_probs.view(-1, 2, length), slice(start // (2 * length), stop // (2 * length))
+            loss = losses(pairs_of(log_probs, some)).sum() / pairs
+            return loss + self.alpha * nll_of(log_probs, some) if self.compute_nll_loss else loss
+
+        result = linear_grouped_loss(
+            by_pair(hidden).reshape(-1, hidden.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            formula,
+            group=2 * length * (pairs if couples_pairs else 1),
+            normalizer=(mask.sum() if self.average_log_prob else mask.new_ones((), dtype=torch.float32) * pairs),
+            bias=bias,
+            ignore_index=self.ignore_index,
+            mean_logit=True,
+            logits_memory=self.logits_memory,
+        )
+        assert result.mean_logit is not None
+        with torch.no_grad():
+            log_probs, everything = result.log_probs.view(pairs, 2, length), slice(None)
+            seen = pairs_of(log_probs, everything)
+            mean_logit = torch.where(mask, result.mean_logit.view(mask.shape), 0.0).sum((0, 2))
+            mean_logit = mean_logit / mask.sum((0, 2)).clamp(min=1)
+            nll = nll_of(log_probs, everything) if self.compute_nll_loss else torch.zeros_like(result.loss)
+        return result.loss, seen, (seen.chosen, seen.rejected, *mean_logit.unbind(), nll)
+
+    def _with_nll_labels(self, labels: torch.Tensor, nll_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(pairs, 2, T)` labels with the chosen completion's further ones, and where those of `nll_labels` count.
+
+        Where both have a label it must be the same one, so that a single log-probability serves both. It is an error
+        on the CPU where it is not; on an accelerator, as for other wrong labels, the loss is NaN.
+        """
+        chosen, counts = labels[:, 0], nll_labels != self.ignore_index
+        contradicts = counts & (chosen != self.ignore_index) & (chosen != nll_labels)
+        if contradicts.device.type == "cpu" and bool(contradicts.any()):
+            raise ValueError(
+                f"`nll_target` and `target` hold different labels for {int(contradicts.sum())} tokens of chosen "
+                "completions; where both count they must be equal, and elsewhere one of them `ignore_index`."
+            )
+        wrong = -1 if self.ignore_index != -1 else -2
+        chosen = torch.where(counts, nll_labels, chosen).masked_fill(contradicts, wrong)
+        return torch.stack([chosen, labels[:, 1]], 1), counts
+
+    def _rewards(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
+
+
+def check_pairs(hidden: torch.Tensor, target: torch.Tensor, nll_target: Any = None) -> None:
+    """Raises ValueError unless there are as many chosen as rejected completions, and labels for them."""
+    check_sequences(hidden, target, "_input", "target")
+    if len(target) % 2:
+        raise ValueError(
+            f"`target` has {len(target)} completions; a batch of pairs holds all chosen completions and then, in the "
+            "same order, all rejected ones, so their number must be even."
+        )
+    check_shape("nll_target", nll_target, tuple(target.shape))
+
+
+def check_label_smoothing(label_smoothing: float) -> None:
+    """Raises ValueError outside [0, 1]."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"`label_smoothing` is {label_smoothing}; it must lie in [0, 1].")
