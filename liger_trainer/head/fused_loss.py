@@ -1,17 +1,21 @@
-"""`F.cross_entropy` of deferred logits."""
+"""Losses and log-probabilities of deferred logits."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.log_probs import LogProbsOutput
 
 
 def deferred_cross_entropy(
@@ -55,22 +59,25 @@ def deferred_cross_entropy(
     )
     if not is_ours:
         return NotImplemented
+    # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
+    dtype = torch.float32 if torch.is_autocast_enabled(input.recorded.hidden.device.type) else input.meta.dtype
+    if isinstance(input.recorded.call, ModuleCall):
+        return chunked_cross_entropy(input, target, ignore_index, reduction, label_smoothing, weight).to(dtype)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "class_weights": weight,
     }
-    # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
-    autocast = torch.is_autocast_enabled(input.recorded.hidden.device.type)
-    return head_loss(input, target, **options).to(torch.float32 if autocast else input.meta.dtype)
+    return head_loss(input, target, **options).to(dtype)
 
 
 def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
     """The loss of deferred `logits` by the kernels: fused with the head, or on logits built for it alone.
 
     Args:
-        logits: `(..., V)`, deferred; what was recorded is a soft-cap and a scale (`fused_form` is not None).
+        logits: `(..., V)`, deferred, of a plain linear; what was recorded is a soft-cap and a scale (`fused_form` is
+            not None).
         target: `(...)` class ids.
         options: Of the kernels; soft-cap, scale, memory and the expected gradient are added here.
 
@@ -99,3 +106,42 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
     call.has_loss = call.has_loss or loss.requires_grad
     loss = through_owner(call.head, loss)
     return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss
+
+
+def head_log_probs(
+    logits: Any,
+    target: torch.Tensor,
+    outputs: Sequence[str],
+    temperature: float = 1.0,
+    retain_memory: int | None = None,
+    ignore_index: int = -100,
+) -> LogProbsOutput:
+    """Log-probabilities of deferred `logits` and their statistics, for a loss that may weigh them in any way.
+
+    Args:
+        logits: `(..., V)`, deferred and fused; what was recorded is a soft-cap and a scale (`fused_form` is not None).
+        target: `(...)` class ids.
+        outputs: At least one of what `linear_log_probs` takes.
+        temperature: Divides the logits.
+        retain_memory: Bytes of logits kept for the backward; one chunk by default.
+        ignore_index: Label of the positions to leave out.
+
+    Returns:
+        As `linear_log_probs`.
+    """
+    call, hidden, form = logits.recorded.call, logits.recorded.hidden, logits.recorded.chain.fused_form()
+    logits.recorded.check()
+    with gathered(call) as (matrix, bias):
+        if not logits.has_graph:
+            hidden, matrix = hidden.detach(), matrix.detach()
+            bias = None if bias is None else bias.detach()
+        cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
+        with torch.autocast(hidden.device.type, enabled=False):
+            result = linear_log_probs(
+                cast[0], cast[1], target.to(hidden.device), cast[2], ignore_index, temperature, form.softcap,
+                form.logit_scale, outputs, call.logits_memory, retain_memory,
+            )  # fmt: skip
+    assert isinstance(result, LogProbsOutput)
+    call.has_loss = call.has_loss or result.log_probs.requires_grad
+    entropy = None if result.entropy is None else through_owner(call.head, result.entropy)
+    return dataclasses.replace(result, log_probs=through_owner(call.head, result.log_probs), entropy=entropy)

@@ -1,0 +1,101 @@
+"""What the Liger trainers over TRL share: TRL builds its trainer as ever, and takes its LM head from us."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.patch import patch_head
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
+from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
+from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+if TYPE_CHECKING:
+    pass
+
+
+class LigerTRLMixin(LigerTrainerMixin):
+    """Put before a TRL trainer in the bases of a class; the class says where that trainer comes from.
+
+    Attributes:
+        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction.
+        config_class: The Liger configuration, made where `args` are missing.
+    """
+
+    trl_module: ModuleType
+    config_class: type[TrainingArguments]
+    _name: str  # TRL's, such as "DPO"
+    _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
+        config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
+        wants = wants_kernels(config)
+        fused = wants and kernel_config_of(config).linear_cross_entropy
+        # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
+        config.use_liger_kernel = False
+        try:
+            with own_fused_head(self.trl_module, self._add_fused_lm_head) if fused else contextlib.nullcontext():
+                super().__init__(*given.args, **given.kwargs)
+        finally:
+            config.use_liger_kernel = wants
+        self._finish_init()
+
+    @classmethod
+    def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
+        """`args`, or the configuration that TRL's trainer would make for itself."""
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+            return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
+        theirs = next(base for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments))
+        if not isinstance(args, theirs):
+            raise TypeError(
+                f"`args` is a {type(args).__name__}; {cls.__name__} takes a {cls.config_class.__name__}, or TRL's "
+                f"{theirs.__name__}."
+            )
+        return args
+
+    def _add_fused_lm_head(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
+        assert isinstance(self.model, nn.Module)
+        is_policy = without_adapters(self.model) is model
+        config = kernel_config_of(self.args)
+        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
+        if cast_lm_head_to_fp32:
+            _release_fp32_head(self.model if is_policy else model, model)
+        if is_policy:
+            self._statistics = options
+            self._apply_kernels(self.model)
+        else:  # a reference model, which computes its log-probabilities as the policy does
+            apply_liger_kernel(model, config)
+        if cast_lm_head_to_fp32:
+            patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
+        install_fused_forward(model, options)
+
+    def _weighs_labels_alike(self) -> bool:
+        """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
+        return False
+
+
+def _release_fp32_head(model: Any, base: Any) -> None:
+    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters.
+
+    Assigning the head to `model`, TRL has also registered it a second time where `model` is PEFT's wrapper of `base`.
+    """
+    base.lm_head.__dict__.pop("forward", None)
+    if model is not base:
+        model._modules.pop("lm_head", None)
