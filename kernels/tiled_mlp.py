@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -100,6 +101,11 @@ class _State:
             yield
 
 
+# What a tile saves is used at once: offloading it, as hooks around the whole step would, moves it to and fro for nothing.
+def _saved_as_is() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class _Hold(torch.autograd.Function):
     """Saves what the tiles' backward needs, in front of them, so that a checkpoint around need not run them again."""
 
@@ -148,7 +154,7 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.need_x else None
         sums = [_Sum() for _ in leaves]
         start = 0
-        with ctx.state.restored():
+        with ctx.state.restored(), _saved_as_is():
             for tile, dy_tile in zip(_tiles(x.detach(), ctx.length), _tiles(dy, ctx.length)):
                 inputs = [tile.detach().requires_grad_(), *leaves][0 if ctx.need_x else 1 :]
                 with torch.enable_grad():
@@ -187,11 +193,21 @@ class _Sum:
         return None if self._total is None else self._total.to(self._dtype)
 
 
+def _widths(module: nn.Module) -> Iterator[int]:
+    """Input and output size of every matrix in `module`."""
+    for part in module.modules():
+        sizes = getattr(part, "in_features", None), getattr(part, "out_features", None)
+        if isinstance(sizes[0], int) and isinstance(sizes[1], int) and not part._modules:
+            yield sum(sizes)  # of a quantised layer the weight's own shape says nothing
+        else:
+            yield from (sum(p.shape) for p in part._parameters.values() if p is not None and p.dim() == 2)
+
+
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:
     """Tokens of a tile.
 
     Without `num_tiles` as many as `tile_memory` allows, if a token needs a row of the input and of the output of every
-    matrix in the module, which is about what a gated MLP's backward holds.
+    linear layer or matrix in the module, which is about what a gated MLP's backward holds.
 
     Raises:
         ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
@@ -203,12 +219,12 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
         return max(math.ceil(tokens / num_tiles), 1)
     if tile_memory < 1:
         raise ValueError(f"`tile_memory` is {tile_memory}; it must be a positive number of bytes.")
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
-    if not matrices:
+    width = sum(_widths(module))
+    if not width:
         raise ValueError(
             "`module` has no matrices that the memory of a tile could be estimated from; give `num_tiles`."
         )
-    longest = max(tile_memory // (x.element_size() * sum(sum(matrix.shape) for matrix in matrices)), 1)
+    longest = max(tile_memory // (x.element_size() * width), 1)
     length = max(math.ceil(tokens / math.ceil(tokens / longest)), 1) if tokens else 1
     multiple = 128  # of a matrix product's own tiles
     return min(-(-length // multiple) * multiple, longest) if length > multiple else length
@@ -265,6 +281,8 @@ def tiled_mlp(
         return y.view(*x.shape[:-1], y.shape[-1])
     call = _Call(mlp_forward, module)
     if not torch.is_grad_enabled() or not (x.requires_grad or named):
+        if x.numel() <= length * x.shape[-1]:
+            return mlp_forward(module, x)  # such as a token of a generation
         return _forward_in_tiles(lambda tile: call.with_parameters({}, tile), x, length)
     held: list[Any] = []
     source = x if x.requires_grad else x.detach().requires_grad_()  # a node saves nothing where nothing needs it
