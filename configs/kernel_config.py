@@ -46,9 +46,9 @@ class KernelConfig:
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
         recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
             third less memory between the two, for layers that are not checkpointed as a whole.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs no longer grows
-            with the sequence. Costs one more forward of the MLP, in a checkpointed layer none where the layer ends with
-            the MLP (see `kernels/tiled_mlp.py`).
+        tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
+            longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
+            its MLP it costs none (see `kernels/tiled_mlp.py`).
         logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
     """
 

@@ -101,8 +101,8 @@ class _State:
             yield
 
 
-# What a tile saves is used at once: offloading it, as hooks around the whole step would, moves it to and fro for nothing.
 def _saved_as_is() -> saved_tensors_hooks:
+    """Keeps hooks around the whole step, which offload, off what a tile saves: it is used at once."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
