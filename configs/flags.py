@@ -43,6 +43,9 @@ class KernelFlags:
             What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
             checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
             `"off"` does not look. See [`NonFiniteGuardCallback`].
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether what the forward keeps for the backward waits in the CPU's memory: with gradient checkpointing, the
+            inputs of the layers. Needs an accelerator. TRL's, in the trainers that do not have it too.
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
@@ -75,9 +78,13 @@ class KernelFlags:
         default="stop",
         metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
     )
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Whether what is kept for the backward waits in the CPU's memory, as for long sequences."},
+    )
 
     def __post_init__(self) -> None:
-        for name in ("use_liger_kernel", "strict_kernels", "kernel_report"):
+        for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         self.kernel_config()  # errors belong here, where the user wrote the value

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._autograd import saved_as_is, second_derivative_message
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
 
@@ -101,11 +100,6 @@ class _State:
             yield
 
 
-def _saved_as_is() -> saved_tensors_hooks:
-    """Keeps hooks around the whole step, which offload, off what a tile saves: it is used at once."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 class _Hold(torch.autograd.Function):
     """Saves what the tiles' backward needs, in front of them, so that a checkpoint around need not run them again."""
 
@@ -154,7 +148,7 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.need_x else None
         sums = [_Sum() for _ in leaves]
         start = 0
-        with ctx.state.restored(), _saved_as_is():
+        with ctx.state.restored(), saved_as_is():
             for tile, dy_tile in zip(_tiles(x.detach(), ctx.length), _tiles(dy, ctx.length)):
                 inputs = [tile.detach().requires_grad_(), *leaves][0 if ctx.need_x else 1 :]
                 with torch.enable_grad():
@@ -196,9 +190,9 @@ class _Sum:
 def _widths(module: nn.Module) -> Iterator[int]:
     """Input and output size of every matrix in `module`."""
     for part in module.modules():
-        sizes = getattr(part, "in_features", None), getattr(part, "out_features", None)
-        if isinstance(sizes[0], int) and isinstance(sizes[1], int) and not part._modules:
-            yield sum(sizes)  # of a quantised layer the weight's own shape says nothing
+        width, height = getattr(part, "in_features", None), getattr(part, "out_features", None)
+        if isinstance(width, int) and isinstance(height, int) and not part._modules:
+            yield width + height  # of a quantised layer the weight's own shape says nothing
         else:
             yield from (sum(p.shape) for p in part._parameters.values() if p is not None and p.dim() == 2)
 
@@ -241,9 +235,8 @@ def tiled_mlp(
 ) -> torch.Tensor:
     """``mlp_forward(module, x)`` in tiles of tokens, each computed again in the backward.
 
-    It is the MLP's own checkpoint and replaces another: do not put it into a layer that is checkpointed as a whole,
-    but checkpoint the rest of the layer. If it is put there all the same, a non-reentrant checkpoint does not run the
-    MLP a third time where the layer ends with it and a residual addition; a reentrant one does.
+    It is the MLP's own checkpoint. A non-reentrant checkpoint around the layer does not run the MLP a third time where
+    the layer ends with it and a residual addition; a reentrant one does, as does any where a norm follows the MLP.
 
     Args:
         mlp_forward: Computes the MLP from `module` and a tile, (..., tile, hidden) of `x`'s rank: every token for

@@ -10,6 +10,7 @@ import torch
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
+from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -89,11 +90,11 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
             cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
             options["logits_memory"] = call.logits_memory
             options["expected_grad"] = expected_gradient(options["reduction"])
-            with torch.autocast(hidden.device.type, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
                 result = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
         else:
             built = linear(hidden, matrix, bias, call.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
                 result = cross_entropy(built, target, **options)
     loss = result.loss if isinstance(result, CrossEntropyOutput) else result
     call.has_loss = call.has_loss or loss.requires_grad
