@@ -133,7 +133,7 @@ def head_log_probs(
             hidden, matrix = hidden.detach(), matrix.detach()
             bias = None if bias is None else bias.detach()
         cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
             result = linear_log_probs(
                 cast[0], cast[1], target.to(hidden.device), cast[2], ignore_index, temperature, form.softcap,
                 form.logit_scale, outputs, call.logits_memory, retain_memory,
