@@ -75,11 +75,9 @@ class Setup:
         from peft import LoraConfig
 
         rank = self.task.lora
-        return (
-            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            if rank
-            else None
-        )
+        if not rank:
+            return None
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
     @property
     def trl(self) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What GRPO's loss takes: prompts, completions, their advantages and their log-probabilities when they were made."""
+    """What GRPO's loss takes: prompts, completions, their advantages, and the log-probabilities they were drawn with."""
     generator = torch.Generator().manual_seed(step)
     prompt = (task.batch, task.length // _PROMPT)
     completion = (task.batch, task.length)

@@ -153,7 +153,7 @@ def _synchronize() -> None:
 
 
 def run(task: Task, provider: str) -> dict[str, Any]:
-    """Trains a few steps; tokens/s (of the median step after two), MFU, GiB of the weights and at the peak, and the losses."""
+    """Trains a few steps; tokens/s of the median step after two, MFU, GiB of the weights and at the peak, losses."""
     from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def saved_as_is() -> contextlib.AbstractContextManager:
     Activation offloading puts hooks around a whole step. What the backward wants at once, such as a tile's
     intermediates or the gradients of the LM head, they would move to and fro for nothing.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # inside torch.func, where none are on
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if not enabled:  # inside torch.func, where none are on
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

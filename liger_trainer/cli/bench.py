@@ -33,9 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider; `longest` "
         "looks for the longest sequence that each provider trains on, one process a try.",
     )
-    parser.add_argument(
-        "operations", nargs="*", metavar="OPS", help="names of operations, `all`, `training` or `longest`"
-    )
+    parser.add_argument("operations", nargs="*", metavar="OPS", help="operations, `all`, `training` or `longest`")
     parser.add_argument("--model", type=_names, metavar="NAME[,...]", help="whose shapes; default: llama3-8b")
     parser.add_argument("--tokens", type=_counts, metavar="N[,...]", help="token counts; default: each operation's own")
     parser.add_argument("--providers", type=_names, metavar="NAME[,...]", help="libraries to compare; default: all")

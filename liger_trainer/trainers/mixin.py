@@ -88,6 +88,7 @@ class LigerTrainerMixin(_Base):
             raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
         from trl.models import get_act_offloading_ctx_manager
 
+        assert isinstance(self.model, nn.Module)
         return get_act_offloading_ctx_manager(self.model)
 
     def _own_callback(self, cls: type, *args: Any) -> Any:

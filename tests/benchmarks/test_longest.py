@@ -11,7 +11,7 @@ from liger_trainer.cli import main
 TASK = Task("tiny", trainer="dpo", batch=1, length=1024, steps=2, lora=4)
 
 
-@pytest.mark.parametrize(("limit", "tries"), [(5000, 6), (1024, 5), (700, 5), (100_000, 11), (1, 11), (0, 11)])
+@pytest.mark.parametrize(("limit", "tries"), [(5000, 7), (1024, 5), (700, 5), (100_000, 11), (1, 11), (0, 11)])
 def test_search(limit, tries):
     tried = {}
     longest.search(lambda length: tried.setdefault(length, length <= limit), 1024)
@@ -60,26 +60,26 @@ def test_no_time(monkeypatch):
     assert longest.find_longest(TASK, "hf", seconds=-1.0, tell=lambda text: None).tries == {}
 
 
-FULL_AT_16 = """
+FULL_BEYOND_2 = """
 import torch
 from liger_trainer.benchmarks.training_step import training_provider
 
 @training_provider("small")
 def small(setup):
-    if setup.task.length > 8:
+    if setup.task.length > 2:
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True})
 """
 
 
 def test_processes(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(FULL_AT_16)
-    sizes = ["--layers", "1", "--lora", "2", "--length", "16", "--device", "cpu"]
+    (tmp_path / "mine.py").write_text(FULL_BEYOND_2)
+    sizes = ["--layers", "1", "--lora", "2", "--length", "4", "--device", "cpu"]
     mine = ["--providers", "small", "--provider_file", str(tmp_path / "mine.py"), "--output", str(tmp_path)]
     assert main(["bench", "longest", *sizes, *mine]) == 0
-    assert "small: 8 tokens, trains, " in capsys.readouterr().out
+    assert "small: 2 tokens, trains, " in capsys.readouterr().out
     (found,) = Run.read(tmp_path / "results.json").longest
     assert isinstance(found, LongestRecord)
-    assert found.tries["16"] == OUT_OF_MEMORY
-    assert (found.length, found.too_long, found.trainer, found.batch, found.lora) == (8, 9, "dpo", 1, 2)
+    assert found.tries["4"] == OUT_OF_MEMORY
+    assert (found.length, found.too_long, found.trainer, found.batch, found.lora) == (2, 3, "dpo", 1, 2)
     assert main(["bench", "longest", "rms_norm"]) == 2
