@@ -188,9 +188,9 @@ class LongestRecord:
     tries: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def group(self) -> tuple[str, int, str, int, int]:
-        """What records must share to be compared."""
-        return self.model, self.layers, self.trainer, self.batch, self.lora
+    def group(self) -> tuple[str, int, str, int, int, str]:
+        """What a newer record replaces. Searches are long, and providers have nothing of each other's to be fair to."""
+        return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
 
 
 @dataclasses.dataclass

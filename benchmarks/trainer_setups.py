@@ -162,7 +162,7 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What GRPO's loss takes: prompts, completions, their advantages, and the log-probabilities they were drawn with."""
+    """What GRPO's loss takes: prompts, completions, advantages, and the log-probabilities of when they were drawn."""
     generator = torch.Generator().manual_seed(step)
     prompt = (task.batch, task.length // _PROMPT)
     completion = (task.batch, task.length)

@@ -4,14 +4,17 @@ import contextlib
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
+from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
 
 HIDDEN, VOCAB = 32, 128
 
@@ -55,6 +58,15 @@ def sft(model, tmp_path, **options):
     return LigerSFTTrainer(model, args, train_dataset=text_dataset(), processing_class=tokenizer())
 
 
+def dpo(model, tmp_path, **options):
+    args = LigerDPOConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
+    pairs = Dataset.from_list(
+        [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
+    )
+    reference = None if hasattr(model, "peft_config") else llama()
+    return LigerDPOTrainer(model, reference, args, train_dataset=pairs, processing_class=tokenizer())
+
+
 def weights_after(trainer):
     trainer.train()
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -72,7 +84,7 @@ def step_context(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("build", [plain, sft])
+@pytest.mark.parametrize("build", [plain, sft, dpo])
 @pytest.mark.parametrize("make", [llama, lora])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("config", [{}, {"tiled_mlp": True}, {"linear_cross_entropy": False}])
