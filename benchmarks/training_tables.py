@@ -20,8 +20,8 @@ _ALIGNMENT = ("dpo", "grpo")
 _ALIGNMENT_TEXT = """\
 ## Alignment and long sequences
 
-DPO on pairs and GRPO's loss on given completions, through TRL's trainers, every layer checkpointed: tokens/s of all that
-the policy reads / peak GiB / GiB above the weights. Then the longest sequence that trains.
+DPO on pairs and GRPO's loss on given completions, through TRL's trainers, every layer checkpointed: tokens/s of all
+that the policy reads / peak GiB / GiB above the weights. Then the longest sequence that trains.
 
 ```bash
 liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --length 2048

@@ -1,5 +1,7 @@
 """Long sequences on an accelerator: activations offloaded and MLPs in tiles train the same, in less memory."""
 
+import contextlib
+
 import pytest
 import torch
 from datasets import Dataset
@@ -20,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
 ]
 
-ON_DEVICE = {**COMMON, "use_cpu": False, "bf16": True, "gradient_checkpointing": True}
+ON_DEVICE = {**COMMON, "use_cpu": False, "bf16": False, "gradient_checkpointing": True}
 LONG = {"activation_offloading": True, "liger_kernel_config": {"tiled_mlp": True}}
 
 
@@ -57,8 +59,8 @@ def losses(trainer):
 @pytest.mark.parametrize("make", [llama, lora])
 def test_losses_are_the_same(build, make, tmp_path):
     expected = losses(build(make(), tmp_path))
-    assert losses(build(make(), tmp_path, **LONG)) == pytest.approx(expected, rel=2e-2)
-    assert losses(build(make(), tmp_path, activation_offloading=True)) == pytest.approx(expected, rel=2e-2)
+    assert losses(build(make(), tmp_path, **LONG)) == pytest.approx(expected, rel=1e-3)
+    assert losses(build(make(), tmp_path, activation_offloading=True)) == pytest.approx(expected, rel=1e-3)
 
 
 def peak(tokens, tiled=False, offload=False):
@@ -71,12 +73,12 @@ def peak(tokens, tiled=False, offload=False):
     apply_liger_kernel(model, {"tiled_mlp": tiled})
     model.train().activation_checkpointing_enable()
     ids = torch.randint(3, 120, (1, tokens), device="cuda")
-    with get_act_offloading_ctx_manager(model) if offload else torch.enable_grad():
+    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
         model(input_ids=ids, labels=ids).loss.backward()  # gradients exist from here on
         torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with get_act_offloading_ctx_manager(model) if offload else torch.enable_grad():
+    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
         model(input_ids=ids, labels=ids).loss.backward()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
@@ -86,7 +88,7 @@ def test_memory_of_a_long_sequence():
     """32768 tokens: an MLP's gate, up and product are 0.5 GiB each, a layer's input 32 MiB."""
     nothing, tiled, both = peak(32768), peak(32768, tiled=True), peak(32768, tiled=True, offload=True)
     assert nothing - tiled > 0.75 * 2**30
-    assert tiled - both > 5 * 32 * 2**20  # of the inputs of 12 layers all but those on their way
+    assert tiled - both > 3 * 32 * 2**20  # of the inputs of 12 layers all but those on their way
 
 
 def test_tiles_on_the_device_are_the_mlp():

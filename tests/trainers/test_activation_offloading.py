@@ -86,8 +86,10 @@ def step_context(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("build", [plain, sft, dpo])
 @pytest.mark.parametrize("make", [llama, lora])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("config", [{}, {"tiled_mlp": True}, {"linear_cross_entropy": False}])
+@pytest.mark.parametrize(
+    ("checkpointing", "config"),
+    [(False, {}), (False, {"tiled_mlp": True}), (True, {"tiled_mlp": True}), (True, {"linear_cross_entropy": False})],
+)
 def test_training_is_the_same(build, make, checkpointing, config, tmp_path, step_context):
     options = {"gradient_checkpointing": checkpointing, "liger_kernel_config": config}
     expected = weights_after(build(make(), tmp_path, **options))
