@@ -124,12 +124,16 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
     return _save(figure, file)
 
 
+def _is_shown(record: TrainingRecord) -> bool:
+    return record.trainer == "causal_lm" and record.checkpointing and not record.lora
+
+
 def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
     """Tokens/s and peak memory of each model under the Trainer, one bar a provider."""
     from liger_trainer.benchmarks.models import MODELS
 
     labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}
-    shown = [records for records in tasks.values() if records[0].trainer == "causal_lm" and records[0].checkpointing]
+    shown = [records for records in tasks.values() if _is_shown(records[0])]
     first = shown[0][0]
     title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
     figure, axes = _axes(2, title)

@@ -137,6 +137,8 @@ class TrainingRecord:
         peak_gibibytes: The most that was allocated.
         losses: Of every step; the providers of one task must agree.
         failure: Why there is no result.
+        lora: Rank of the adapters; 0 where everything was trained.
+        weights_gibibytes: What was allocated before the first step.
     """
 
     model: str
@@ -151,11 +153,44 @@ class TrainingRecord:
     peak_gibibytes: float | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
     failure: str = ""
+    lora: int = 0
+    weights_gibibytes: float | None = None
 
     @property
-    def group(self) -> tuple[str, int, str, int, int, bool]:
+    def group(self) -> tuple[str, int, str, int, int, bool, int]:
         """The task: what records must share to be compared."""
-        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing
+        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing, self.lora
+
+
+@dataclasses.dataclass
+class LongestRecord:
+    """The longest sequence that one provider trains on, to an eighth; see `longest.search`.
+
+    Attributes:
+        batch: Sequences of a step, or pairs of DPO.
+        length: Tokens of the longest that trained; 0 if none did.
+        too_long: Of the shortest that did not; None if none was found in the time there was.
+        tokens_per_second: At `length`, of the last step.
+        peak_gibibytes: At `length`.
+        tries: What became of each length, in the order tried.
+    """
+
+    model: str
+    layers: int
+    trainer: str
+    batch: int
+    lora: int
+    provider: str
+    length: int = 0
+    too_long: int | None = None
+    tokens_per_second: float | None = None
+    peak_gibibytes: float | None = None
+    tries: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def group(self) -> tuple[str, int, str, int, int, str]:
+        """What a newer record replaces. Searches are long, and providers have nothing of each other's to be fair to."""
+        return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
 
 
 @dataclasses.dataclass
@@ -168,6 +203,7 @@ class Run:
     date: str
     records: list[Record] = dataclasses.field(default_factory=list)
     training: list[TrainingRecord] = dataclasses.field(default_factory=list)
+    longest: list[LongestRecord] = dataclasses.field(default_factory=list)
 
     @classmethod
     def begin(cls, command: str, machine: Machine) -> Run:
@@ -180,7 +216,7 @@ class Run:
         whole, lines = folder / f"{name}.json", folder / f"{name}.csv"
         whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         setting = {"device": self.machine.device, "date": self.date, "command": self.command, **self.versions}
-        rows = [*map(_flat, self.records), *map(_flat, self.training)]
+        rows = [*map(_flat, self.records), *map(_flat, self.training), *map(_flat, self.longest)]
         with lines.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in (*rows, setting) for key in row)))
             writer.writeheader()
@@ -199,14 +235,16 @@ class Run:
             content["machine"] = Machine(**content["machine"])
             content["records"] = [Record(**record) for record in content["records"]]
             content["training"] = [TrainingRecord(**record) for record in content["training"]]
+            content["longest"] = [LongestRecord(**record) for record in content.get("longest", [])]
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BenchmarkError(f"{file} holds no results: {type(error).__name__}: {error}") from None
 
 
-def _flat(record: Record | TrainingRecord) -> dict[str, Any]:
+def _flat(record: Record | TrainingRecord | LongestRecord) -> dict[str, Any]:
     """The fields as cells of a table: a number of errors or losses becomes as many."""
     values = dataclasses.asdict(record)
+    values.pop("tries", None)  # they stay in the JSON file
     errors, losses = values.pop("errors", {}), values.pop("losses", [])
     return (
         values

@@ -1,8 +1,8 @@
-"""One case's records as a table on the console."""
+"""Records as tables: of one case on the console, and Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,13 @@ from liger_trainer.benchmarks.registry import family
 def number(value: float | None, form: str) -> str:
     """`value` in a format, or nothing where there is none."""
     return "" if value is None else format(value, form)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    rule = "|" + "---|" * len(header)
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def milliseconds(value: float | None) -> str:

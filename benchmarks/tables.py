@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
+from liger_trainer.benchmarks.report import markdown
+from liger_trainer.benchmarks.training_tables import alignment_table, training_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
@@ -39,6 +40,7 @@ class Results:
         self.runs = sorted(runs, key=lambda run: run.date)
         self.cases: dict[tuple, list[Record]] = {}
         self.tasks: dict[tuple, list[TrainingRecord]] = {}
+        self.longest: dict[tuple, LongestRecord] = {}
         self._run_of: dict[tuple, Run] = {}
         for run in self.runs:
             for kept, records in ((self.cases, run.records), (self.tasks, run.training)):
@@ -47,6 +49,8 @@ class Results:
                     groups[record.group].append(record)
                 kept.update(groups)  # type: ignore[attr-defined]
                 self._run_of.update(dict.fromkeys(groups, run))
+            for longest in run.longest:
+                self.longest[longest.group], self._run_of[longest.group] = longest, run
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -67,14 +71,6 @@ class Results:
             known = ", ".join(f"{name} {run.versions[name]}" for name in packages if name in run.versions)
             lines.append(f"{run.machine.device}, {known}: `{run.command}`")
         return "<sub>" + "<br>".join(lines) + "</sub>"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _cost(record: Record | None) -> str:
@@ -152,7 +148,7 @@ def operation_table(results: Results, groups: Sequence[tuple], whole: bool = Tru
         rows.append(row)
     header = ["work", "floor", "torch.compile", f"Liger{results.version('liger-kernel')}"]
     header += ["best other", "liger_trainer", "of the floor", "error × eager"] if whole else ["liger_trainer"]
-    return _table(header, rows) + "\n\n" + results.source(groups)
+    return markdown(header, rows) + "\n\n" + results.source(groups)
 
 
 def error_table(results: Results, groups: Sequence[tuple]) -> str:
@@ -171,47 +167,7 @@ def error_table(results: Results, groups: Sequence[tuple]) -> str:
             rows.append([_work(ours), name, *cells, f"{ours.errors[name] / eager.errors[name]:.2f}"])
         used += [group] if names else []
     header = ["work", "gradient", "eager", f"Liger{results.version('liger-kernel')}", "liger_trainer", "× eager"]
-    return _table(header, rows) + "\n\n" + results.source(used)
-
-
-def training_table(results: Results) -> str:
-    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task."""
-    libraries = {
-        "hf": "Hugging Face",
-        "torch.compile": "torch.compile",
-        "liger-kernel": "+ Liger",
-        _OURS: "liger_trainer",
-    }
-    measured = {record.provider for records in results.tasks.values() for record in records}
-    columns = [name for name in libraries if name in measured]
-    rows = []
-    for records in results.tasks.values():
-        by_name = {record.provider: record for record in records}
-        rates = {name: record.tokens_per_second for name, record in by_name.items() if record.tokens_per_second}
-        best = all(rates.get(_OURS, 0.0) >= rate for rate in rates.values())
-        cells = [_progress(by_name.get(name), bold=name == _OURS and best) for name in columns]
-        rows.append([task_title(records[0]), *cells])
-    header = [libraries[name] + (results.version("liger-kernel") if name == "liger-kernel" else "") for name in columns]
-    return _table(["model", *header], rows) + "\n\n" + results.source(results.tasks)
-
-
-def task_title(record: TrainingRecord) -> str:
-    """A task in words."""
-    title = MODELS[record.model].title
-    title += f", {record.layers} of its layers" if record.layers else ""
-    title += ", TRL's `SFTTrainer`" if record.trainer == "sft" else ""
-    return title if record.checkpointing else f"{title}, nothing checkpointed"
-
-
-def _progress(record: TrainingRecord | None, bold: bool) -> str:
-    if record is None:
-        return "–"
-    if record.tokens_per_second is None:
-        return record.failure
-    text = f"{record.tokens_per_second:,.0f}"
-    text += "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}"
-    text += "" if record.mfu is None else f" / {100 * record.mfu:.0f} %"
-    return f"**{text}**" if bold else text
+    return markdown(header, rows) + "\n\n" + results.source(used)
 
 
 _HEADS = ("linear_", "dpo_loss", "fused_grpo_loss")  # how the names of operations over an LM head start
@@ -224,6 +180,7 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
+    "alignment": alignment_table,
     "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),

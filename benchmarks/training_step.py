@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback
+from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS, Model
 from liger_trainer.benchmarks.registry import load_provider_file
+from liger_trainer.benchmarks.trainer_setups import Setup, tokens_of_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,13 @@ class Task:
     Attributes:
         model: Name of the model.
         layers: Of the model; 0 for all it has.
-        trainer: ``"causal_lm"`` for the Trainer, ``"sft"`` for TRL's SFTTrainer.
-        batch: Sequences of a step.
-        length: Tokens of a sequence.
+        trainer: ``"causal_lm"`` for the Trainer; ``"sft"``, ``"dpo"`` and ``"grpo"`` for TRL's.
+        batch: Sequences of a step, or pairs of DPO.
+        length: Tokens of a sequence; GRPO's prompts come on top, an eighth as long.
         steps: Steps in all; the first two warm up.
         checkpointing: Whether every layer is recomputed in backward.
         device: Where; empty for the accelerator.
+        lora: Rank of adapters on all linear layers; 0 to train everything.
     """
 
     model: str
@@ -52,59 +54,7 @@ class Task:
     steps: int = 6
     checkpointing: bool = True
     device: str = ""
-
-
-@dataclasses.dataclass
-class Setup:
-    """What a provider builds its trainer from."""
-
-    task: Task
-    model: PreTrainedModel
-    arguments: dict[str, Any]
-    dataset: RandomTokens
-    callbacks: list[TrainerCallback]
-
-    def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
-        """The trainer of the task, stock or `ours`, with some training arguments changed."""
-        settings = {**self.arguments, **arguments}
-        if self.task.trainer == "causal_lm":
-            trainer_class, config_class = _trainer_classes(ours)
-            return trainer_class(
-                self.model, config_class(**settings), train_dataset=self.dataset, callbacks=self.callbacks
-            )
-        trainer_class, config_class = _sft_classes(ours)
-        settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        return trainer_class(
-            self.model,
-            config_class(**settings),
-            train_dataset=self.dataset.rows(),
-            processing_class=_tokenizer(),
-            callbacks=self.callbacks,
-        )
-
-
-def _trainer_classes(ours: bool) -> tuple[Any, Any]:
-    from transformers import TrainingArguments
-
-    from liger_trainer import LigerTrainer, LigerTrainingArguments
-
-    return (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
-
-
-def _sft_classes(ours: bool) -> tuple[Any, Any]:
-    from trl import SFTConfig, SFTTrainer
-
-    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-
-    return (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>")
+    lora: int = 0
 
 
 TRAINING_PROVIDERS: dict[str, Callable[[Setup], Trainer]] = {}
@@ -125,6 +75,11 @@ def hugging_face(setup: Setup) -> Trainer:
     return setup.trainer(use_liger_kernel=False)
 
 
+@training_provider("hf activation_offloading")
+def hugging_face_offloading(setup: Setup) -> Trainer:
+    return setup.trainer(use_liger_kernel=False, activation_offloading=True)
+
+
 @training_provider("torch.compile")
 def compiled(setup: Setup) -> Trainer:
     return setup.trainer(use_liger_kernel=False, torch_compile=True)
@@ -141,6 +96,11 @@ def liger(setup: Setup) -> Trainer:
 @training_provider("liger_trainer")
 def ours(setup: Setup) -> Trainer:
     return setup.trainer(ours=True)
+
+
+@training_provider("liger_trainer tiled_mlp activation_offloading")
+def ours_for_long_sequences(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, activation_offloading=True)
 
 
 def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
@@ -192,27 +152,8 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-class RandomTokens(torch.utils.data.Dataset):
-    """`size` random token sequences, the same for every run."""
-
-    def __init__(self, size: int, length: int, vocab: int) -> None:
-        self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-    def rows(self) -> Any:
-        """The same as a dataset of lists."""
-        import datasets
-
-        return datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in self.tokens.tolist()])
-
-
 def run(task: Task, provider: str) -> dict[str, Any]:
-    """Trains a few steps; tokens/s (of the median step), MFU, peak GiB and the losses."""
+    """Trains a few steps; tokens/s of the median step after two, MFU, GiB of the weights and at the peak, losses."""
     from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 
     torch.manual_seed(0)
@@ -231,25 +172,27 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         "bf16": True,
         "use_cpu": device.type == "cpu",
         "optim": "adamw_torch_fused",
-        "learning_rate": 1e-5,
+        "learning_rate": 1e-4 if task.lora else 1e-5,
         "gradient_checkpointing": task.checkpointing,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
-    dataset = RandomTokens(task.batch * task.steps, task.length, config.vocab_size)
-    flops = flops_per_token(model)
-    trainer = TRAINING_PROVIDERS[provider](Setup(task, model, arguments, dataset, [times]))
+    # What a token costs with a frozen model, or with a reference model beside it, is not what the formula counts.
+    flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
+    trainer = TRAINING_PROVIDERS[provider](Setup(task, model, arguments, [times]))
     if memory is not None:
         memory.reset_peak_memory_stats()
+        weights = memory.memory_allocated() / 2**30
     trainer.train()
-    rate = task.batch * task.length / statistics.median(times.seconds[2:] or times.seconds)
+    rate = tokens_of_step(task) / statistics.median(times.seconds[2:] or times.seconds[-1:])
     peak = peak_flops(device, half_precision=True)
     return {
         "tokens_per_second": rate,
         "mfu": None if peak is None or not flops else rate * flops / peak,
         "peak_gibibytes": None if memory is None else memory.max_memory_allocated() / 2**30,
+        "weights_gibibytes": None if memory is None else weights,
         "losses": [round(entry["loss"], 4) for entry in trainer.state.log_history if "loss" in entry],
     }
 

@@ -30,7 +30,8 @@ class KernelFlags:
         liger_kernel_config (`dict` or `str`, *optional*):
             Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
             `experts`, `cross_entropy`, `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy`
-            is read as `linear_cross_entropy`.
+            is read as `linear_cross_entropy`. `recompute_mlp` and `tiled_mlp`, `False` by default, make gated MLPs keep
+            less for the backward; see [`KernelConfig`].
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):
@@ -46,6 +47,9 @@ class KernelFlags:
             What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
             checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
             `"off"` does not look. See [`NonFiniteGuardCallback`].
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether what the forward keeps for the backward waits in the CPU's memory: with gradient checkpointing, the
+            inputs of the layers. Needs an accelerator. TRL's, in the trainers that do not have it too.
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
@@ -85,9 +89,13 @@ class KernelFlags:
         default="stop",
         metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
     )
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Whether what is kept for the backward waits in the CPU's memory, as for long sequences."},
+    )
 
     def __post_init__(self) -> None:
-        for name in ("use_liger_kernel", "strict_kernels", "kernel_report"):
+        for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         self.kernel_config()  # errors belong here, where the user wrote the value

@@ -46,6 +46,9 @@ class KernelConfig:
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
         recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
             third less memory between the two, for layers that are not checkpointed as a whole.
+        tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
+            longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
+            its MLP it costs none (see `kernels/tiled_mlp.py`).
         logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
     """
 
@@ -59,10 +62,11 @@ class KernelConfig:
     cross_entropy: bool = True
     linear_cross_entropy: bool = True
     recompute_mlp: bool = False
+    tiled_mlp: bool = False
     logits_memory: int | str = DEFAULT_LOGITS_MEMORY
 
     def __post_init__(self) -> None:
-        for name in (*KERNEL_KEYS, "recompute_mlp"):
+        for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false."
@@ -96,5 +100,5 @@ class KernelConfig:
         return cls(**{**values, **overrides})
 
 
-_OPTIONS = ("recompute_mlp", "logits_memory")  # how, not which
+_OPTIONS = ("recompute_mlp", "tiled_mlp", "logits_memory")  # how, not which
 KERNEL_KEYS = tuple(field.name for field in dataclasses.fields(KernelConfig) if field.name not in _OPTIONS)

@@ -1,4 +1,4 @@
-"""What an operator says when its gradient is itself differentiated.
+"""What an operator says when its gradient is itself differentiated, and how it keeps what it saves where it is.
 
 Most backwards here are operators of their own without a derivative. Where the first gradient is right on its own, it
 stays available with ``create_graph=True`` and only its derivative is refused (`refuse_second_derivative`). Where a
@@ -8,9 +8,11 @@ without a word; there the backward itself refuses (`refuse_double_backward`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def refuse_double_backward(function: str = "this operator") -> None:
@@ -46,3 +48,15 @@ def second_derivative_message(functions: str) -> str:
         f"The gradient of {functions} cannot itself be differentiated (create_graph=True was given, or a gradient of a "
         "gradient asked for); use the *_reference function, which is plain torch, where you need that."
     )
+
+
+def saved_as_is() -> contextlib.AbstractContextManager:
+    """A context in which saved tensors stay as they are, whatever hooks are on around it.
+
+    Activation offloading puts hooks around a whole step. What the backward wants at once, such as a tile's
+    intermediates or the gradients of the LM head, they would move to and fro for nothing.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if not enabled:  # inside torch.func, where none are on
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._autograd import saved_as_is, second_derivative_message
 from liger_trainer.kernels._summed_linear import GradientSum, ResultOfLinear, SummingLinears
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
@@ -165,7 +165,7 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.need_x else None
         sums = [GradientSum(leaf.detach(), several=x.shape[:-1].numel() > ctx.length) for leaf in leaves]
         start = 0
-        with ctx.state.restored():
+        with ctx.state.restored(), saved_as_is():
             for tile, dy_tile, unread in zip(_tiles(x.detach(), ctx.length), _tiles(dy, ctx.length), ctx.unread):
                 inputs = [tile.detach().requires_grad_(), *leaves][0 if ctx.need_x else 1 :]
                 gradients_of = functools.partial(
@@ -185,11 +185,21 @@ class _Tiled(torch.autograd.Function):
         return dx, None, None, None, None, None, None, *(total.take() for total in sums)
 
 
+def _widths(module: nn.Module) -> Iterator[int]:
+    """Input and output size of every matrix in `module`."""
+    for part in module.modules():
+        width, height = getattr(part, "in_features", None), getattr(part, "out_features", None)
+        if isinstance(width, int) and isinstance(height, int) and not part._modules:
+            yield width + height  # of a quantised layer the weight's own shape says nothing
+        else:
+            yield from (sum(p.shape) for p in part._parameters.values() if p is not None and p.dim() == 2)
+
+
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:
     """Tokens of a tile.
 
     Without `num_tiles` as many as `tile_memory` allows, if a token needs a row of the input and of the output of every
-    matrix in the module, which is about what a gated MLP's backward holds.
+    linear layer or matrix in the module, which is about what a gated MLP's backward holds.
 
     Raises:
         ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
@@ -201,12 +211,12 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
         return max(math.ceil(tokens / num_tiles), 1)
     if tile_memory < 1:
         raise ValueError(f"`tile_memory` is {tile_memory}; it must be a positive number of bytes.")
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
-    if not matrices:
+    width = sum(_widths(module))
+    if not width:
         raise ValueError(
             "`module` has no matrices that the memory of a tile could be estimated from; give `num_tiles`."
         )
-    longest = max(tile_memory // (x.element_size() * sum(sum(matrix.shape) for matrix in matrices)), 1)
+    longest = max(tile_memory // (x.element_size() * width), 1)
     length = max(math.ceil(tokens / math.ceil(tokens / longest)), 1) if tokens else 1
     multiple = 128  # of a matrix product's own tiles
     return min(-(-length // multiple) * multiple, longest) if length > multiple else length
@@ -223,9 +233,8 @@ def tiled_mlp(
 ) -> torch.Tensor:
     """``mlp_forward(module, x)`` in tiles of tokens, each computed again in the backward.
 
-    It is the MLP's own checkpoint and replaces another: do not put it into a layer that is checkpointed as a whole,
-    but checkpoint the rest of the layer. If it is put there all the same, a non-reentrant checkpoint does not run the
-    MLP a third time where the layer ends with it and a residual addition; a reentrant one does.
+    It is the MLP's own checkpoint. A non-reentrant checkpoint around the layer does not run the MLP a third time where
+    the layer ends with it and a residual addition; a reentrant one does, as does any where a norm follows the MLP.
 
     Args:
         mlp_forward: Computes the MLP from `module` and a tile, (..., tile, hidden) of `x`'s rank: every token for
@@ -263,6 +272,8 @@ def tiled_mlp(
         return y.view(*x.shape[:-1], y.shape[-1])
     call = _Call(mlp_forward, module)
     if not torch.is_grad_enabled() or not (x.requires_grad or named):
+        if x.numel() <= length * x.shape[-1]:
+            return mlp_forward(module, x)  # such as a token of a generation
         return _forward_in_tiles(lambda tile: call.with_parameters({}, tile), x, length)
     held: list[Any] = []
     source = x if x.requires_grad else x.detach().requires_grad_()  # a node saves nothing where nothing needs it

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.patching.apply import apply_liger_kernel
 
-_KERNEL_KWARGS = (*KERNEL_KEYS, "fused_linear_cross_entropy", "recompute_mlp", "logits_memory")
+_KERNEL_KWARGS = (*KERNEL_KEYS, "fused_linear_cross_entropy", "recompute_mlp", "tiled_mlp", "logits_memory")
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -17,7 +17,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     Besides what `AutoModelForCausalLM` takes, both constructors take the keys of `liger_kernel_config` (`rope`,
     `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `experts`, `cross_entropy`, `linear_cross_entropy` or
-    its other name `fused_linear_cross_entropy`, `recompute_mlp`, `logits_memory`) and `strict`; see
+    its other name `fused_linear_cross_entropy`, `recompute_mlp`, `tiled_mlp`, `logits_memory`) and `strict`; see
     [`liger_trainer.apply_liger_kernel`]. Remote code is trusted only if the caller passes `trust_remote_code=True`, as
     in transformers.
     """

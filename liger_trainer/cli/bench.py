@@ -1,4 +1,4 @@
-"""``liger-trainer bench``: operations side by side with their peers, and training steps from end to end."""
+"""``liger-trainer bench``: operations side by side with their peers, training steps, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.cli.parser import complain, positive
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.training_step import Task
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
-_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS = 60.0, 15.0, 600.0
+_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS, _LONGEST_SECONDS = 60.0, 15.0, 600.0, 540.0
 _QUICK_TOTAL_SECONDS = 420.0
 _CPU_TOKENS = 128
 
@@ -29,9 +30,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="time, memory and gradient error of every operation, beside other libraries",
         description="Measures operations with every provider that is installed, in turns: time of forward and "
         "backward, peak memory, gradient error against float64, and the share of what the machine could do. "
-        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider.",
+        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider; `longest` "
+        "looks for the longest sequence that each provider trains on, one process a try.",
     )
-    parser.add_argument("operations", nargs="*", metavar="OPS", help="names of operations, `all`, or `training`")
+    parser.add_argument("operations", nargs="*", metavar="OPS", help="operations, `all`, `training` or `longest`")
     parser.add_argument("--model", type=_names, metavar="NAME[,...]", help="whose shapes; default: llama3-8b")
     parser.add_argument("--tokens", type=_counts, metavar="N[,...]", help="token counts; default: each operation's own")
     parser.add_argument("--providers", type=_names, metavar="NAME[,...]", help="libraries to compare; default: all")
@@ -52,12 +54,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seconds", type=positive, metavar="S", help="time box of an operation; default: 60")
     parser.add_argument("--no_accuracy", action="store_true", help="leave the comparison with float64 out")
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
-    training = parser.add_argument_group("training", "only for `bench training`")
-    training.add_argument("--trainer", choices=["causal_lm", "sft"], default="causal_lm", help="Trainer or SFTTrainer")
-    training.add_argument("--batch", type=positive, default=4, metavar="N", help="sequences of a step; default: 4")
-    training.add_argument("--length", type=positive, default=4096, metavar="N", help="their tokens; default: 4096")
-    training.add_argument("--steps", type=positive, default=6, metavar="N", help="steps, two to warm up; default: 6")
+    training = parser.add_argument_group("training", "only for `bench training` and `bench longest`")
+    training.add_argument(
+        "--trainer", choices=["causal_lm", "sft", "dpo", "grpo"], help="the Trainer, or TRL's; default: causal_lm, dpo"
+    )
+    training.add_argument("--batch", type=positive, metavar="N", help="sequences or pairs of a step; default: 4, 1")
+    training.add_argument("--length", type=positive, metavar="N", help="their tokens, at first; default: 4096, 16384")
+    training.add_argument("--steps", type=positive, metavar="N", help="default: 6, two of them to warm up, and 2")
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
+    training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
 
 
@@ -82,10 +87,11 @@ def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         if not arguments.operations:
             return _show_what_there_is(arguments)
-        if arguments.operations == ["training"]:
+        if arguments.operations in (["training"], ["longest"]):
             return _train(arguments, command)
-        if "training" in arguments.operations:
-            raise BenchmarkError("`training` is measured by itself; leave the other operations out.")
+        for name in ("training", "longest"):
+            if name in arguments.operations:
+                raise BenchmarkError(f"`{name}` is measured by itself; leave the other operations out.")
         return _measure(arguments, command)
     except BenchmarkError as error:
         if arguments.debug:
@@ -108,6 +114,7 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"models: {', '.join(MODELS)}")
     console.print("training: Trainer steps of a whole model, one process a provider")
+    console.print("longest: the longest sequence that each provider trains on, one process a try")
     return 0
 
 
@@ -131,7 +138,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     from liger_trainer.benchmarks.suite import Settings, run_operation
 
     _load(arguments)
-    names = [closest(name, [*OPERATIONS, "all", "training"], "operation") for name in arguments.operations]
+    names = [closest(name, [*OPERATIONS, "all", "training", "longest"], "operation") for name in arguments.operations]
     operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
     libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
     device = Device(_device(arguments.device))
@@ -166,39 +173,59 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _train(arguments: argparse.Namespace, command: str) -> int:
-    """Measures training steps, one process a provider."""
+    """Measures training steps, or looks for the longest sequence; each in processes of its own."""
+    from liger_trainer.benchmarks import longest, training
     from liger_trainer.benchmarks.device import Device
     from liger_trainer.benchmarks.records import Machine, Run
-    from liger_trainer.benchmarks.registry import closest
-    from liger_trainer.benchmarks.training import run_provider, table
-    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task
 
     _load(arguments)
-    known = list(TRAINING_PROVIDERS)
-    providers = [closest(name, known, "provider") for name in arguments.providers or known]
+    providers = _training_providers(arguments)
     device = Device(_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
-    console = _console()
+    measure: Any
+    records: list[Any]
+    if arguments.operations == ["longest"]:
+        measure, table, records, seconds = longest.find_longest, longest.table, run.longest, _LONGEST_SECONDS
+    else:
+        measure, table, records, seconds = training.run_provider, training.table, run.training, _TRAINING_SECONDS
     for name in _models(arguments.model, device):
-        task = Task(
-            name,
-            arguments.layers,
-            arguments.trainer,
-            arguments.batch,
-            arguments.length,
-            arguments.steps,
-            not arguments.no_checkpointing,
-            str(device.device),
-        )
-        seconds = arguments.seconds or _TRAINING_SECONDS
-        records = []
+        task, before = _task(arguments, name, device), len(records)
         for provider in providers:
-            records.append(run_provider(task, provider, arguments.provider_file, seconds))
-            run.training.append(records[-1])
+            records.append(measure(task, provider, arguments.provider_file, arguments.seconds or seconds))
             if arguments.output is not None:
                 run.write(arguments.output)
-        console.print(table(records))
+        _console().print(table(records[before:]))
     return 0
+
+
+def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
+    from liger_trainer.benchmarks.training_step import Task
+
+    searching = arguments.operations == ["longest"]
+    trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
+    return Task(
+        model,
+        arguments.layers,
+        arguments.trainer or trainer,
+        arguments.batch or batch,
+        arguments.length or length,
+        arguments.steps or steps,
+        not arguments.no_checkpointing,
+        str(device.device),
+        arguments.lora,
+    )
+
+
+def _training_providers(arguments: argparse.Namespace) -> list[str]:
+    """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
+    from liger_trainer.benchmarks.registry import closest
+    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS
+
+    if arguments.providers:
+        return [closest(name, list(TRAINING_PROVIDERS), "provider") for name in arguments.providers]
+    if arguments.operations == ["longest"]:
+        return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
+    return [name for name in TRAINING_PROVIDERS if " " not in name]
 
 
 def _console() -> Console:

@@ -12,6 +12,7 @@ from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
+from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
@@ -96,11 +97,11 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
             cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
             options["logits_memory"] = call.logits_memory
             options["expected_grad"] = expected_gradient(options["reduction"])
-            with torch.autocast(hidden.device.type, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
                 result = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
         else:
             built = linear(hidden, matrix, bias, call.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
                 result = cross_entropy(built, target, **options)
     loss = result.loss if isinstance(result, CrossEntropyOutput) else result
     call.has_loss = call.has_loss or loss.requires_grad
@@ -136,7 +137,7 @@ def head_log_probs(
             hidden, matrix = hidden.detach(), matrix.detach()
             bias = None if bias is None else bias.detach()
         cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
             result = linear_log_probs(
                 cast[0], cast[1], target.to(hidden.device), cast[2], ignore_index, temperature, form.softcap,
                 form.logit_scale, outputs, call.logits_memory, retain_memory,

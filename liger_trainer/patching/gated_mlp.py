@@ -9,6 +9,9 @@ what a gated MLP keeps, for one more store an element, well under a hundredth of
 under layer checkpointing, the usual setting, nothing of an MLP outlives its layer's own backward, so it would cost the
 store and save one layer's product at most; and policies that choose by operator which products to keep no longer see
 the down projection's.
+
+With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`kernels/tiled_mlp.py`), so that
+what an MLP needs no longer grows with the sequence.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import nn
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -59,6 +63,7 @@ class _Variant(NamedTuple):
 
 _VARIANTS = (_Variant("swiglu"), _Variant("geglu", "tanh"), _Variant("geglu", "none"))
 _SIZES = (16, 24)  # hidden and intermediate size of the stand-in
+_PROBED_TILES = 3  # which do not divide the probe's 64 tokens
 
 
 def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
@@ -76,7 +81,7 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
         return Finding(guess, target, module, reason=f"its forward is already overridden by {foreign}")
     key = identity(module)
     if key not in probe.cache:
-        probe.cache[key] = _probe_gated_mlp(module, names, probe, recompute=enabled("recompute_mlp"))
+        probe.cache[key] = _probe_gated_mlp(module, names, probe, enabled)
     component, kernel, forward, agreement = probe.cache[key]
     component = component or guess
     if not enabled(component):
@@ -96,7 +101,7 @@ def _variants(module: nn.Module) -> tuple[_Variant, ...]:
 
 
 def _probe_gated_mlp(
-    module: nn.Module, names: tuple[str, ...], probe: Probe, recompute: bool
+    module: nn.Module, names: tuple[str, ...], probe: Probe, enabled: Callable[[str], bool]
 ) -> tuple[str | None, str | None, Callable | None, Agreement]:
     def refused(reason: str) -> tuple[None, None, None, Agreement]:
         return None, None, None, Agreement(float("inf"), reason=reason)
@@ -125,15 +130,18 @@ def _probe_gated_mlp(
 
     # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
     large = [tensors[0] * 16, *tensors[1:]]
+    recompute, tiled = enabled("recompute_mlp"), enabled("tiled_mlp")
     failures = []
     for variant in _variants(module):
         forward = gated_mlp_forward(argument, names == _FUSED, variant, recompute)
-        agreement = probe.compare(on(type(module).forward), on(forward), tensors)
+        probed = in_tiles(forward, argument, _PROBED_TILES) if tiled else forward
+        agreement = probe.compare(on(type(module).forward), on(probed), tensors)
         if agreement.equal:
-            agreement = probe.compare(on(type(module).forward), on(forward), large)
+            agreement = probe.compare(on(type(module).forward), on(probed), large)
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if names == _FUSED else "")
-            return variant.component, kernel + (", recomputed" if recompute else ""), forward, agreement
+            kernel += (", recomputed" if recompute else "") + (", in tiles" if tiled else "")
+            return variant.component, kernel, in_tiles(forward, argument) if tiled else forward, agreement
         failures.append(agreement)
     nearest = min(failures, key=lambda agreement: agreement.error)
     named = f" ({', '.join(type(child).__name__ for child in others.values())})" if others else ""
@@ -185,6 +193,16 @@ def gated_mlp_forward(argument: str, fused: bool, variant: _Variant, recompute: 
         return apply(self, self.gate_up_proj(x), None, outputs_are_unseen(self.gate_up_proj))
 
     return call_like(forward_fused if fused else forward_separate, argument)
+
+
+@functools.cache
+def in_tiles(forward: Callable, argument: str, num_tiles: int | None = None) -> Callable:
+    """`forward` over tiles of the tokens, as many as hold half a GiB each unless told; see [`tiled_mlp`]."""
+
+    def tiled(self, x):
+        return tiled_mlp(forward, self, x, num_tiles)
+
+    return call_like(tiled, argument)
 
 
 def _is_plain_linear(down_proj: nn.Module, gate: torch.Tensor) -> bool:

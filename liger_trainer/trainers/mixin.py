@@ -78,6 +78,18 @@ class LigerTrainerMixin(_Base):
                 "`liger_trainer.revert_liger_kernel(model)` takes them out."
             )
         self._announce_kernels()
+        self._offloading = self._offloading_context()
+
+    def _offloading_context(self) -> contextlib.AbstractContextManager:
+        """TRL's activation offloading, where it is wanted and the trainer below does not see to it itself."""
+        if not getattr(self.args, "activation_offloading", False) or hasattr(self, "maybe_activation_offload_context"):
+            return contextlib.nullcontext()
+        if self.args.device.type == "cpu":
+            raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
+        from trl.models import get_act_offloading_ctx_manager
+
+        assert isinstance(self.model, nn.Module)
+        return get_act_offloading_ctx_manager(self.model)
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class or a new one, put first: what it adds to a log reaches all reporters."""
@@ -157,7 +169,8 @@ class LigerTrainerMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the guard is shown its loss."""
-        loss = super().training_step(*args, **kwargs)
+        with self._offloading:
+            loss = super().training_step(*args, **kwargs)
         if self._guard is not None:
             self._guard.observe_loss(loss)
         return loss

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from liger_trainer.benchmarks import tables
-from liger_trainer.benchmarks.records import Machine, Record, Run, TrainingRecord, compare_with_eager
+from liger_trainer.benchmarks.records import LongestRecord, Machine, Record, Run, TrainingRecord, compare_with_eager
 from liger_trainer.benchmarks.registry import load_operations
-from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render, training_table
+from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render
+from liger_trainer.benchmarks.training_tables import alignment_table, training_table
 
 load_operations()
 GROUP = ("rms_norm", "llama3-8b", 16384, "")
@@ -18,9 +19,17 @@ def record(provider, both, memory=1.0, **others):
     return dataclasses.replace(case, **others)
 
 
-def results(*records, date="2026-01-01", training=(), command="liger-trainer bench rms_norm"):
+def results(*records, date="2026-01-01", training=(), longest=(), command="liger-trainer bench rms_norm"):
     machine = Machine("NVIDIA H200", 4e12, 8e14)
-    return Run(command, machine, {"torch": "2.11.0", "liger-kernel": "0.8.5"}, date, list(records), list(training))
+    return Run(
+        command,
+        machine,
+        {"torch": "2.11.0", "liger-kernel": "0.8.5"},
+        date,
+        list(records),
+        list(training),
+        list(longest),
+    )
 
 
 def cells(table):
@@ -121,4 +130,32 @@ def test_training_rows():
         "20,000 / 70.0",
         "no result in 100 s",
         "**30,000 / 60.0 / 41 %**",
+    ]
+
+
+def test_alignment_is_a_table_of_its_own():
+    task = ("llama3-8b", 0, "dpo", 4, 2048, True)
+    training = [
+        TrainingRecord(*task, "hf", 9000.0, None, 60.0, lora=16, weights_gibibytes=15.0),
+        TrainingRecord(*task, "liger_trainer", 12000.0, None, 30.0, lora=16, weights_gibibytes=15.0),
+        TrainingRecord("llama3-8b", 0, "causal_lm", 4, 4096, True, "hf", 8000.0, 0.4, 70.0),
+    ]
+    measured = Results([results(training=training)])
+    assert [row[0] for row in cells(training_table(measured))] == ["Llama-3 8B"]
+    assert cells(alignment_table(measured)) == [
+        ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0 / 45.0", "**12,000 / 30.0 / 15.0**"]
+    ]
+    assert alignment_table(Results([results(training=training[2:])])) == ""
+
+
+def test_the_longest_of_each_provider_counts():
+    task = ("llama3-8b", 0, "dpo", 1, 16)
+    old = results(longest=[LongestRecord(*task, "hf", 1000, 2000)], date="2026-01-01", command="old")
+    new = results(
+        longest=[LongestRecord(*task, "hf", 65536, 73728, 5000.4, 130.0), LongestRecord(*task, "liger_trainer", 2**17)],
+        date="2026-02-01",
+    )
+    assert cells(alignment_table(Results([new, old]))) == [
+        ["Llama-3 8B, DPO, LoRA r=16, batch 1", "hf", "65,536", "73,728", "5,000", "130.0"],
+        ["Llama-3 8B, DPO, LoRA r=16, batch 1", "liger_trainer", "131,072", "–", "–", "–"],
     ]

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Run
+from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, tokens_of_step
 from liger_trainer.benchmarks.training import _reason
 from liger_trainer.benchmarks.training_step import Task, model_config, run
 from liger_trainer.cli import main
@@ -19,15 +20,34 @@ def slow(setup):
 """
 
 
-@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
-def test_losses_agree(trainer):
-    task = Task("tiny", layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["causal_lm", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_losses_agree(trainer, lora):
+    task = Task("tiny", layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", lora=lora)
     results = {provider: run(task, provider) for provider in ("hf", "liger_trainer")}
     for result in results.values():
         assert len(result["losses"]) == 3
         assert result["tokens_per_second"] > 0
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
+    assert len(set(results["hf"]["losses"])) > 1
+
+
+def test_pairs_and_completions():
+    pairs = RandomTokens(4, 16, 100).pairs()
+    assert len(pairs) == 2
+    assert {
+        len(pair["prompt_ids"]) + len(pair[which]) for pair in pairs for which in ("chosen_ids", "rejected_ids")
+    } == {16}
+    assert pairs[0]["chosen_ids"] != pairs[0]["rejected_ids"]
+    task = Task("tiny", trainer="grpo", batch=3, length=16)
+    batch = completions(task, 100, 0, torch.device("cpu"))
+    assert batch["prompt_ids"].shape == (3, 2)
+    assert torch.equal(batch["completion_ids"], completions(task, 100, 0, torch.device("cpu"))["completion_ids"])
+    assert not torch.equal(batch["completion_ids"], completions(task, 100, 1, torch.device("cpu"))["completion_ids"])
+    sizes = {"causal_lm": 64, "sft": 64, "dpo": 128, "grpo": 72}
+    assert {name: tokens_of_step(Task("tiny", trainer=name, length=16)) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -51,11 +71,12 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "RuntimeError: no such trainer" in capsys.readouterr().out
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, 8, True)
+    assert record.group == ("tiny", 1, "causal_lm", 1, 8, True, 0)
 
 
 def test_reasons():
     trace = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"
     assert _reason(trace, 1) == "out of memory"
+    assert _reason("torch.AcceleratorError: CUDA error: out of memory\nSearch for", 1) == "out of memory"
     assert _reason("", -9) == "exit code -9"
     assert _reason("a.b.SomeError: first\nsecond\n", 1) == "a.b.SomeError: first"

@@ -82,8 +82,28 @@ def _fsdp2(rank: int, reshard: bool, checkpointed: bool) -> None:
         _check(model)
 
 
+def _patched(rank: int) -> None:
+    """A model with the `tiled_mlp` switch, its layers checkpointed, as the Trainer runs it."""
+    from liger_trainer import apply_liger_kernel
+    from tests.tiny_models import TINY_MODELS
+
+    ids = torch.randint(3, 120, (2 * WORLD, 9), generator=torch.Generator().manual_seed(1))
+    single, model = TINY_MODELS["llama"](), TINY_MODELS["llama"]()
+    assert any(row.kernel == "swiglu, in tiles" for row in apply_liger_kernel(model, {"tiled_mlp": True}))
+    model.train().gradient_checkpointing_enable()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    single(input_ids=ids, labels=ids).loss.backward()
+    for _ in range(2):
+        model.zero_grad()
+        mine = ids.chunk(WORLD)[rank]
+        wrapped(input_ids=mine, labels=mine).loss.backward()
+        for name, parameter in single.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 CASES = {
     "ddp": _ddp,
+    "a patched model under ddp, its layers checkpointed": _patched,
     "fsdp2": lambda rank: _fsdp2(rank, reshard=False, checkpointed=False),
     "fsdp2, resharded": lambda rank: _fsdp2(rank, reshard=True, checkpointed=False),
     "fsdp2, resharded, in a checkpointed layer": lambda rank: _fsdp2(rank, reshard=True, checkpointed=True),

@@ -340,6 +340,30 @@ def test_length_of_a_tile():
     assert y.shape == x.shape
 
 
+def test_length_of_a_tile_of_quantised_layers():
+    """Their weights are stored in other shapes, such as a column of bytes."""
+
+    class Packed(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.weight = nn.Parameter(torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), False)
+
+    mlp, packed, x = MLP(), MLP(), torch.randn(1000, HIDDEN)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(packed, name, Packed(getattr(mlp, name)))
+    memory = 4 * 3 * (HIDDEN + INTERMEDIATE) * 300
+    assert tile_length(packed, x, None, memory) == tile_length(mlp, x, None, memory) == 256
+
+
+def test_without_gradients_one_tile_is_a_plain_call():
+    mlp, x = MLP(), torch.randn(7, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(tiled_mlp(lambda module, tile: tile, mlp, x, 1), x)
+        assert tiled_mlp(lambda module, tile: tile, mlp, x, 1) is x
+        torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
+
+
 def test_errors():
     mlp, x = MLP(), torch.randn(7, HIDDEN)
     with pytest.raises(ValueError, match=r"`x` is \(6,\)"):

@@ -1,0 +1,117 @@
+"""The longest sequence that trains, to an eighth of it; every try is a process of its own.
+
+So one that runs out of memory leaves nothing behind for the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord
+from liger_trainer.benchmarks.report import number
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY, run_provider
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.training_step import Task
+
+
+def search(trains: Callable[[int], bool], start: int) -> None:
+    """Looks for the longest length for which `trains` is true, to an eighth of it.
+
+    From `start` in steps of a factor of two, up or down, to the first that trains beside one that does not, then by
+    bisection between the two.
+
+    Args:
+        trains: Tries a length. What it raises ends the search.
+        start: The first length, in tokens.
+    """
+    good, bad = start, start
+    if trains(start):
+        while trains(bad := 2 * good):
+            good = bad
+    else:
+        while (good := bad // 2) and not trains(good):
+            bad = good
+    while bad - good > max(good // 8, 1):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+
+
+class OutOfTime(Exception):
+    """The search is given up; what was found stays."""
+
+
+def find_longest(
+    task: Task,
+    provider: str,
+    provider_file: Path | None = None,
+    seconds: float = 540.0,
+    tell: Callable[[str], None] = print,
+) -> LongestRecord:
+    """Searches for one provider.
+
+    Args:
+        task: What is trained; its length is the first to be tried.
+        provider: Its name.
+        provider_file: A Python file that registers providers of its own.
+        seconds: For all tries together. The one under way then is ended and not counted.
+        tell: Told the outcome of every try.
+    """
+    record = LongestRecord(task.model, task.layers, task.trainer, task.batch, task.lora, provider)
+    deadline = time.monotonic() + seconds
+
+    def trains(length: int) -> bool:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        begun = time.monotonic()
+        found = run_provider(dataclasses.replace(task, length=length), provider, provider_file, left)
+        record.tries[str(length)] = outcome = _outcome(found)
+        tell(f"{provider}: {length} tokens, {outcome} ({time.monotonic() - begun:.0f} s)")
+        if not found.failure:
+            record.length = length
+            record.tokens_per_second, record.peak_gibibytes = found.tokens_per_second, found.peak_gibibytes
+        elif found.failure == OUT_OF_MEMORY:
+            record.too_long = length
+        else:  # it says nothing about what would fit
+            raise OutOfTime
+        return not found.failure
+
+    try:
+        search(trains, task.length)
+    except OutOfTime:
+        tell(f"{provider}: ended early")
+    return record
+
+
+def _outcome(found: TrainingRecord) -> str:
+    if found.failure:
+        return found.failure
+    memory = "" if found.peak_gibibytes is None else f", {found.peak_gibibytes:.1f} GiB"
+    return f"trains, {number(found.tokens_per_second, ',.0f')} tokens/s{memory}"
+
+
+def table(records: list[LongestRecord]) -> Table:
+    """The providers of one task, a line each."""
+    first = records[0]
+    lora = f" · LoRA r={first.lora}" if first.lora else ""
+    title = f"{first.model} · {first.trainer}{lora} · batch {first.batch} · the longest that trains"
+    result = Table(title=title, title_justify="left")
+    result.add_column("provider", no_wrap=True)
+    for heading in ("tokens", "too long", "tokens/s", "peak GiB"):
+        result.add_column(heading, justify="right")
+    for record in records:
+        result.add_row(
+            record.provider,
+            f"{record.length:,}",
+            number(record.too_long, ","),
+            number(record.tokens_per_second, ",.0f"),
+            number(record.peak_gibibytes, ".1f"),
+        )
+    return result

@@ -1,0 +1,107 @@
+"""The tables of training steps, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.benchmarks.report import markdown
+from liger_trainer.benchmarks.training import above_weights
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.tables import Results
+
+_OURS = "liger_trainer"
+_LIBRARIES = {"hf": "Hugging Face", "torch.compile": "torch.compile", "liger-kernel": "+ Liger", _OURS: "liger_trainer"}
+_TRAINERS = {"sft": "TRL's `SFTTrainer`", "dpo": "DPO", "grpo": "GRPO's loss"}
+_ALIGNMENT = ("dpo", "grpo")
+_ALIGNMENT_TEXT = """\
+## Alignment and long sequences
+
+DPO on pairs and GRPO's loss on given completions, through TRL's trainers, every layer checkpointed: tokens/s of all
+that the policy reads / peak GiB / GiB above the weights. Then the longest sequence that trains.
+
+```bash
+liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --length 2048
+liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
+```"""
+
+
+def training_table(results: Results) -> str:
+    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task."""
+    return _steps_table(results, [group for group in results.tasks if not _is_alignment(results, group)])
+
+
+def alignment_table(results: Results) -> str:
+    """The section on DPO, GRPO and the longest sequences, with its tables; empty without results."""
+    groups = [group for group in results.tasks if _is_alignment(results, group)]
+    made = [_steps_table(results, groups)] if groups else []
+    made += [longest_table(results)] if results.longest else []
+    return "\n\n".join([_ALIGNMENT_TEXT, *made]) if made else ""
+
+
+def _is_alignment(results: Results, group: tuple) -> bool:
+    return results.tasks[group][0].trainer in _ALIGNMENT
+
+
+def _steps_table(results: Results, groups: Sequence[tuple]) -> str:
+    tasks = [results.tasks[group] for group in groups]
+    measured = {record.provider for records in tasks for record in records}
+    columns = [name for name in _LIBRARIES if name in measured]
+    rows = []
+    for records in tasks:
+        by_name = {record.provider: record for record in records}
+        rates = {name: record.tokens_per_second for name, record in by_name.items() if record.tokens_per_second}
+        best = all(rates.get(_OURS, 0.0) >= rate for rate in rates.values())
+        cells = [_progress(by_name.get(name), bold=name == _OURS and best) for name in columns]
+        rows.append([task_title(records[0]), *cells])
+    versions = {"liger-kernel": results.version("liger-kernel")}
+    header = [_LIBRARIES[name] + versions.get(name, "") for name in columns]
+    return markdown(["model", *header], rows) + "\n\n" + results.source(groups)
+
+
+def longest_table(results: Results) -> str:
+    """The longest sequence each provider trains on, a row a provider and task."""
+    rows = [
+        [
+            _title(record.model, record.layers, record.trainer, record.lora, f"batch {record.batch}"),
+            record.provider,
+            f"{record.length:,}",
+            "–" if record.too_long is None else f"{record.too_long:,}",
+            "–" if record.tokens_per_second is None else f"{record.tokens_per_second:,.0f}",
+            "–" if record.peak_gibibytes is None else f"{record.peak_gibibytes:.1f}",
+        ]
+        for record in results.longest.values()
+    ]
+    header = ["model", "provider", "longest that trains", "too long", "tokens/s", "peak GiB"]
+    return markdown(header, rows) + "\n\n" + results.source(results.longest)
+
+
+def task_title(record: TrainingRecord) -> str:
+    """A task in words."""
+    alignment = record.trainer in _ALIGNMENT
+    sizes = f"{record.batch} {'pairs ' if record.trainer == 'dpo' else ''}× {record.length}" if alignment else ""
+    return _title(
+        *(record.model, record.layers, record.trainer, record.lora, sizes),
+        "" if record.checkpointing else "nothing checkpointed",
+    )
+
+
+def _title(model: str, layers: int, trainer: str, lora: int, *more: str) -> str:
+    parts = [MODELS[model].title, f"{layers} of its layers" if layers else "", _TRAINERS.get(trainer, "")]
+    return ", ".join(part for part in (*parts, f"LoRA r={lora}" if lora else "", *more) if part)
+
+
+def _progress(record: TrainingRecord | None, bold: bool) -> str:
+    if record is None:
+        return "–"
+    if record.tokens_per_second is None:
+        return record.failure
+    text = f"{record.tokens_per_second:,.0f}"
+    text += "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}"
+    above = above_weights(record) if record.trainer in _ALIGNMENT else None
+    text += "" if above is None else f" / {above:.1f}"
+    text += "" if record.mfu is None else f" / {100 * record.mfu:.0f} %"
+    return f"**{text}**" if bold else text

@@ -1,0 +1,109 @@
+"""Long sequences on an accelerator: activations offloaded and MLPs in tiles train the same, in less memory."""
+
+import contextlib
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from liger_trainer import apply_liger_kernel
+from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, SIZES, WORDS, llama, text_dataset, token_rows, tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
+]
+
+ON_DEVICE = {**COMMON, "use_cpu": False, "bf16": False, "gradient_checkpointing": True}
+LONG = {"activation_offloading": True, "liger_kernel_config": {"tiled_mlp": True}}
+
+
+def lora():
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def plain(model, tmp_path, **options):
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **ON_DEVICE, **options)
+    return LigerTrainer(model, args, train_dataset=token_rows())
+
+
+def sft(model, tmp_path, **options):
+    args = LigerSFTConfig(output_dir=str(tmp_path), **ON_DEVICE, **options)
+    return LigerSFTTrainer(model, args, train_dataset=text_dataset(), processing_class=tokenizer())
+
+
+def dpo(model, tmp_path, **options):
+    args = LigerDPOConfig(output_dir=str(tmp_path), **ON_DEVICE, **options)
+    pairs = Dataset.from_list(
+        [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
+    )
+    reference = None if hasattr(model, "peft_config") else llama()
+    return LigerDPOTrainer(model, reference, args, train_dataset=pairs, processing_class=tokenizer())
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", [plain, sft, dpo])
+@pytest.mark.parametrize("make", [llama, lora])
+def test_losses_are_the_same(build, make, tmp_path):
+    expected = losses(build(make(), tmp_path))
+    assert losses(build(make(), tmp_path, **LONG)) == pytest.approx(expected, rel=1e-3)
+    assert losses(build(make(), tmp_path, activation_offloading=True)) == pytest.approx(expected, rel=1e-3)
+
+
+def peak(tokens, tiled=False, offload=False):
+    """Bytes above the weights of a step on one sequence: a Llama with layers worth offloading and wide MLPs."""
+    from trl.models import get_act_offloading_ctx_manager
+
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 12}
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": tokens})).to(torch.bfloat16)
+    apply_liger_kernel(model, {"tiled_mlp": tiled})
+    model.train().activation_checkpointing_enable()
+    ids = torch.randint(3, 120, (1, tokens), device="cuda")
+    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
+        model(input_ids=ids, labels=ids).loss.backward()  # gradients exist from here on
+        torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
+        model(input_ids=ids, labels=ids).loss.backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_of_a_long_sequence():
+    """32768 tokens: an MLP's gate, up and product are 0.5 GiB each, a layer's input 32 MiB."""
+    nothing, tiled, both = peak(32768), peak(32768, tiled=True), peak(32768, tiled=True, offload=True)
+    assert nothing - tiled > 0.75 * 2**30
+    assert tiled - both > 3 * 32 * 2**20  # of the inputs of 12 layers all but those on their way
+
+
+def test_tiles_on_the_device_are_the_mlp():
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 8192, "max_position_embeddings": 16384}
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        ids = torch.randint(3, 120, (1, 16384))
+
+    def gradients(config):
+        apply_liger_kernel(model, config)
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected, ours = gradients({}), gradients({"tiled_mlp": True})  # four tiles and more
+    for name, value in expected.items():
+        assert (ours[name] - value).norm() <= 1e-4 * value.norm(), name

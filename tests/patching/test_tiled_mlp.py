@@ -1,0 +1,154 @@
+"""The `tiled_mlp` switch: gated MLPs of whole models in tiles, with adapters, checkpoints and offloading hooks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.kernels.tiled_mlp import tiled_mlp
+from liger_trainer.patching import gated_mlp
+from tests.patching import toys
+from tests.tiny_models import TINY_MODELS, tiny_batch
+
+MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True}
+TILED = {**MLPS, "tiled_mlp": True}
+TILES = 3
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    """Tiny models fit into one tile; these get three."""
+    monkeypatch.setattr(gated_mlp, "tiled_mlp", lambda forward, module, x, _: tiled_mlp(forward, module, x, TILES))
+    torch.manual_seed(0)
+
+
+def loss_and_gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)  # of dropout
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_same(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (ours[name] - value).norm() <= 1e-5 * value.norm() + 1e-8, name
+
+
+def with_adapters(model, **options):
+    everywhere = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(target_modules=everywhere, init_lora_weights=False, **options))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gemma3", "phi3", "glm4"])
+def test_loss_and_gradients_are_the_models(family):
+    model = TINY_MODELS[family]()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    (row,) = apply_liger_kernel(model, TILED).applied
+    assert row.kernel.endswith(", in tiles")
+    assert row.probe_error < 1e-5
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert revert_liger_kernel(model) == row.count
+    assert_same(loss_and_gradients(model, batch), expected)
+
+
+def test_it_is_off_by_default_and_follows_the_component():
+    model = TINY_MODELS["llama"]()
+    assert [row.kernel for row in apply_liger_kernel(model, MLPS).applied] == ["swiglu"]
+    assert not apply_liger_kernel(model, {**TILED, "swiglu": False}).applied
+    (row,) = apply_liger_kernel(model, {**TILED, "recompute_mlp": True}).applied
+    assert row.kernel == "swiglu, recomputed, in tiles"
+
+
+def test_what_is_no_gated_mlp_is_left_alone():
+    class Clamped(toys.MLP):
+        def forward(self, states):
+            return self.down_proj(self.act_fn(self.gate_proj(states).clamp(max=0.5)) * self.up_proj(states))
+
+    (row,) = apply_liger_kernel(toys.Toy(mlp=Clamped()), TILED)
+    assert not row.applied
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_adapters_are_called_and_trained(dropout, patched_first):
+    model = TINY_MODELS["llama"]()
+    if patched_first:
+        apply_liger_kernel(model, TILED)
+    model = with_adapters(model, lora_dropout=dropout).train()
+    if not patched_first:
+        apply_liger_kernel(model, TILED)
+    batch = tiny_batch("llama", model)
+    ours = loss_and_gradients(model, batch)
+    assert any("mlp.down_proj.lora_B" in name for name in ours)
+    if dropout:  # other random numbers than without tiles, but the backward's are the forward's
+        assert_same(loss_and_gradients(model, batch), ours)
+        return
+    revert_liger_kernel(model)
+    assert_same(ours, loss_and_gradients(model, batch))
+    apply_liger_kernel(model, TILED)
+    with model.disable_adapter(), torch.no_grad():  # the reference of DPO and GRPO
+        without = model(**batch).loss
+    torch.testing.assert_close(without, TINY_MODELS["llama"]()(**batch).loss)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("family", "runs"), [("llama", 2), ("gemma3", 3)])
+def test_in_checkpointed_layers(family, runs, adapters):
+    """Two forwards of an MLP that ends its layer, as in any checkpointed layer; three where a norm follows it."""
+    model = TINY_MODELS[family]()
+    model = (with_adapters(model) if adapters else model).train()
+    batch = tiny_batch(family, model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, TILED)
+    model.gradient_checkpointing_enable()
+    if adapters:
+        model.enable_input_require_grads()
+    layers = model.config.get_text_config().num_hidden_layers
+    rows = []
+    for name, module in model.named_modules():
+        if name.endswith("layers.0.mlp.gate_proj") and "vision" not in name:
+            module.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:-1].numel()))
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert layers == 2
+    assert len(rows) == runs * TILES
+    assert sum(rows) == runs * batch["input_ids"].numel()
+
+
+def test_hooks_that_offload_do_not_see_what_a_tile_saves():
+    """They stay on around the backward too, as in TRL's trainers."""
+    model = TINY_MODELS["llama"]()
+    batch = tiny_batch("llama", model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, TILED)
+    inner, seen = model.config.intermediate_size, []
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            seen.append(tensor.shape[-1] if tensor.dim() else 0)
+        kept[len(kept)] = tensor.clone()
+        return len(kept) - 1
+
+    with saved_tensors_hooks(pack, lambda key: kept[key]):
+        ours = loss_and_gradients(model, batch)
+    assert_same(ours, expected)
+    assert seen
+    assert inner not in seen
+
+
+def test_generation_and_copies():
+    model = TINY_MODELS["llama"]().eval()
+    prompt = torch.randint(3, 120, (2, 5))
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    apply_liger_kernel(model, TILED)
+    for one in (model, copy.deepcopy(model)):
+        assert torch.equal(one.generate(prompt, max_new_tokens=6, do_sample=False), expected)

@@ -1,0 +1,131 @@
+"""`activation_offloading`: who sees to it, and that our operators' saved tensors may be taken away and brought back."""
+
+import contextlib
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
+
+HIDDEN, VOCAB = 32, 128
+
+
+class Offload(saved_tensors_hooks):
+    """What TRL's does on an accelerator, on the CPU: copies, each of which is handed out once and forgotten.
+
+    `lm_head` gets the hooks that TRL puts on it.
+    """
+
+    def __init__(self, model):
+        self.away, self.shapes, self.parameters = {}, [], {p.data_ptr() for p in model.parameters()}
+        super().__init__(self.pack, self.away.pop)
+        head, inner = model.get_output_embeddings(), saved_tensors_hooks(lambda t: t, lambda t: t)
+        head.register_forward_pre_hook(lambda *args: inner.__enter__())
+        head.register_forward_hook(lambda *args: inner.__exit__(), always_call=True)
+
+    def pack(self, tensor):
+        key = object()
+        if tensor.data_ptr() in self.parameters:
+            self.away[key] = tensor
+        else:
+            self.shapes.append(tuple(tensor.shape))
+            self.away[key] = tensor.clone()
+        return key
+
+
+def lora():
+    model = llama()
+    model.enable_input_require_grads()
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def plain(model, tmp_path, **options):
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **COMMON, **options)
+    return LigerTrainer(model, args, train_dataset=token_rows())
+
+
+def sft(model, tmp_path, **options):
+    args = LigerSFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
+    return LigerSFTTrainer(model, args, train_dataset=text_dataset(), processing_class=tokenizer())
+
+
+def dpo(model, tmp_path, **options):
+    args = LigerDPOConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
+    pairs = Dataset.from_list(
+        [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
+    )
+    reference = None if hasattr(model, "peft_config") else llama()
+    return LigerDPOTrainer(model, reference, args, train_dataset=pairs, processing_class=tokenizer())
+
+
+def weights_after(trainer):
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture
+def step_context(monkeypatch):
+    """Puts a context around a trainer's steps, where TRL's trainers and ours have theirs."""
+
+    def put(trainer, context):
+        own = hasattr(trainer, "maybe_activation_offload_context")
+        monkeypatch.setattr(trainer, "maybe_activation_offload_context" if own else "_offloading", context)
+
+    return put
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", [plain, sft, dpo])
+@pytest.mark.parametrize("make", [llama, lora])
+@pytest.mark.parametrize(
+    ("checkpointing", "config"),
+    [(False, {}), (False, {"tiled_mlp": True}), (True, {"tiled_mlp": True}), (True, {"linear_cross_entropy": False})],
+)
+def test_training_is_the_same(build, make, checkpointing, config, tmp_path, step_context):
+    options = {"gradient_checkpointing": checkpointing, "liger_kernel_config": config}
+    expected = weights_after(build(make(), tmp_path, **options))
+    trainer = build(make(), tmp_path, **options)
+    offload = Offload(trainer.model)
+    step_context(trainer, offload)
+    ours = weights_after(trainer)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    left = [tensor.shape for tensor in offload.away.values() if HIDDEN in tensor.shape]
+    assert not left  # but for the scalars of metrics
+    wide = [shape for shape in offload.shapes if shape[-2:-1] and shape[-1] == HIDDEN]
+    assert len(wide) >= 2 * COMMON["max_steps"]  # the layers' inputs
+    assert not [shape for shape in offload.shapes if VOCAB in shape]  # what the head saves is wanted at once
+
+
+def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
+    made = []
+
+    def make(model):
+        made.append(model)
+        return contextlib.nullcontext(model)
+
+    monkeypatch.setattr("trl.models.get_act_offloading_ctx_manager", make)
+    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", make)
+    trainer = sft(llama(), tmp_path, activation_offloading=True)
+    assert made == [trainer.model]
+    trainer = plain(llama(), tmp_path)
+    assert len(made) == 1
+    monkeypatch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
+    trainer.args.activation_offloading = True
+    assert trainer._offloading_context().enter_result is trainer.model
+    assert len(made) == 2
+
+
+def test_without_an_accelerator_it_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`activation_offloading` is true, but training is on the CPU"):
+        plain(llama(), tmp_path, activation_offloading=True)
+    with pytest.raises(ValueError, match="`activation_offloading` is 1; it must be true or false"):
+        plain(llama(), tmp_path, activation_offloading=1)
