@@ -1,0 +1,131 @@
+"""The divergence of a student's logits from a teacher's: of two heads at once where both are deferred."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from liger_trainer.head.context import expected_gradient
+from liger_trainer.head.deferred_logits import DeferredLogits, build
+from liger_trainer.head.lm_head import gathered, through_owner
+from liger_trainer.kernels.elementwise_divergence import jsd
+from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_jsd
+
+
+def divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float = 1.0,
+    num_items: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> DivergenceOutput:
+    """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
+
+    Where both models deferred their logits, this is one `linear_jsd`: the logits of both exist one chunk of tokens at a
+    time, and soft-cap and scale are those that each model's forward applied. Otherwise (a head that computes its logits
+    itself, as an adapter does) it is the same of the logits.
+
+    Args:
+        student: `(..., V)` logits, deferred or not.
+        teacher: `(..., V)`, likewise; it gets no gradient.
+        labels: `(...)`, `ignore_index` where a token does not count; otherwise any number.
+        beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
+        temperature: Divides the logits of both.
+        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; the number of tokens that count
+            by default.
+        ignore_index: See `labels`.
+
+    Returns:
+        `loss`, fp32 and 0-d, and `entropy`, fp32 `(...)` and 0 where a token does not count.
+
+    Raises:
+        ValueError: where the two have not the same tokens and the same vocabulary.
+    """
+    if student.shape[-1] != teacher.shape[-1]:
+        raise ValueError(
+            f"The student's logits are over {student.shape[-1]} tokens and the teacher's over {teacher.shape[-1]}. Their "
+            "distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
+            "head has as many rows."
+        )
+    labels = labels.to(student.device)
+    if _fuses(student) and _fuses(teacher):
+        return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
+    return _of_logits(build(student), build(teacher), labels, beta, temperature, num_items, ignore_index)
+
+
+def _fuses(logits: torch.Tensor) -> bool:
+    """Whether a fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
+    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+        return False
+    return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
+
+
+@contextlib.contextmanager
+def _inputs(logits: Any) -> Any:
+    """Hidden states, weight and bias as the operator takes them, for as long as the weight is whole."""
+    recorded = logits.recorded
+    recorded.check()
+    with gathered(recorded.call) as (weight, bias):
+        tensors = [None if x is None else x.to(recorded.call.dtype) for x in (recorded.hidden, weight, bias)]
+        yield tensors if logits.has_graph else [None if x is None else x.detach() for x in tensors]
+
+
+def _of_heads(
+    student: Any,
+    teacher: Any,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    num_items: int | torch.Tensor | None,
+    ignore_index: int,
+) -> DivergenceOutput:
+    forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
+    calls = [logits.recorded.call for logits in (student, teacher)]
+    with _inputs(student) as (hidden, weight, bias), _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias):
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = linear_jsd(
+                hidden,
+                weight,
+                teacher_hidden,
+                teacher_weight,
+                labels,
+                beta=beta,
+                temperature=temperature,
+                student_bias=bias,
+                teacher_bias=teacher_bias,
+                ignore_index=ignore_index,
+                num_items=num_items,
+                student_softcap=forms[0].softcap,
+                teacher_softcap=forms[1].softcap,
+                student_logit_scale=forms[0].logit_scale,
+                teacher_logit_scale=forms[1].logit_scale,
+                outputs=("entropy",),
+                logits_memory=sum(call.logits_memory for call in calls),
+                expected_grad=expected_gradient("mean"),
+            )
+    assert isinstance(found, DivergenceOutput)
+    calls[0].has_loss = calls[0].has_loss or found.loss.requires_grad
+    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=found.entropy)
+
+
+def _of_logits(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    num_items: int | torch.Tensor | None,
+    ignore_index: int,
+) -> DivergenceOutput:
+    log_probs = (student.float() / temperature).log_softmax(-1)
+    teacher_log_probs = (teacher.detach().float() / temperature).log_softmax(-1)
+    loss = jsd(log_probs, teacher_log_probs, labels, beta, ignore_index, "batchmean" if num_items is None else "sum")
+    if num_items is not None:
+        loss = loss / num_items
+    with torch.no_grad():
+        entropy = torch.special.entr(log_probs.exp()).sum(-1).masked_fill(labels == ignore_index, 0.0)
+    return DivergenceOutput(loss, entropy=entropy)
