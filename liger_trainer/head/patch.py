@@ -99,7 +99,7 @@ def make_model_forward(native: Callable) -> Callable:
         skip_logits = bool(kwargs.pop("skip_logits", False))
         has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
         num_items = kwargs.get("num_items_in_batch")
-        if does_loss_follow():
+        if not torch.compiler.is_compiling() and does_loss_follow():
             has_labels = skip_logits = True
         if not defers(self, has_labels, skip_logits):
             return _plain(self, native, args, kwargs)
