@@ -47,8 +47,8 @@ def divergence(
     """
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
-            f"The student's logits are over {student.shape[-1]} tokens and the teacher's over {teacher.shape[-1]}. Their "
-            "distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
+            f"The student's logits are over {student.shape[-1]} tokens and the teacher's over {teacher.shape[-1]}. "
+            "Distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
             "head has as many rows."
         )
     labels = labels.to(student.device)
@@ -85,28 +85,31 @@ def _of_heads(
 ) -> DivergenceOutput:
     forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
     calls = [logits.recorded.call for logits in (student, teacher)]
-    with _inputs(student) as (hidden, weight, bias), _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias):
-        with torch.autocast(hidden.device.type, enabled=False):
-            found = linear_jsd(
-                hidden,
-                weight,
-                teacher_hidden,
-                teacher_weight,
-                labels,
-                beta=beta,
-                temperature=temperature,
-                student_bias=bias,
-                teacher_bias=teacher_bias,
-                ignore_index=ignore_index,
-                num_items=num_items,
-                student_softcap=forms[0].softcap,
-                teacher_softcap=forms[1].softcap,
-                student_logit_scale=forms[0].logit_scale,
-                teacher_logit_scale=forms[1].logit_scale,
-                outputs=("entropy",),
-                logits_memory=sum(call.logits_memory for call in calls),
-                expected_grad=expected_gradient("mean"),
-            )
+    with (
+        _inputs(student) as (hidden, weight, bias),
+        _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
+        torch.autocast(labels.device.type, enabled=False),
+    ):
+        found = linear_jsd(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            beta=beta,
+            temperature=temperature,
+            student_bias=bias,
+            teacher_bias=teacher_bias,
+            ignore_index=ignore_index,
+            num_items=num_items,
+            student_softcap=forms[0].softcap,
+            teacher_softcap=forms[1].softcap,
+            student_logit_scale=forms[0].logit_scale,
+            teacher_logit_scale=forms[1].logit_scale,
+            outputs=("entropy",),
+            logits_memory=sum(call.logits_memory for call in calls),
+            expected_grad=expected_gradient("mean"),
+        )
     assert isinstance(found, DivergenceOutput)
     calls[0].has_loss = calls[0].has_loss or found.loss.requires_grad
     return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=found.entropy)

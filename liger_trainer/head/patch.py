@@ -70,8 +70,8 @@ def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
     The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
-    for evaluation without metrics) or said that a loss follows ([`loss_follows`]). Everything else (generation, metrics,
-    inference) runs as ever.
+    for evaluation without metrics) or said that a loss follows ([`loss_follows`]). Everything else (generation,
+    metrics, inference) runs as ever.
 
     Args:
         native: The forward of the model's class.

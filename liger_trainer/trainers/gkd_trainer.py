@@ -33,10 +33,10 @@ class _GKD(GKDTrainer):
 class LigerGKDTrainer(TeacherMixin, _GKD):
     """[`~trl.experimental.gkd.GKDTrainer`], generalised knowledge distillation, with the kernels in both models.
 
-    Takes the same arguments; `args` is a [`LigerGKDConfig`], or a `GKDConfig`, with which the kernels are on. TRL's code
-    generates, masks and normalises; the divergence comes from one operator over both heads, which holds the logits of
-    one chunk of tokens at a time, where TRL holds those of both models whole. An adapter on the student's LM head, which
-    TRL refuses, is trained, with its logits built.
+    Takes the same arguments; `args` is a [`LigerGKDConfig`], or a `GKDConfig`, with which the kernels are on. TRL's
+    code generates, masks and normalises; the divergence comes from one operator over both heads, which holds the logits
+    of one chunk of tokens at a time, where TRL holds those of both models whole. An adapter on the student's LM head,
+    which TRL refuses, is trained, with its logits built.
 
     Raises:
         ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process

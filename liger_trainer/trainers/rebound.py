@@ -7,7 +7,7 @@ from typing import Any
 
 
 def rebound(function: types.FunctionType, **names: Any) -> types.FunctionType:
-    """A copy of `function` for which the globals `names` mean these values; the function and its module stay as they are.
+    """A copy of `function` that finds these values behind the global `names`; it and its module stay as they are.
 
     Raises:
         ImportError: where `function` calls no such name, as after a change of the library it is from.

@@ -67,7 +67,7 @@ class TeacherMixin(LigerTRLMixin):
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = self.model_accepts_loss_kwargs and num_items is not None
-        return expected_loss_gradient(1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps)
+        return expected_loss_gradient(1.0 if scaled else 1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
 
 
 def _defers(model: nn.Module) -> bool:
