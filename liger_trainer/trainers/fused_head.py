@@ -26,6 +26,7 @@ from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
+_SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
@@ -61,15 +62,17 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
     owner = threading.get_ident()
     names: dict[str, Any] = vars(module)
     with _swapping:
-        replaced = {name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names}
+        replaced: dict[str, Any] = {
+            name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names
+        }
 
         def dispatch(*args: Any, **kwargs: Any) -> None:
             ours = threading.get_ident() == owner
             (add_fused_lm_head if ours else replaced["add_fused_lm_head"])(*args, **kwargs)
 
         guard = _AdapterGuard("BaseTunerLayer", (), {"owner": owner, "theirs": replaced.get("BaseTunerLayer", ())})
-        own = {"add_fused_lm_head": dispatch, "BaseTunerLayer": guard}
-        names.update({name: own[name] for name in replaced})
+        own: dict[str, Any] = {"add_fused_lm_head": dispatch, "BaseTunerLayer": guard}
+        names.update((name, own[name]) for name in replaced)
         try:
             yield
         finally:
@@ -136,7 +139,8 @@ def _fused_output(
     statistics = token_statistics(logits, target, options)
     mask = target != options.ignore_index
     if shift_labels is None:
-        statistics = TokenStatistics(*(None if field is None else field[:, :-1] for field in statistics))
+        without_last = {name: field[:, :-1] for name, field in statistics._asdict().items() if field is not None}
+        statistics = TokenStatistics(**without_last)
         mask = mask[:, :-1]
 
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch

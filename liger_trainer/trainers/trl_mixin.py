@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import TrainingArguments
 
-from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of, retained_bytes_of
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
@@ -29,8 +30,8 @@ class LigerTRLMixin(LigerTrainerMixin):
         config_class: The Liger configuration, made where `args` are missing or are plain `TrainingArguments`.
     """
 
-    trl_module: ClassVar[ModuleType]
-    config_class: ClassVar[type[TrainingArguments]]
+    trl_module: ModuleType
+    config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,13 +70,24 @@ class LigerTRLMixin(LigerTrainerMixin):
     ) -> None:
         """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
         assert isinstance(self.model, nn.Module)
+        config = kernel_config_of(self.args)
+        if cast_lm_head_to_fp32:
+            _release_head(self.model if without_adapters(self.model) is model else model)
         if without_adapters(self.model) is model:
             self._apply_kernels(self.model)
         else:  # a reference model, which computes its log-probabilities as the policy does
-            apply_liger_kernel(model, kernel_mapping_of(self.args))
+            apply_liger_kernel(model, config)
+        if cast_lm_head_to_fp32:
+            patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
         options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
         install_fused_forward(model, options)
 
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
         return False
+
+
+def _release_head(model: nn.Module) -> None:
+    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters."""
+    head: Any = model.lm_head
+    head.__dict__.pop("forward", None)
