@@ -133,8 +133,32 @@ def _fused_output(
     # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
     with forward_context(context_of(model, has_labels=True)):
         outputs = native(model, *args, **kwargs)
-    logits = outputs.logits
+    return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
 
+
+def fused_output(
+    logits: torch.Tensor,
+    outputs: Any,
+    text_config: Any,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    num_items_in_batch: torch.Tensor | int | None,
+    options: StatisticsOptions,
+) -> Any:
+    """TRL's `FusedCausalLMOutput`.
+
+    Args:
+        logits: `(B, S, V)`, deferred or not.
+        outputs: Of the model's own forward, for the auxiliary loss of a mixture of experts.
+        text_config: The configuration of the language model.
+        labels: `(B, S)`, the tokens themselves; the statistics are then `(B, S - 1)`.
+        shift_labels: `(B, S)`, the next token of each; the statistics are then `(B, S)`.
+        num_items_in_batch: What the summed loss is divided by; the number of labels by default.
+        options: What the trainer asks of the head.
+
+    Raises:
+        ValueError: where neither kind of labels is given.
+    """
     target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
     statistics = token_statistics(logits, target, options)
     mask = target != options.ignore_index
@@ -154,11 +178,7 @@ def _fused_output(
 def _next_token_labels(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
-    """The label of the next token at every position.
-
-    Raises:
-        ValueError: where neither kind of labels is given.
-    """
+    """The label of the next token at every position."""
     if shift_labels is not None:
         return shift_labels
     if labels is None:

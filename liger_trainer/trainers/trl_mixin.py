@@ -33,6 +33,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     trl_module: ModuleType
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
+    _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
@@ -70,16 +71,18 @@ class LigerTRLMixin(LigerTrainerMixin):
     ) -> None:
         """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
         assert isinstance(self.model, nn.Module)
+        is_policy = without_adapters(self.model) is model
         config = kernel_config_of(self.args)
+        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
         if cast_lm_head_to_fp32:
-            _release_head(self.model if without_adapters(self.model) is model else model)
-        if without_adapters(self.model) is model:
+            _release_fp32_head(self.model if is_policy else model, model)
+        if is_policy:
+            self._statistics = options
             self._apply_kernels(self.model)
         else:  # a reference model, which computes its log-probabilities as the policy does
             apply_liger_kernel(model, config)
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
-        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
         install_fused_forward(model, options)
 
     def _weighs_labels_alike(self) -> bool:
@@ -87,7 +90,11 @@ class LigerTRLMixin(LigerTrainerMixin):
         return False
 
 
-def _release_head(model: nn.Module) -> None:
-    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters."""
-    head: Any = model.lm_head
-    head.__dict__.pop("forward", None)
+def _release_fp32_head(model: Any, base: Any) -> None:
+    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters.
+
+    Assigning the head to `model`, TRL has also registered it a second time where `model` is PEFT's wrapper of `base`.
+    """
+    base.lm_head.__dict__.pop("forward", None)
+    if model is not base:
+        model._modules.pop("lm_head", None)
