@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build
 from liger_trainer.head.lm_head import gathered, through_owner
@@ -25,9 +26,10 @@ def divergence(
 ) -> DivergenceOutput:
     """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
 
-    Where both models deferred their logits, this is one `linear_jsd`: the logits of both exist one chunk of tokens at a
-    time, and soft-cap and scale are those that each model's forward applied. Otherwise (a head that computes its logits
-    itself, as an adapter does) it is the same of the logits.
+    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk of
+    tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
+    those of another head (an adapter, say), or more is done to them, its module runs on one chunk of tokens at a time,
+    with the teacher's. Logits that the student has built are compared whole.
 
     Args:
         student: `(..., V)` logits, deferred or not.
@@ -54,7 +56,12 @@ def divergence(
     labels = labels.to(student.device)
     if _fuses(student) and _fuses(teacher):
         return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
-    return _of_logits(build(student), build(teacher), labels, beta, temperature, num_items, ignore_index)
+    if isinstance(student, DeferredLogits) and student.recordable:
+        tokens, entropy = _of_chunks(student, teacher, labels, beta, temperature, ignore_index)
+    else:
+        tokens, entropy = _of_rows(build(student), build(teacher), labels, beta, temperature, ignore_index)
+    count = (labels != ignore_index).sum().clamp(min=1) if num_items is None else num_items
+    return DivergenceOutput(tokens.sum() / count, entropy=entropy)
 
 
 def _fuses(logits: torch.Tensor) -> bool:
@@ -115,20 +122,40 @@ def _of_heads(
     return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=found.entropy)
 
 
-def _of_logits(
+def _of_chunks(
+    student: DeferredLogits,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    ignore_index: int,
+) -> list[torch.Tensor]:
+    """As `_of_rows`, with the logits of a chunk of tokens in memory at a time."""
+    recorded = teacher.recorded if isinstance(teacher, DeferredLogits) and teacher.recordable else None
+
+    def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
+        if recorded is not None:
+            with torch.no_grad():
+                given = recorded.chain.replay(recorded.call.product(given))
+        return _of_rows(rows, given, labels, beta, temperature, ignore_index)
+
+    if recorded is not None:
+        recorded.check()
+    return chunked_rows(student, labels, of_rows, (build(teacher) if recorded is None else recorded.hidden).detach())
+
+
+def _of_rows(
     student: torch.Tensor,
     teacher: torch.Tensor,
     labels: torch.Tensor,
     beta: float,
     temperature: float,
-    num_items: int | torch.Tensor | None,
     ignore_index: int,
-) -> DivergenceOutput:
+) -> list[torch.Tensor]:
+    """Divergence and entropy of each token of logits `(..., V)`, 0 where it does not count."""
     log_probs = (student.float() / temperature).log_softmax(-1)
     teacher_log_probs = (teacher.detach().float() / temperature).log_softmax(-1)
-    loss = jsd(log_probs, teacher_log_probs, labels, beta, ignore_index, "batchmean" if num_items is None else "sum")
-    if num_items is not None:
-        loss = loss / num_items
+    found = jsd(log_probs, teacher_log_probs, labels, beta, ignore_index, reduction="none").sum(-1)
     with torch.no_grad():
         entropy = torch.special.entr(log_probs.exp()).sum(-1).masked_fill(labels == ignore_index, 0.0)
-    return DivergenceOutput(loss, entropy=entropy)
+    return [found, entropy]

@@ -71,7 +71,7 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
     are on. TRL's code generates, masks, normalises and logs; the divergence and the entropy come from one operator over
     both heads, which holds the logits of one chunk of tokens at a time. Soft-caps and scales are those that the models'
     own forwards apply, whatever they are called in a configuration. An adapter on the student's LM head, which TRL
-    refuses, is trained, with its logits built.
+    refuses, is trained, one chunk of tokens at a time.
 
     Raises:
         ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process

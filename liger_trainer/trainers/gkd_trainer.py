@@ -36,7 +36,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
     Takes the same arguments; `args` is a [`LigerGKDConfig`], or a `GKDConfig`, with which the kernels are on. TRL's
     code generates, masks and normalises; the divergence comes from one operator over both heads, which holds the logits
     of one chunk of tokens at a time, where TRL holds those of both models whole. An adapter on the student's LM head,
-    which TRL refuses, is trained, with its logits built.
+    which TRL refuses, is trained, one chunk of tokens at a time.
 
     Raises:
         ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process

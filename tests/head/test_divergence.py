@@ -21,8 +21,9 @@ CHAINS = {
     "scale and soft-cap": lambda x: torch.tanh(x * 1.5 / 2.0) * 2.0,
     "shifted": lambda x: x[:, :-1],
     "cast": lambda x: x.float(),
+    "capped twice": lambda x: torch.tanh(torch.tanh(x)),  # not what the operator does: a chunk at a time
 }
-NOT_FUSED = {"squared": lambda x: x * x, "capped twice": lambda x: torch.tanh(torch.tanh(x))}
+BUILT = {"squared": lambda x: x * x}
 
 
 @pytest.fixture
@@ -52,13 +53,13 @@ def expected(student, teacher, labels, beta, temperature, num_items):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("name", [*CHAINS, *NOT_FUSED])
+@pytest.mark.parametrize("name", [*CHAINS, *BUILT])
 @pytest.mark.parametrize(("temperature", "num_items"), [(1.0, None), (0.6, torch.tensor(7.0))])
 def test_value_and_gradients(beta, name, temperature, num_items, head, hidden, teacher, request):
-    chain = (CHAINS | NOT_FUSED)[name]
-    teacher_head, teacher_hidden = teacher
     if name in CHAINS:
         request.getfixturevalue("never_built")
+    chain = (CHAINS | BUILT)[name]
+    teacher_head, teacher_hidden = teacher
     parameters = [hidden, *head.parameters()]
     with torch.no_grad():
         teacher_logits = chain(defer(teacher_head, teacher_hidden))
