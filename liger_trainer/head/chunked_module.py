@@ -95,14 +95,16 @@ def _is_owned(module: nn.Module) -> bool:
 
 
 def chunked_rows(
-    logits: Any, target: torch.Tensor, of_rows: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+    logits: Any, target: torch.Tensor, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
 ) -> list[torch.Tensor]:
     """What `of_rows` says of each token, with the logits of a chunk of tokens in memory at a time.
 
     Args:
         logits: `(..., V)`, deferred, of any head.
         target: `(...)` class ids.
-        of_rows: Maps logits `(n, V)` and labels `(n,)` to tensors of `(n,)`; run again in the backward.
+        of_rows: Maps logits `(n, V)`, labels `(n,)` and the same tokens of `others` to tensors of `(n,)`; run again in
+            the backward.
+        others: `(..., X)`, of the same tokens.
 
     Returns:
         The tensors, shaped as `target`.
@@ -112,16 +114,16 @@ def chunked_rows(
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
     has_graph = logits.has_graph and torch.is_grad_enabled()
 
-    def run(part: torch.Tensor, labels: torch.Tensor) -> Sequence[torch.Tensor]:
+    def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
         rows = recorded.chain.replay(call.product(part))
         with torch.autocast(part.device.type, enabled=False):
-            return of_rows(rows, labels)
+            return of_rows(rows, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
     size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
-    labels = target.to(hidden.device).reshape(-1)
+    flat = [hidden, target.to(hidden.device).reshape(-1), *(other.reshape(-1, other.shape[-1]) for other in others)]
     with torch.set_grad_enabled(has_graph):
-        parts = [step(*chunk) for chunk in zip(hidden.split(size), labels.split(size))]
+        parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
         columns = [torch.cat(column).view(target.shape) for column in zip(*parts)]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns

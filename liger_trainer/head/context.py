@@ -36,6 +36,7 @@ def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | Non
 
 # Context variables, so that neither threads nor nested forwards (of a reference model, say) see each other's.
 _forward: ContextVar[ForwardContext | None] = ContextVar("liger_trainer_forward", default=None)
+_loss_follows: ContextVar[bool] = ContextVar("liger_trainer_loss_follows", default=False)
 _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_expected", default=None)
 
 
@@ -52,6 +53,25 @@ def forward_context(context: ForwardContext | None) -> Iterator[None]:
         yield
     finally:
         _forward.reset(token)
+
+
+@contextlib.contextmanager
+def loss_follows() -> Iterator[None]:
+    """Says that the logits of every forward inside go into a loss, before this ends, as if it had been given labels.
+
+    For a loss of several models, which no forward can compute from its own labels: patched models defer their logits in
+    evaluation and without gradients too.
+    """
+    token = _loss_follows.set(True)
+    try:
+        yield
+    finally:
+        _loss_follows.reset(token)
+
+
+def does_loss_follow() -> bool:
+    """Whether the code around the current forward is in a [`loss_follows`]."""
+    return _loss_follows.get()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from liger_trainer.head.compiled import (
     uncompiled,
     whole_graph_wanted,
 )
-from liger_trainer.head.context import context_of, current_forward, forward_context
+from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import (
     HeadCall,
@@ -92,7 +92,8 @@ def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
     The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
-    for evaluation without metrics). Everything else (generation, metrics, inference) runs as ever.
+    for evaluation without metrics) or said that a loss follows ([`loss_follows`]). Everything else (generation,
+    metrics, inference) runs as ever.
 
     Args:
         native: The forward of the model's class.
@@ -120,6 +121,8 @@ def make_model_forward(native: Callable) -> Callable:
         skip_logits = bool(kwargs.pop("skip_logits", False))
         has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
         num_items = kwargs.get("num_items_in_batch")
+        if not torch.compiler.is_compiling() and does_loss_follow():
+            has_labels = skip_logits = True
         if not defers(self, has_labels, skip_logits):
             return _plain(self, native, args, kwargs)
         if not torch.compiler.is_compiling():

@@ -1,0 +1,161 @@
+"""The divergence of a student's logits from a teacher's: of two heads at once where both are deferred."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from liger_trainer.head.chunked_module import chunked_rows
+from liger_trainer.head.context import expected_gradient
+from liger_trainer.head.deferred_logits import DeferredLogits, build
+from liger_trainer.head.lm_head import gathered, through_owner
+from liger_trainer.kernels.elementwise_divergence import jsd
+from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_jsd
+
+
+def divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float = 1.0,
+    num_items: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> DivergenceOutput:
+    """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
+
+    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk of
+    tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
+    those of another head (an adapter, say), or more is done to them, its module runs on one chunk of tokens at a time,
+    with the teacher's. Logits that the student has built are compared whole.
+
+    Args:
+        student: `(..., V)` logits, deferred or not.
+        teacher: `(..., V)`, likewise; it gets no gradient.
+        labels: `(...)`, `ignore_index` where a token does not count; otherwise any number.
+        beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
+        temperature: Divides the logits of both.
+        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; the number of tokens that count
+            by default.
+        ignore_index: See `labels`.
+
+    Returns:
+        `loss`, fp32 and 0-d, and `entropy`, fp32 `(...)` and 0 where a token does not count.
+
+    Raises:
+        ValueError: where the two have not the same tokens and the same vocabulary.
+    """
+    if student.shape[-1] != teacher.shape[-1]:
+        raise ValueError(
+            f"The student's logits are over {student.shape[-1]} tokens and the teacher's over {teacher.shape[-1]}. "
+            "Distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
+            "head has as many rows."
+        )
+    labels = labels.to(student.device)
+    if _fuses(student) and _fuses(teacher):
+        return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
+    if isinstance(student, DeferredLogits) and student.recordable:
+        tokens, entropy = _of_chunks(student, teacher, labels, beta, temperature, ignore_index)
+    else:
+        tokens, entropy = _of_rows(build(student), build(teacher), labels, beta, temperature, ignore_index)
+    count = (labels != ignore_index).sum().clamp(min=1) if num_items is None else num_items
+    return DivergenceOutput(tokens.sum() / count, entropy=entropy)
+
+
+def _fuses(logits: torch.Tensor) -> bool:
+    """Whether a fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
+    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+        return False
+    return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
+
+
+@contextlib.contextmanager
+def _inputs(logits: Any) -> Any:
+    """Hidden states, weight and bias as the operator takes them, for as long as the weight is whole."""
+    recorded = logits.recorded
+    recorded.check()
+    with gathered(recorded.call) as (weight, bias):
+        tensors = [None if x is None else x.to(recorded.call.dtype) for x in (recorded.hidden, weight, bias)]
+        yield tensors if logits.has_graph else [None if x is None else x.detach() for x in tensors]
+
+
+def _of_heads(
+    student: Any,
+    teacher: Any,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    num_items: int | torch.Tensor | None,
+    ignore_index: int,
+) -> DivergenceOutput:
+    forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
+    calls = [logits.recorded.call for logits in (student, teacher)]
+    with (
+        _inputs(student) as (hidden, weight, bias),
+        _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
+        torch.autocast(labels.device.type, enabled=False),
+    ):
+        found = linear_jsd(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            beta=beta,
+            temperature=temperature,
+            student_bias=bias,
+            teacher_bias=teacher_bias,
+            ignore_index=ignore_index,
+            num_items=num_items,
+            student_softcap=forms[0].softcap,
+            teacher_softcap=forms[1].softcap,
+            student_logit_scale=forms[0].logit_scale,
+            teacher_logit_scale=forms[1].logit_scale,
+            outputs=("entropy",),
+            logits_memory=sum(call.logits_memory for call in calls),
+            expected_grad=expected_gradient("mean"),
+        )
+    assert isinstance(found, DivergenceOutput)
+    calls[0].has_loss = calls[0].has_loss or found.loss.requires_grad
+    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=found.entropy)
+
+
+def _of_chunks(
+    student: DeferredLogits,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    ignore_index: int,
+) -> list[torch.Tensor]:
+    """As `_of_rows`, with the logits of a chunk of tokens in memory at a time."""
+    recorded = teacher.recorded if isinstance(teacher, DeferredLogits) and teacher.recordable else None
+
+    def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
+        if recorded is not None:
+            with torch.no_grad():
+                given = recorded.chain.replay(recorded.call.product(given))
+        return _of_rows(rows, given, labels, beta, temperature, ignore_index)
+
+    if recorded is not None:
+        recorded.check()
+    return chunked_rows(student, labels, of_rows, (build(teacher) if recorded is None else recorded.hidden).detach())
+
+
+def _of_rows(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    beta: float,
+    temperature: float,
+    ignore_index: int,
+) -> list[torch.Tensor]:
+    """Divergence and entropy of each token of logits `(..., V)`, 0 where it does not count."""
+    log_probs = (student.float() / temperature).log_softmax(-1)
+    teacher_log_probs = (teacher.detach().float() / temperature).log_softmax(-1)
+    found = jsd(log_probs, teacher_log_probs, labels, beta, ignore_index, reduction="none").sum(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(log_probs.exp()).sum(-1).masked_fill(labels == ignore_index, 0.0)
+    return [found, entropy]

@@ -1,0 +1,97 @@
+"""`LigerDistillationTrainer`: TRL's `DistillationTrainer` with the kernels in both models and both heads in one."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl.trainer.distillation_trainer as trl_distillation_trainer
+from torch import nn
+from trl import DistillationTrainer
+from trl.trainer.utils import create_model_from_path
+
+from liger_trainer.configs.distillation_config import LigerDistillationConfig
+from liger_trainer.head.context import context_of, forward_context
+from liger_trainer.head.divergence import divergence
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.trainers.rebound import rebound
+from liger_trainer.trainers.teacher import TeacherMixin
+
+_IGNORE_INDEX = -100
+
+
+class _LogitsForHiddenStates(nn.Module):
+    """Stands for a model where TRL asks its backbone for hidden states, and gives the logits, deferred, instead."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = functools.partial(self._run, model)
+
+    @staticmethod
+    def _run(model: nn.Module, **inputs: Any) -> SimpleNamespace:
+        with forward_context(context_of(model, has_labels=True)):
+            return SimpleNamespace(last_hidden_state=type(model).forward(model, **inputs).logits)
+
+
+def _divergence_loss(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    completion_mask: torch.Tensor,
+    beta: float,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    temperature: float = 1.0,
+    **biases_scales_and_softcaps: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """TRL's `_chunked_divergence_loss` of logits, deferred ones knowing their head, scale and soft-cap."""
+    mask = completion_mask != 0
+    labels = torch.zeros_like(completion_mask).masked_fill(~mask, _IGNORE_INDEX)
+    found = divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch, _IGNORE_INDEX)
+    assert found.entropy is not None
+    return found.loss, found.entropy.sum(), mask.sum()
+
+
+class _Distillation(DistillationTrainer):
+    """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
+
+    @functools.wraps(DistillationTrainer.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        rebound(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
+
+    _compute_loss_of_logits = rebound(DistillationTrainer._compute_loss, _chunked_divergence_loss=_divergence_loss)
+
+
+class LigerDistillationTrainer(TeacherMixin, _Distillation):
+    """[`~trl.DistillationTrainer`], on-policy distillation, with the kernels in student and teacher.
+
+    Takes the same arguments; `args` is a [`LigerDistillationConfig`], or a `DistillationConfig`, with which the kernels
+    are on. TRL's code generates, masks, normalises and logs; the divergence and the entropy come from one operator over
+    both heads, which holds the logits of one chunk of tokens at a time. Soft-caps and scales are those that the models'
+    own forwards apply, whatever they are called in a configuration. An adapter on the student's LM head, which TRL
+    refuses, is trained, one chunk of tokens at a time.
+
+    Raises:
+        ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process
+            (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that cannot be
+            applied to the student.
+    """
+
+    trl_module = trl_distillation_trainer
+    config_class = LigerDistillationConfig
+
+    def _create_model(self, model_id: str, *args: Any, **kwargs: Any) -> nn.Module:
+        return self._with_kernels(create_model_from_path(model_id, *args, **kwargs))
+
+    def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._compares_heads():
+            return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+        model = _LogitsForHiddenStates(without_adapters(unwrapped_model))
+        return super()._get_last_hidden_state(model, *args, **kwargs)
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not self._compares_heads():
+            return super()._compute_loss(*args, **kwargs)
+        return self._compute_loss_of_logits(*args, **kwargs)

@@ -1,0 +1,94 @@
+"""`LigerGKDTrainer`: TRL's `GKDTrainer` with the kernels in both models and both heads in one."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl.trainer.sft_trainer as trl_sft_trainer
+from torch import nn
+from transformers import AutoModelForCausalLM
+from trl.experimental.gkd import GKDTrainer
+from trl.models.utils import _ForwardRedirection
+
+from liger_trainer.configs.gkd_config import LigerGKDConfig
+from liger_trainer.head.context import loss_follows
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.divergence import divergence
+from liger_trainer.trainers.rebound import rebound
+from liger_trainer.trainers.teacher import TeacherMixin
+
+
+class _GKD(GKDTrainer):
+    """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
+
+    @functools.wraps(GKDTrainer.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        loader = SimpleNamespace(from_pretrained=self._load_teacher)
+        rebound(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)
+
+
+class LigerGKDTrainer(TeacherMixin, _GKD):
+    """[`~trl.experimental.gkd.GKDTrainer`], generalised knowledge distillation, with the kernels in both models.
+
+    Takes the same arguments; `args` is a [`LigerGKDConfig`], or a `GKDConfig`, with which the kernels are on. TRL's
+    code generates, masks and normalises; the divergence comes from one operator over both heads, which holds the logits
+    of one chunk of tokens at a time, where TRL holds those of both models whole. An adapter on the student's LM head,
+    which TRL refuses, is trained, one chunk of tokens at a time.
+
+    Raises:
+        ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process
+            (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that cannot be
+            applied to the student.
+    """
+
+    trl_module = trl_sft_trainer  # its `__init__` installs the fused head of a GKDTrainer too
+    config_class = LigerGKDConfig
+
+    def _load_teacher(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return self._with_kernels(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, computed inside the wrapped student's forward, where its sharded head is whole."""
+        student = self.accelerator.unwrap_model(model)
+        compute = functools.partial(super().compute_loss, return_outputs=return_outputs)
+
+        def inside() -> Any:
+            with loss_follows():
+                return compute(student.forward, inputs, num_items_in_batch=num_items_in_batch)
+
+        if not self._compares_heads():
+            return compute(model, inputs, num_items_in_batch=num_items_in_batch)
+        return _ForwardRedirection()(model, student, inside)
+
+    @staticmethod
+    def generalized_jsd_loss(
+        student_logits: torch.Tensor,
+        teacher_logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's loss, from one operator over both heads where both models deferred their logits.
+
+        Args:
+            student_logits: `(batch, length, V)`.
+            teacher_logits: Likewise; no gradient.
+            labels: `(batch, length)`, -100 where a token does not count.
+            beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
+            temperature: Divides the logits of both.
+            reduction: As in TRL; all but "batchmean" build the logits.
+            num_items_in_batch: Divides the sum, whatever the reduction.
+        """
+        deferred = isinstance(student_logits, DeferredLogits) or isinstance(teacher_logits, DeferredLogits)
+        if not deferred or labels is None or (num_items_in_batch is None and reduction != "batchmean"):
+            return GKDTrainer.generalized_jsd_loss(
+                student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
+            )
+        return divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch).loss

@@ -1,0 +1,83 @@
+"""What the trainers with a teacher share: its kernels, and when the heads of both models are compared as one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import TrainingArguments
+
+from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of
+from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.head.lm_head import find_lm_heads
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.report import KernelReport
+from liger_trainer.trainers.mixin import wants_kernels
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class TeacherMixin(LigerTRLMixin):
+    """Put before a TRL trainer that takes a `teacher_model` as its second argument.
+
+    Attributes:
+        teacher_kernel_report (`KernelReport`): What was patched in the teacher; None with the kernels off.
+    """
+
+    teacher_kernel_report: KernelReport | None = None
+
+    def __init__(
+        self, model: Any, teacher_model: Any = None, args: TrainingArguments | None = None, *more: Any, **kwargs: Any
+    ) -> None:
+        if teacher_model is None:
+            raise ValueError(
+                "`teacher_model` is None; give the model whose next-token distributions are to be learnt, or its name."
+            )
+        config = self._configured(args, model)
+        # The teacher needs them before accelerate or DeepSpeed gets it, and TRL's `__init__` does both.
+        self._teacher_kernels = kernel_mapping_of(config) if wants_kernels(config) else None
+        if isinstance(teacher_model, nn.Module):
+            self._with_kernels(teacher_model)
+        super().__init__(model, teacher_model, config, *more, **kwargs)
+
+    def _with_kernels(self, teacher: nn.Module) -> nn.Module:
+        if self._teacher_kernels is not None:
+            self.teacher_kernel_report = apply_liger_kernel(teacher, self._teacher_kernels)
+        return teacher
+
+    def _compares_heads(self) -> bool:
+        """Whether the divergence is taken from the models' deferred logits, or, of an adapter on the head, from logits.
+
+        Otherwise TRL's own code, which reads the heads' weights, does better than logits that are built.
+        """
+        if not wants_kernels(self.args) or not kernel_config_of(self.args).linear_cross_entropy:
+            return False
+        assert isinstance(self.model, nn.Module)
+        if _has_adapter_on_head(self.model):
+            return True
+        return all(_defers(self.accelerator.unwrap_model(model)) for model in (self.model, self.teacher_model))
+
+    def _expected_gradient(self, num_items: Any) -> contextlib.AbstractContextManager:
+        # The divergence is divided by `num_items` before it is returned; what is left is the Trainer's own division.
+        assert isinstance(self.model, nn.Module)
+        if not self.model.training or not self.args.use_liger_kernel:
+            return contextlib.nullcontext()
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = self.model_accepts_loss_kwargs and num_items is not None
+        return expected_loss_gradient(1.0 if scaled else 1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
+
+
+def _defers(model: nn.Module) -> bool:
+    heads, _ = find_lm_heads(model)
+    return bool(heads) and all(is_bound_by_us(head) for head in heads)
+
+
+def _has_adapter_on_head(model: nn.Module) -> bool:
+    if not is_peft_model(model):
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(model.get_output_embeddings(), BaseTunerLayer)  # type: ignore[operator]
