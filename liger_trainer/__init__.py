@@ -31,19 +31,16 @@ _EXPORTS = {
     "LigerGRPOTrainer": "liger_trainer.trainers.grpo_trainer",
     "LigerDPOConfig": "liger_trainer.configs.dpo_config",
     "LigerDPOTrainer": "liger_trainer.trainers.dpo_trainer",
-<<<<<<< HEAD
     "LigerORPOConfig": "liger_trainer.configs.orpo_config",
     "LigerORPOTrainer": "liger_trainer.trainers.orpo_trainer",
     "LigerCPOConfig": "liger_trainer.configs.cpo_config",
     "LigerCPOTrainer": "liger_trainer.trainers.cpo_trainer",
     "LigerRewardConfig": "liger_trainer.configs.reward_config",
     "LigerRewardTrainer": "liger_trainer.trainers.reward_trainer",
-=======
     "LigerDistillationConfig": "liger_trainer.configs.distillation_config",
     "LigerDistillationTrainer": "liger_trainer.trainers.distillation_trainer",
     "LigerGKDConfig": "liger_trainer.configs.gkd_config",
     "LigerGKDTrainer": "liger_trainer.trainers.gkd_trainer",
->>>>>>> distill
     "LigerSFTConfig": "liger_trainer.configs.sft_config",
     "LigerSFTTrainer": "liger_trainer.trainers.sft_trainer",
     "LigerTrainer": "liger_trainer.trainers.trainer",
@@ -58,11 +55,8 @@ _SUBMODULES = ("functional", "losses", "nn")
 
 if TYPE_CHECKING:
     from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
-<<<<<<< HEAD
     from liger_trainer.configs.cpo_config import LigerCPOConfig as LigerCPOConfig
-=======
     from liger_trainer.configs.distillation_config import LigerDistillationConfig as LigerDistillationConfig
->>>>>>> distill
     from liger_trainer.configs.dpo_config import LigerDPOConfig as LigerDPOConfig
     from liger_trainer.configs.gkd_config import LigerGKDConfig as LigerGKDConfig
     from liger_trainer.configs.grpo_config import LigerGRPOConfig as LigerGRPOConfig
@@ -79,11 +73,8 @@ if TYPE_CHECKING:
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
-<<<<<<< HEAD
     from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
-=======
     from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
->>>>>>> distill
     from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
     from liger_trainer.trainers.gkd_trainer import LigerGKDTrainer as LigerGKDTrainer
     from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
