@@ -54,6 +54,8 @@ class _Panel(NamedTuple):
 def plan_panels(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> PanelPlan | None:
     """The cut of the first chunk where other chunks have `rows` tokens; None where such chunks alone do as well."""
     (tokens, hidden_size), vocab_size = hidden.shape, weight.shape[0]
+    if tokens == 0:
+        return None
     first = min(tokens, hidden_size)
     if ROW_MULTIPLE <= first < tokens:
         first -= first % ROW_MULTIPLE
