@@ -75,9 +75,10 @@ class PairLoss(nn.Module):
         check_pairs(hidden, target, nll_target)
         mask = by_pair(target != self.ignore_index)
         pairs, _, length = mask.shape
-        labels, nll_mask = by_pair(target), mask[:, 0]
+        labels, nll_mask = target, mask[:, 0]
         if nll_target is not None:
-            labels, nll_mask = self._with_nll_labels(labels, by_pair(nll_target)[:, 0])
+            chosen, nll_mask = self._with_nll_labels(target[:pairs], nll_target[:pairs])
+            labels = torch.cat([chosen, target[pairs:]])
         nll_tokens = nll_mask.sum().clamp(min=1)
         ref = torch.zeros((), device=hidden.device).expand(pairs, 2)
         if reference is not None:
@@ -97,7 +98,7 @@ class PairLoss(nn.Module):
             return loss + self.alpha * nll_of(log_probs, some) if self.compute_nll_loss else loss
 
         result = linear_grouped_loss(
-            by_pair(hidden).reshape(-1, hidden.shape[-1]),
+            hidden.reshape(-1, hidden.shape[-1]),
             weight,
             labels.reshape(-1),
             formula,
@@ -107,6 +108,7 @@ class PairLoss(nn.Module):
             ignore_index=self.ignore_index,
             mean_logit=True,
             logits_memory=self.logits_memory,
+            arrange=lambda rows: by_pair(rows.unflatten(0, target.shape)).flatten(0, 2),
         )
         assert result.mean_logit is not None
         with torch.no_grad():
@@ -117,13 +119,13 @@ class PairLoss(nn.Module):
             nll = nll_of(log_probs, everything) if self.compute_nll_loss else torch.zeros_like(result.loss)
         return result.loss, seen, (seen.chosen, seen.rejected, *mean_logit.unbind(), nll)
 
-    def _with_nll_labels(self, labels: torch.Tensor, nll_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(pairs, 2, T)` labels with the chosen completion's further ones, and where those of `nll_labels` count.
+    def _with_nll_labels(self, chosen: torch.Tensor, nll_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels `(pairs, T)` of the chosen completions with those of `nll_labels` added, and where the latter count.
 
         Where both have a label it must be the same one, so that a single log-probability serves both. It is an error
         on the CPU where it is not; on an accelerator, as for other wrong labels, the loss is NaN.
         """
-        chosen, counts = labels[:, 0], nll_labels != self.ignore_index
+        counts = nll_labels != self.ignore_index
         contradicts = counts & (chosen != self.ignore_index) & (chosen != nll_labels)
         if contradicts.device.type == "cpu" and bool(contradicts.any()):
             raise ValueError(
@@ -131,8 +133,7 @@ class PairLoss(nn.Module):
                 "completions; where both count they must be equal, and elsewhere one of them `ignore_index`."
             )
         wrong = -1 if self.ignore_index != -1 else -2
-        chosen = torch.where(counts, nll_labels, chosen).masked_fill(contradicts, wrong)
-        return torch.stack([chosen, labels[:, 1]], 1), counts
+        return torch.where(counts, nll_labels, chosen).masked_fill(contradicts, wrong), counts
 
     def _rewards(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         return self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
