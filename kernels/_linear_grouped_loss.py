@@ -35,7 +35,6 @@ Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Keeps hooks around the call, such as those of a checkpoint, away from the graph of a formula, which ends here."""
     return tensor
 
 
@@ -70,6 +69,7 @@ class _GradientInForward(torch.autograd.Function):
             labels, part, width = target[start:stop], stats.rows(start, stop), logits.stride(0)
             row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
             nll = part.nll.detach().requires_grad_()
+            # Hooks around the call, such as those of a checkpoint, have no business with this graph: it ends here.
             with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 loss = formula(0.0 - nll, start, stop)
             (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
@@ -107,17 +107,18 @@ def linear_grouped_loss(
     temperature: float = 1.0,
     mean_logit: bool = False,
     logits_memory: int = 512 * 2**20,
+    arrange: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
 ) -> GroupedLoss:
     """The loss ``formula(linear_log_probs(hidden, weight, target))``, in the fewest matmuls that the memory allows.
 
     A graph that ``torch.compile`` traces breaks here, around the loss and its head.
 
     Args:
-        hidden: `(N, H)`, group after group.
+        hidden: `(N, H)`.
         weight: `(V, H)`.
         target: `(N,)` labels.
         formula: The loss as a sum over groups, differentiable in torch. It is called once for each chunk, and must take
-            any whole number of groups.
+            any whole number of groups that follow each other.
         group: Tokens that the formula couples; a divisor of N.
         normalizer: 0-d, about the inverse of the largest derivative of the loss to a log-probability. In fp16 the
             gradients are kept times a power of two up to it until the backward, where they would underflow.
@@ -126,6 +127,8 @@ def linear_grouped_loss(
         temperature: Divides the logits.
         mean_logit: Whether the mean logits are wanted.
         logits_memory: Bytes of logits at a time, as in `linear_log_probs`.
+        arrange: Brings `(N, ...)` rows into the order in which the tokens of a group lie side by side, which is that of
+            the formula and of the results.
 
     Raises:
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
@@ -143,11 +146,14 @@ def linear_grouped_loss(
         )
         if not isinstance(result, LogProbsOutput):
             result = LogProbsOutput(result)
-        return GroupedLoss(formula(result.log_probs, 0, len(target)), result.log_probs.detach(), result.mean_logit)
+        log_probs = arrange(result.log_probs)
+        mean_logits = None if result.mean_logit is None else arrange(result.mean_logit)
+        return GroupedLoss(formula(log_probs, 0, len(target)), log_probs.detach(), mean_logits)
     options = RowOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
     scale = 1.0 / normalizer.detach().clamp(min=1.0)
     expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
     loss, log_probs, mean_logits = _GradientInForward.apply(
-        hidden.contiguous(), weight, bias, target.contiguous(), formula, rows, options, mean_logit, expected
+        *(arrange(hidden).contiguous(), weight, bias, arrange(target).contiguous()),
+        *(formula, rows, options, mean_logit, expected),
     )
     return GroupedLoss(loss, log_probs, mean_logits if mean_logit else None)

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
+from liger_trainer.losses.contrastive import LigerFusedLinearCPOLoss, LigerFusedLinearSimPOLoss
 from liger_trainer.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_trainer.losses.kto import LigerFusedLinearKTOLoss
-from liger_trainer.losses.preference import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-    Result,
-)
+from liger_trainer.losses.pairs import Result
+from liger_trainer.losses.preference import LigerFusedLinearDPOLoss, LigerFusedLinearORPOLoss
 from liger_trainer.nn import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
 
 __all__ = [

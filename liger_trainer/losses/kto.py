@@ -101,7 +101,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
                     *(ref_input, ref_weight, ref_bias, target, self.ignore_index), logits_memory=self.logits_memory
                 )
             ref = completion_log_probs(ref_log_probs, mask, self.average_log_prob)
-        kl = None if kl is None else kl.detach().expand(batch)
+        kl = None if kl is None else kl.detach().to(_input.device).expand(batch)
 
         def formula(log_probs: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             some = slice(start // length, stop // length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,48 @@ from liger_trainer.kernels._linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import Pairs
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, completion_log_probs
 
+Result = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+"""A loss, and what its users may want to log."""
 PairLosses = Callable[[Pairs], torch.Tensor]
+_ALL = slice(None)
 
 
 def by_pair(tensor: torch.Tensor) -> torch.Tensor:
     """`(2 * pairs, ...)` of all chosen and then all rejected completions as `(pairs, 2, ...)`."""
     return tensor.unflatten(0, (2, -1)).transpose(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """What turns log-probabilities `(pairs, 2, T)` of tokens into those of pairs, of all or of `some` of them.
+
+    Attributes:
+        mask: `(pairs, 2, T)`, the tokens of the completions.
+        nll_mask: `(pairs, T)`, the tokens of the negative log-likelihood.
+        ref: `(pairs, 2)`, log-probabilities of the completions under the reference.
+        average: Whether those of completions are means over their tokens.
+    """
+
+    mask: torch.Tensor
+    nll_mask: torch.Tensor
+    ref: torch.Tensor
+    average: bool
+
+    def pairs(self, log_probs: torch.Tensor, some: slice = _ALL) -> Pairs:
+        """The log-probabilities of the completions."""
+        mask = self.mask[some]
+        lengths = torch.ones_like(mask[..., 0]) if self.average else mask.sum(-1).clamp(min=1)
+        policy = completion_log_probs(log_probs, mask, self.average)
+        return Pairs(*policy.unbind(-1), *self.ref[some].unbind(-1), *lengths.unbind(-1))
+
+    def nll(self, log_probs: torch.Tensor, some: slice = _ALL) -> torch.Tensor:
+        """What `some` pairs add to the mean over the tokens of all of them."""
+        return -torch.where(self.nll_mask[some], log_probs[:, 0], 0.0).sum() / self.nll_mask.sum().clamp(min=1)
+
+    def mean_logits(self, mean_logit: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of all chosen and of all rejected completions, 0-d each."""
+        total = torch.where(self.mask, mean_logit, 0.0).sum((0, 2))
+        return (total / self.mask.sum((0, 2)).clamp(min=1)).unbind()
 
 
 class PairLoss(nn.Module):
@@ -75,29 +112,22 @@ class PairLoss(nn.Module):
         check_pairs(hidden, target, nll_target)
         mask = by_pair(target != self.ignore_index)
         pairs, _, length = mask.shape
-        labels, nll_mask = by_pair(target), mask[:, 0]
+        labels, nll_mask = target, mask[:, 0]
         if nll_target is not None:
-            labels, nll_mask = self._with_nll_labels(labels, by_pair(nll_target)[:, 0])
-        nll_tokens = nll_mask.sum().clamp(min=1)
+            chosen, nll_mask = self._with_nll_labels(target[:pairs], nll_target[:pairs])
+            labels = torch.cat([chosen, target[pairs:]])
         ref = torch.zeros((), device=hidden.device).expand(pairs, 2)
         if reference is not None:
             ref = completion_log_probs(by_pair(reference), mask, self.average_log_prob)
-        lengths = torch.ones_like(mask[..., 0]) if self.average_log_prob else mask.sum(-1).clamp(min=1)
-
-        def pairs_of(log_probs: torch.Tensor, some: slice) -> Pairs:
-            policy = completion_log_probs(log_probs, mask[some], self.average_log_prob)
-            return Pairs(*policy.unbind(-1), *ref[some].unbind(-1), *lengths[some].unbind(-1))
-
-        def nll_of(log_probs: torch.Tensor, some: slice) -> torch.Tensor:
-            return -torch.where(nll_mask[some], log_probs[:, 0], 0.0).sum() / nll_tokens
+        batch = _Batch(mask, nll_mask, ref, self.average_log_prob)
 
         def formula(log_probs: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             log_probs, some = log_probs.view(-1, 2, length), slice(start // (2 * length), stop // (2 * length))
-            loss = losses(pairs_of(log_probs, some)).sum() / pairs
-            return loss + self.alpha * nll_of(log_probs, some) if self.compute_nll_loss else loss
+            loss = losses(batch.pairs(log_probs, some)).sum() / pairs
+            return loss + self.alpha * batch.nll(log_probs, some) if self.compute_nll_loss else loss
 
         result = linear_grouped_loss(
-            by_pair(hidden).reshape(-1, hidden.shape[-1]),
+            hidden.reshape(-1, hidden.shape[-1]),
             weight,
             labels.reshape(-1),
             formula,
@@ -107,23 +137,23 @@ class PairLoss(nn.Module):
             ignore_index=self.ignore_index,
             mean_logit=True,
             logits_memory=self.logits_memory,
+            arrange=lambda rows: by_pair(rows.unflatten(0, target.shape)).flatten(0, 2),
         )
         assert result.mean_logit is not None
         with torch.no_grad():
-            log_probs, everything = result.log_probs.view(pairs, 2, length), slice(None)
-            seen = pairs_of(log_probs, everything)
-            mean_logit = torch.where(mask, result.mean_logit.view(mask.shape), 0.0).sum((0, 2))
-            mean_logit = mean_logit / mask.sum((0, 2)).clamp(min=1)
-            nll = nll_of(log_probs, everything) if self.compute_nll_loss else torch.zeros_like(result.loss)
-        return result.loss, seen, (seen.chosen, seen.rejected, *mean_logit.unbind(), nll)
+            log_probs = result.log_probs.view(mask.shape)
+            seen = batch.pairs(log_probs)
+            nll = batch.nll(log_probs) if self.compute_nll_loss else torch.zeros_like(result.loss)
+            mean_logits = batch.mean_logits(result.mean_logit.view(mask.shape))
+        return result.loss, seen, (seen.chosen, seen.rejected, *mean_logits, nll)
 
-    def _with_nll_labels(self, labels: torch.Tensor, nll_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(pairs, 2, T)` labels with the chosen completion's further ones, and where those of `nll_labels` count.
+    def _with_nll_labels(self, chosen: torch.Tensor, nll_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels `(pairs, T)` of the chosen completions with those of `nll_labels` added, and where the latter count.
 
         Where both have a label it must be the same one, so that a single log-probability serves both. It is an error
         on the CPU where it is not; on an accelerator, as for other wrong labels, the loss is NaN.
         """
-        chosen, counts = labels[:, 0], nll_labels != self.ignore_index
+        counts = nll_labels != self.ignore_index
         contradicts = counts & (chosen != self.ignore_index) & (chosen != nll_labels)
         if contradicts.device.type == "cpu" and bool(contradicts.any()):
             raise ValueError(
@@ -131,8 +161,7 @@ class PairLoss(nn.Module):
                 "completions; where both count they must be equal, and elsewhere one of them `ignore_index`."
             )
         wrong = -1 if self.ignore_index != -1 else -2
-        chosen = torch.where(counts, nll_labels, chosen).masked_fill(contradicts, wrong)
-        return torch.stack([chosen, labels[:, 1]], 1), counts
+        return torch.where(counts, nll_labels, chosen).masked_fill(contradicts, wrong), counts
 
     def _rewards(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         return self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio

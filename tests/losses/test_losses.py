@@ -211,6 +211,29 @@ def test_memory_decides_the_way_and_not_the_result(loss: Any, trained: tuple[int
             torch.testing.assert_close(other, expected)
 
 
+@pytest.mark.parametrize(("loss", "reference"), [(_dpo, 1), (_orpo, 0), (_kto, 1), (_grpo, 1), (_gspo, 1)])
+def test_matmuls(loss: Any, reference: int) -> None:
+    """A trained head costs three and a frozen one two, and the reference's one."""
+    for trained, passes, rows in ((True, 3, ONE_PAIR), (False, 2, ONE_PAIR), (False, 2, NOT_EVEN_ONE)):
+        batch = make_batch()
+        batch.ref_hidden, batch.ref_weight = batch.hidden.detach(), batch.weight.detach()
+        batch.weight.requires_grad_(trained)
+        batch.bias.requires_grad_(trained)
+        spent = 0
+
+        def spy(function: Any) -> Any:
+            def count(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+                nonlocal spent
+                spent += tensors[-2].numel() * tensors[-1].shape[-1]
+                return function(*tensors, **options)
+
+            return count
+
+        with mock.patch.object(torch, "mm", spy(torch.mm)), mock.patch.object(torch, "addmm", spy(torch.addmm)):
+            gradients(loss(batch, logits_memory=budget(rows, torch.float64))[0], batch)
+        assert spent == (passes + reference) * batch.hidden.numel() * VOCAB
+
+
 @pytest.mark.parametrize("loss", EVERY)
 def test_ignored_tokens_may_hold_anything_and_get_nothing(loss: Any) -> None:
     batch = make_batch()
@@ -239,10 +262,11 @@ def test_completions_without_tokens_are_finite(loss: Any, rows: int) -> None:
 
 
 def _with_all_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, formula: Any, bias: Any, **_: Any
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, formula: Any, bias: Any, **options: Any
 ) -> GroupedLoss:
     """`linear_grouped_loss` as eager torch has it."""
     log_probs = eager(hidden, weight, bias, target)
+    log_probs = options["arrange"](log_probs) if "arrange" in options else log_probs
     return GroupedLoss(formula(log_probs, 0, len(target)), log_probs.detach(), torch.zeros_like(log_probs))
 
 
