@@ -52,43 +52,44 @@ def _elementwise_divergence_kernel(
     y_inner_stride,
     label_ptr,
     grad_ptr,
+    scale_ptr,
+    expected_ptr,
+    sum_ptr,
     out_ptr,
     vocab_size,
     ignore_index,
     beta,
     eps,
     DIVERGENCE: tl.constexpr,
-    LABELS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    BACKWARD: tl.constexpr,
     LG2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Forward: row sums or, with ELEMENTS, the summands. Backward: the gradient of x for those of its outputs."""
+    """One row; what of `grad`, `scale`, `expected`, `sum` and `out` there is says what is done, as in `launch`."""
+    coefficient = 1.0
+    if scale_ptr is not None:
+        upstream = tl.load(grad_ptr).to(tl.float32)
+        if expected_ptr is not None:
+            expected = tl.load(expected_ptr)
+            if upstream == expected:
+                return
+        coefficient = upstream * tl.load(scale_ptr)
     row = tl.program_id(0).to(tl.int64)
     x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
     y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
-    wide = ELEMENTS or BACKWARD
-    if wide:
+    if out_ptr is not None:
         out_ptr += row * vocab_size
     lanes = tl.arange(0, BLOCK)
-    if LABELS:
+    if label_ptr is not None:
         label = tl.load(label_ptr + row).to(tl.int64)
         if label == ignore_index:
-            if wide:
+            if out_ptr is not None:
                 for start in tl.range(0, vocab_size, BLOCK):
                     columns = start + lanes
                     zeros = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
                     tl.store(out_ptr + columns, zeros, mask=columns < vocab_size)
-            else:
-                tl.store(out_ptr + row, 0.0)
+            if sum_ptr is not None:
+                tl.store(sum_ptr + row, 0.0)
             return
-    upstream = 1.0
-    if BACKWARD:
-        if ELEMENTS:
-            grad_ptr += row * vocab_size
-        else:
-            upstream = tl.load(grad_ptr + row).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, vocab_size, BLOCK):
         columns = start + lanes
@@ -96,31 +97,41 @@ def _elementwise_divergence_kernel(
         x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         value, slope = _terms(x, y, beta, eps, DIVERGENCE, LG2)
-        if BACKWARD:
-            if ELEMENTS:
-                slope *= tl.load(grad_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out_ptr + columns, (slope * upstream).to(out_ptr.dtype.element_ty), mask=mask)
-        elif ELEMENTS:
-            tl.store(out_ptr + columns, value, mask=mask)
-        else:
+        if out_ptr is not None:
+            if grad_ptr is None:
+                out = value
+            elif scale_ptr is None:
+                out = slope * tl.load(grad_ptr + row * vocab_size + columns, mask=mask, other=0.0).to(tl.float32)
+            else:
+                out = slope * coefficient
+            tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if sum_ptr is not None:
             sums += tl.where(mask, value, 0.0)
-    if not wide:
-        tl.store(out_ptr + row, tl.sum(sums, 0))
+    if sum_ptr is not None:
+        tl.store(sum_ptr + row, tl.sum(sums, 0))
 
 
 def launch(
     x: torch.Tensor,
     y: torch.Tensor,
     labels: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    out: torch.Tensor,
     divergence: str,
     beta: float,
     eps: float,
     ignore_index: int,
-    elements: bool,
-) -> torch.Tensor:
-    """Fills `out` with the divergence or, where `grad` is not None, with the gradient of `x`, and returns it."""
+    *,
+    sums: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    grad: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    expected: torch.Tensor | None = None,
+) -> None:
+    """Fills `sums` `(N,)` with the divergences of the rows, and `out` `(N, V)`.
+
+    `out` becomes the summands, or with `grad`, shaped as it, the gradient of x for that of the summands. With `scale`,
+    where both are 0-d, it becomes the gradient of x for that of ``sums.sum() * scale``, and where `grad` is `expected`,
+    nothing is done at all.
+    """
     vocab_size = x.shape[-1]
     rows = x.numel() // vocab_size
     if rows:
@@ -133,17 +144,16 @@ def launch(
                 *row_layout(y),
                 labels,
                 grad,
+                scale,
+                expected,
+                sums,
                 out,
                 vocab_size,
                 ignore_index,
                 beta,
                 eps,
                 DIVERGENCE=divergence,
-                LABELS=labels is not None,
-                ELEMENTS=elements,
-                BACKWARD=grad is not None,
                 LG2=has_lg2(x),
                 BLOCK=block,
                 num_warps=warps,
             )
-    return out

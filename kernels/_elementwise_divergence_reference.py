@@ -24,9 +24,8 @@ def elements_reference(
     beta: float,
     eps: float,
     ignore_index: int,
-    elements: bool,
 ) -> torch.Tensor:
-    """The summands `(N, V)` or their row sums `(N,)`, in fp32 (float64 for float64 `x`), differentiable in `x`."""
+    """The summands `(N, V)`, in fp32 (float64 for float64 `x`), differentiable in `x`."""
     vocab_size, dtype = x.shape[-1], compute_dtype(x)
     x = x.reshape(-1, vocab_size).to(dtype)
     y = y.detach().reshape(-1, vocab_size).to(dtype)
@@ -46,17 +45,13 @@ def elements_reference(
         else:
             log_m = torch.logaddexp(floor_y + math.log(beta), floor_x + math.log1p(-beta))
             values = beta * y.exp() * (floor_y - log_m) + (1.0 - beta) * floor_x.exp() * (floor_x - log_m)
-    if ignored is not None:
-        values = values.masked_fill(ignored, 0.0)
-    return values if elements else values.sum(-1)
+    return values if ignored is None else values.masked_fill(ignored, 0.0)
 
 
-def scaled(
-    rows: torch.Tensor, x: torch.Tensor, labels: torch.Tensor | None, reduction: str, ignore_index: int
-) -> torch.Tensor:
-    """The sum of the divergences of the rows of `x`, over the normaliser of `reduction`."""
-    num_items = rows.numel() if labels is None and reduction != "sum" else None
-    counted = rows if labels is None else labels
+def row_scale(x: torch.Tensor, labels: torch.Tensor | None, reduction: str, ignore_index: int) -> torch.Tensor:
+    """What the sum of the divergences of the rows of `x` is multiplied by for `reduction`, 0-d on its device."""
+    num_items = x.numel() // x.shape[-1] if labels is None and reduction != "sum" else None
+    counted = x if labels is None else labels
     name = "sum" if reduction == "sum" else "mean"
-    scale = inverse_normalizer(counted, x.shape[-1], ignore_index, name, num_items, None, rows.dtype)
-    return rows.sum() * (scale / x.shape[-1] if reduction == "mean" else scale)
+    scale = inverse_normalizer(counted, x.shape[-1], ignore_index, name, num_items, None, compute_dtype(x))
+    return scale / x.shape[-1] if reduction == "mean" else scale

@@ -106,7 +106,7 @@ def linear_grouped_loss(
     ignore_index: int = -100,
     temperature: float = 1.0,
     mean_logit: bool = False,
-    logits_memory: int = 512 * 2**20,
+    logits_memory: int = 2**30,
     arrange: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
 ) -> GroupedLoss:
     """The loss ``formula(linear_log_probs(hidden, weight, target))``, in the fewest matmuls that the memory allows.

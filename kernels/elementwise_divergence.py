@@ -11,9 +11,11 @@ divergence is the sum over the classes of
 
 and only x gets a gradient. A class of probability 0 in both contributes 0, as lim p*log(p) does.
 
-The forward saves its inputs and nothing else; the backward reads them again and writes the gradient, taking the
-upstream gradient of each row (or, with reduction "none", of each element) as it goes. Bytes moved for (N, V) of b
-bytes: 2*N*V*b forward, 3*N*V*b backward (2 for KL, which does not need x).
+A loss, of reduction "sum", "mean" or "batchmean", makes its gradient in the forward, for the upstream gradient that is
+expected, 1 unless the caller says otherwise. In the backward each row's program compares the two, on the device, and
+makes the gradient anew where they differ, so it is rounded once whatever comes. Bytes moved for (N, V) of b bytes:
+3*N*V*b in all, 6 where another upstream gradient comes (5 for KL, whose gradient does not need x); 5 (4) where none is
+expected, in compiled graphs, and with reduction "none". Saved: the inputs and the gradient.
 """
 
 from __future__ import annotations
@@ -24,63 +26,132 @@ import torch
 
 from liger_trainer.kernels._autograd import refuse_double_backward
 from liger_trainer.kernels._elementwise_divergence_kernel import launch
-from liger_trainer.kernels._elementwise_divergence_reference import elements_reference, scaled
+from liger_trainer.kernels._elementwise_divergence_reference import elements_reference, row_scale
 from liger_trainer.kernels._logit_rows import row_view
 from liger_trainer.kernels._loss_checks import check_tokens
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, use_triton
 
-_ARGUMENTS = (
-    "Tensor x, Tensor y, Tensor? labels, str divergence, float beta, float eps, int ignore_index, bool elements"
-)
+_ARGUMENTS = "Tensor x, Tensor y, Tensor? labels, str divergence, float beta, float eps, int ignore_index"
 
 
-@torch.library.custom_op("liger_trainer::elementwise_divergence", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
-def _forward(x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, *options: Any) -> torch.Tensor:
-    """fp32 row sums `(N,)`, or the summands `(N, V)`."""
-    return launch(x, y, labels, None, _forward_output(x, options[-1]), *options)
+def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _forward_output(x: torch.Tensor, elements: bool) -> torch.Tensor:
-    rows = x.numel() // x.shape[-1]
-    return x.new_empty((rows, x.shape[-1]) if elements else rows, dtype=torch.float32)
+@torch.library.custom_op("liger_trainer::divergence_elements", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+def _elements(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The summands in fp32, shaped as `x`."""
+    out = _empty(x, torch.float32)
+    launch(x, *rest, out=out)
+    return out
 
 
-@_forward.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, *options: Any) -> torch.Tensor:
-    return _forward_output(x, options[-1])
+@_elements.register_fake
+def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _empty(x, torch.float32)
 
 
 @torch.library.custom_op(
-    "liger_trainer::elementwise_divergence_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor"
+    "liger_trainer::divergence_loss",
+    mutates_args=(),
+    schema=f"(Tensor scale, Tensor? expected, {_ARGUMENTS}) -> (Tensor, Tensor)",
 )
-def _backward(
-    grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, *options: Any
-) -> torch.Tensor:
-    """The gradient of `x`, contiguous, for that of the output of `_forward`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return launch(x, y, labels, grad.contiguous(), out, *options)
+def _loss(
+    scale: torch.Tensor, expected: torch.Tensor | None, x: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fp32 sum of all summands times `scale`, and its gradient times `expected`; empty without one."""
+    sums = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    if expected is None:
+        launch(x, *rest, sums=sums)
+        return sums.sum() * scale, x.new_empty(0)
+    gradient = _empty(x, x.dtype)
+    launch(x, *rest, sums=sums, out=gradient, grad=expected, scale=scale)
+    return sums.sum() * scale, gradient
+
+
+@_loss.register_fake
+def _(scale: torch.Tensor, expected: torch.Tensor | None, x: torch.Tensor, *rest: Any) -> Any:
+    return x.new_empty((), dtype=torch.float32), x.new_empty(0) if expected is None else _empty(x, x.dtype)
+
+
+@torch.library.custom_op(
+    "liger_trainer::divergence_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor? scale, {_ARGUMENTS}) -> Tensor",
+)
+def _backward(grad: torch.Tensor, scale: torch.Tensor | None, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of `x`, contiguous, for that of `_elements`, or with `scale` for that of `_loss`."""
+    out = _empty(x, x.dtype)
+    launch(x, *rest, out=out, grad=grad.contiguous(), scale=scale)
+    return out
 
 
 @_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _(grad: torch.Tensor, scale: torch.Tensor | None, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _empty(x, x.dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+@torch.library.custom_op(
+    "liger_trainer::divergence_correct_",
+    mutates_args={"gradient"},
+    schema=f"(Tensor(a!) gradient, Tensor grad, Tensor expected, Tensor scale, {_ARGUMENTS}) -> ()",
+)
+def _correct_(gradient: torch.Tensor, grad: torch.Tensor, expected: torch.Tensor, *rest: Any) -> None:
+    """Makes the `gradient` of `_loss` that for `grad`, if it is not `expected`."""
+    scale, *arguments = rest
+    launch(*arguments, out=gradient, grad=grad, scale=scale, expected=expected)
+
+
+@_correct_.register_fake
+def _(gradient: torch.Tensor, grad: torch.Tensor, expected: torch.Tensor, *rest: Any) -> None:
+    return None
+
+
+def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3])
     ctx.options = inputs[3:]
 
 
-def _autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    missing = (None,) * 7
+def _elements_autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    missing = (None,) * 6
     if grad is None:
         return (None, *missing)
-    refuse_double_backward("kl_div, jsd and tvd")
-    return (_backward(grad, *ctx.saved_tensors, *ctx.options), *missing)
+    refuse_double_backward(_FUNCTIONS)
+    return (_backward(grad, None, *ctx.saved_tensors, *ctx.options), *missing)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.options = inputs[5:]
+
+
+def _loss_autograd(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    gradient = None
+    if grad is not None:
+        refuse_double_backward(_FUNCTIONS)
+        scale, expected, x, y, labels, gradient = ctx.saved_tensors
+        if expected is None or graph_is_kept() or type(grad) is not torch.Tensor:  # the last: while it is traced
+            gradient = _backward(grad, scale, x, y, labels, *ctx.options)
+        else:
+            gradient = gradient.detach()
+            _correct_(gradient, grad, expected, scale, x, y, labels, *ctx.options)
+    return (None, None, gradient, *(None,) * 6)
+
+
+_FUNCTIONS = "kl_div, jsd and tvd"
+_elements.register_autograd(_elements_autograd, setup_context=_setup_elements)
+_loss.register_autograd(_loss_autograd, setup_context=_setup_loss)
+
+
+@torch.no_grad()
+def _expected(x: torch.Tensor, scale: torch.Tensor, expected_grad: float | torch.Tensor | None) -> torch.Tensor | None:
+    """`expected_grad` as a 0-d tensor beside `scale`; None where no gradient is to be made in the forward."""
+    if expected_grad is None or not x.requires_grad or torch.compiler.is_compiling():
+        return None
+    return torch.ones_like(scale) * expected_grad
 
 
 def _divergence(
@@ -93,8 +164,9 @@ def _divergence(
     beta: float,
     eps: float,
     ignore_index: int,
+    expected_grad: float | torch.Tensor | None,
 ) -> torch.Tensor:
-    """Checks, runs the kernel or the reference, and reduces."""
+    """Checks, and runs the kernel or the reference."""
     if reduction not in ("none", "sum", "mean", "batchmean"):
         raise ValueError(f"`reduction` is {reduction!r}; it must be 'none', 'sum', 'mean' or 'batchmean'.")
     if x.shape != y.shape or x.dim() < 1 or not x.shape[-1]:
@@ -109,15 +181,16 @@ def _divergence(
         )
     check_tokens("labels", labels, x, integer=True)
     flat = None if labels is None else labels.reshape(-1).contiguous()
-    elements = reduction == "none"
-    options = (divergence, beta, eps, ignore_index, elements)
-    if use_triton(x) and use_triton(y):
-        values = _forward(row_view(x), row_view(y.detach()), flat, *options)
-    else:
-        values = elements_reference(x, y, flat, *options)
-    if elements:
-        return values.view(x.shape)
-    return scaled(values, x, flat, reduction, ignore_index)
+    options = (divergence, beta, eps, ignore_index)
+    in_kernel = use_triton(x) and use_triton(y)
+    arguments = (row_view(x), row_view(y.detach()), flat, *options) if in_kernel else (x, y, flat, *options)
+    if reduction == "none":
+        return (_elements if in_kernel else elements_reference)(*arguments).view(x.shape)
+    scale = row_scale(x, flat, reduction, ignore_index)
+    if not in_kernel:
+        return elements_reference(*arguments).sum() * scale
+    needed = expected_grad if torch.is_grad_enabled() else None
+    return _loss(scale, _expected(x, scale, needed), *arguments)[0]
 
 
 def kl_div(
@@ -128,6 +201,7 @@ def kl_div(
     eps: float = 1e-10,
     labels: torch.Tensor | None = None,
     ignore_index: int = -100,
+    expected_grad: float | torch.Tensor | None = 1.0,
 ) -> torch.Tensor:
     """Kullback-Leibler divergence ``KL(y_true || exp(y_pred))``, as ``torch.nn.functional.kl_div``.
 
@@ -140,6 +214,9 @@ def kl_div(
         eps: Lower bound of the probabilities in the logarithm; not used with `log_target`.
         labels: `(...)` of int64 or int32; rows of label `ignore_index` do not count.
         ignore_index: See `labels`.
+        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor, such as the weight of
+            this loss in a sum. For it the forward makes the gradient; where another one comes, the backward makes it
+            anew. None leaves it to the backward. Not used by reduction "none".
 
     Returns:
         The fp32 loss (float64 for float64 inputs).
@@ -149,7 +226,8 @@ def kl_div(
         RuntimeError: In a backward with ``create_graph=True``.
     """
     kind = "kl_log" if log_target else "kl"
-    return _divergence(("y_pred", "y_true"), y_pred, y_true, labels, reduction, kind, 0.0, eps, ignore_index)
+    names = ("y_pred", "y_true")
+    return _divergence(names, y_pred, y_true, labels, reduction, kind, 0.0, eps, ignore_index, expected_grad)
 
 
 def jsd(
@@ -159,6 +237,7 @@ def jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
     reduction: str = "batchmean",
+    expected_grad: float | torch.Tensor | None = 1.0,
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence of log-probabilities (arXiv 2306.13649).
 
@@ -172,6 +251,7 @@ def jsd(
         beta: In [0, 1].
         ignore_index: See `labels`.
         reduction: As in `kl_div`.
+        expected_grad: As in `kl_div`.
 
     Returns:
         The fp32 loss (float64 for float64 inputs).
@@ -183,7 +263,8 @@ def jsd(
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"`beta` is {beta}; it must lie in [0, 1].")
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    return _divergence(("log_q", "log_p"), log_q, log_p, labels, reduction, kind, beta, 0.0, ignore_index)
+    names = ("log_q", "log_p")
+    return _divergence(names, log_q, log_p, labels, reduction, kind, beta, 0.0, ignore_index, expected_grad)
 
 
 def tvd(
@@ -192,6 +273,7 @@ def tvd(
     labels: torch.Tensor | None = None,
     reduction: str = "batchmean",
     ignore_index: int = -100,
+    expected_grad: float | torch.Tensor | None = 1.0,
 ) -> torch.Tensor:
     """Total variation distance of probabilities, half the sum of ``|p - q|``; the gradient is 0 where they are equal.
 
@@ -201,6 +283,7 @@ def tvd(
         labels: `(...)` of int64 or int32; rows of label `ignore_index` do not count.
         reduction: As in `kl_div`.
         ignore_index: See `labels`.
+        expected_grad: As in `kl_div`.
 
     Returns:
         The fp32 loss (float64 for float64 inputs).
@@ -209,4 +292,4 @@ def tvd(
         ValueError: For a shape, dtype, device or reduction that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    return _divergence(("p", "q"), p, q, labels, reduction, "tvd", 0.0, 0.0, ignore_index)
+    return _divergence(("p", "q"), p, q, labels, reduction, "tvd", 0.0, 0.0, ignore_index, expected_grad)

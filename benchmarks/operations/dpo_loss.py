@@ -84,7 +84,7 @@ def trl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, 
     return loss(completions(hidden, weight), ref)
 
 
-@provider("dpo_loss", "liger_trainer", logits_memory="1GiB")
+@provider("dpo_loss", "liger_trainer", logits_memory="512MiB")
 @provider("dpo_loss", "liger_trainer")
 def ours(
     hidden: Tensor,
@@ -92,7 +92,7 @@ def ours(
     ref_hidden: Tensor,
     ref_weight: Tensor,
     target: Tensor,
-    logits_memory: str = "512MiB",
+    logits_memory: str = "1GiB",
 ) -> Tensor:
     from liger_trainer.configs.kernel_config import parse_bytes
     from liger_trainer.losses import LigerFusedLinearDPOLoss

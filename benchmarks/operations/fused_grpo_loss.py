@@ -114,7 +114,7 @@ def trl(
     return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
 
 
-@provider("fused_grpo_loss", "liger_trainer", logits_memory="1GiB")
+@provider("fused_grpo_loss", "liger_trainer", logits_memory="512MiB")
 @provider("fused_grpo_loss", "liger_trainer")
 def ours(
     hidden: Tensor,
@@ -124,7 +124,7 @@ def ours(
     advantages: Tensor,
     old_log_probs: Tensor,
     ref_log_probs: Tensor,
-    logits_memory: str = "512MiB",
+    logits_memory: str = "1GiB",
 ) -> Tensor:
     from liger_trainer.configs.kernel_config import parse_bytes
     from liger_trainer.losses import LigerFusedLinearGRPOLoss

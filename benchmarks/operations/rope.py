@@ -27,10 +27,14 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     )
 
 
+def rates(data: Data, width: int) -> Tensor:
+    """Radians a position, of each pair of `width` dimensions."""
+    return 1e4 ** (-torch.arange(0, 1, 2 / width, device=data.device))
+
+
 def rotary_tables(data: Data, length: int, width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines shaped (1, length, width)."""
-    rates = 1e4 ** (-torch.arange(0, 1, 2 / width, device=data.device))
-    angles = torch.outer(torch.arange(length, device=data.device), rates)
+    angles = torch.outer(torch.arange(length, device=data.device), rates(data, width))
     angles = torch.cat((angles, angles), -1)[None]
     return angles.cos().to(data.dtype), angles.sin().to(data.dtype)
 

@@ -40,7 +40,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_pos: Rate for these.
         vespo_k_neg: Shape for the others.
         vespo_lambda_neg: Rate for the others.
-        logits_memory: Bytes of logits at a time, 512 MiB by default. A head that is trained costs three matmuls; four
+        logits_memory: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
             where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit.
 
     Raises:

@@ -28,7 +28,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         use_ref_model: Whether there is a reference; without one its log-probabilities are taken to be 0.
         average_log_prob: Take the mean of a completion's log-probabilities, not their sum.
         chunk_size: No effect: chunks are planned by memory.
-        logits_memory: Bytes of logits at a time, 512 MiB by default. While one completion's logits fit, a head that is
+        logits_memory: Bytes of logits at a time, 1 GiB by default. While one completion's logits fit, a head that is
             trained costs three matmuls; beyond it four.
     """
 

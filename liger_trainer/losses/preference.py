@@ -30,7 +30,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
             "aot" (also called "aot_pair"), "aot_unpaired", "apo_zero", "apo_down" or "discopop".
         label_smoothing: Share of wrong labels in "robust" (below 0.5), "exo_pair" (above 0) and the "aot" types.
         discopop_tau: Temperature of the modulation in "discopop".
-        logits_memory: Bytes of logits at a time, 512 MiB by default. While one pair's logits fit (all pairs' for the
+        logits_memory: Bytes of logits at a time, 1 GiB by default. While one pair's logits fit (all pairs' for the
             "aot" types), a head that is trained costs three matmuls; beyond it four.
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 
 from liger_trainer.functional import linear_log_probs
 
-LOGITS_MEMORY = 512 * 2**20
+LOGITS_MEMORY = 2**30
 
 
 def check_sequences(hidden: torch.Tensor, target: torch.Tensor, hidden_name: str, target_name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -313,11 +314,62 @@ def test_compile_to_one_graph_and_pass_opcheck(device: str) -> None:
     for ours, exact in zip(torch.autograd.grad(loss, (leaf, weight)), torch.autograd.grad(expected, (leaf, weight))):
         _assert_close(ours, exact)
     labels = torch.tensor([0, IGNORE, 1, 2], device=device)
-    for elements in (False, True):
-        options = ("jsd", 0.3, 0.0, IGNORE, elements)
-        torch.library.opcheck(elementwise_divergence._forward, (leaf, teacher, labels, *options))
-        grad = torch.rand((4, 19) if elements else (4,), device=device)
-        torch.library.opcheck(elementwise_divergence._backward, (grad, leaf.detach(), teacher, labels, *options))
+    rest = (teacher, labels, "jsd", 0.3, 0.0, IGNORE)
+    scale, grad = torch.full((), 0.5, device=device), torch.rand(4, 19, device=device)
+    torch.library.opcheck(elementwise_divergence._elements, (leaf, *rest))
+    torch.library.opcheck(elementwise_divergence._backward, (grad, None, leaf.detach(), *rest))
+    torch.library.opcheck(elementwise_divergence._backward, (scale, scale, leaf.detach(), *rest))
+    for expected in (None, torch.ones((), device=device)):  # as it comes: else the backward writes over an output
+        torch.library.opcheck(elementwise_divergence._loss, (scale, expected, leaf, *rest))
+    for upstream in (scale, 3.0 * scale):
+        torch.library.opcheck(
+            elementwise_divergence._correct_, (grad.clone(), upstream, scale, scale, leaf.detach(), *rest)
+        )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("upstream", [1.0, 0.3, 0.0, 4096.0])
+def test_the_gradient_is_rounded_once_whatever_was_expected(
+    device: str, name: str, dtype: torch.dtype, upstream: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 70, generator=generator).log_softmax(-1).to(device)
+    labels = torch.tensor([0, 1, IGNORE, 2, 3], device=device)
+    gradients = []
+    for expected in (1.0, torch.tensor(0.3, device=device), None):
+        leaf = student.to(dtype).requires_grad_()
+        loss = FUNCTIONS[name](leaf, teacher, labels=labels, expected_grad=expected)
+        kept = torch.autograd.grad(loss, leaf, torch.full_like(loss, 2.0), retain_graph=True)[0]
+        before = kept.clone()
+        gradients.append(torch.autograd.grad(loss, leaf, torch.full_like(loss, upstream))[0])
+        assert kept.equal(before)
+    assert all(gradient.equal(gradients[-1]) for gradient in gradients)
+    assert bool(gradients[0].any()) == (upstream != 0.0)
+
+
+def test_what_the_forward_makes(device: str) -> None:
+    """A gradient where one is needed and expected, and nothing else."""
+    student, teacher = torch.randn(2, 3, 17, device=device).log_softmax(-1)
+    leaf, made = student.clone().requires_grad_(), []
+    original = elementwise_divergence.launch
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        made.append({name for name in ("sums", "out", "expected") if kwargs.get(name) is not None})
+        original(*args, **kwargs)
+
+    with mock.patch.object(elementwise_divergence, "launch", launch):
+        jsd(leaf, teacher).backward()
+        assert made == [{"sums", "out"}, {"out", "expected"}]
+        made.clear()
+        jsd(leaf, teacher, expected_grad=None).backward()
+        jsd(leaf, teacher, reduction="none").sum().backward()
+        assert made == [{"sums"}, {"out"}, {"out"}, {"out"}]
+        made.clear()
+        jsd(student, teacher.clone().requires_grad_())
+        with torch.no_grad():
+            jsd(leaf, teacher)
+        assert made == [{"sums"}, {"sums"}]
 
 
 def test_many_rows(device: str) -> None:

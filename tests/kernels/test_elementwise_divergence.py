@@ -156,12 +156,15 @@ def _launches(dtype: torch.dtype, target: str) -> list[Any]:
         recorded_launches() as launches,
         mock.patch.object(_elementwise_divergence_kernel, "has_lg2", return_value=target.startswith("sm_")),
     ):
+        scale, expected, gradient = torch.ones(()), torch.ones(()), torch.empty_like(x)
         for divergence in ("kl", "kl_log", "forward_kl", "reverse_kl", "jsd", "tvd"):
-            options = (divergence, 0.3, 1e-10, IGNORE)
-            rows = operators._forward(x, y, labels, *options, False)
-            operators._backward(rows, x, y, None, *options, False)
-        elements = operators._forward(x, y, None, *options, True)
-        operators._backward(elements, x, y, labels, *options, True)
+            rest = (x, y, labels, divergence, 0.3, 1e-10, IGNORE)
+            operators._loss(scale, None, *rest)
+            operators._loss(scale, expected, *rest)
+            operators._backward(scale, scale, *rest)
+            operators._correct_(gradient, scale, expected, scale, *rest)
+        elements = operators._elements(*rest)
+        operators._backward(elements, None, *rest)
     return launches
 
 
@@ -169,14 +172,17 @@ def _launches(dtype: torch.dtype, target: str) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     launches = _launches(dtype, target_name)
-    assert len(launches) == 14
+    assert len(launches) == 26
     for launch in launches:
         assert compile_launch(launch, target_name) is not None
 
 
 def test_kernels_read_128_bits_at_a_time() -> None:
-    launches = {(launch.arguments["DIVERGENCE"], launch.arguments["BACKWARD"]): launch for launch in
-                _launches(torch.bfloat16, "sm_90")[:12]}  # fmt: skip
-    for divergence, backward, accesses in (("jsd", False, 2), ("jsd", True, 3), ("kl", False, 2), ("kl", True, 2)):
-        assembly = compile_launch(launches[divergence, backward], "sm_90").asm["ptx"]
-        assert assembly.count("ld.global.v4.b32") + assembly.count("st.global.v4.b32") == accesses
+    launches = _launches(torch.bfloat16, "sm_90")
+    expected = {"kl": (2, 3, 2, 2), "jsd": (2, 3, 3, 3), "tvd": (2, 3, 3, 3)}
+    for index, divergence in ((0, "kl"), (16, "jsd"), (20, "tvd")):
+        for launch, accesses in zip(launches[index : index + 4], expected[divergence]):
+            assert launch.arguments["DIVERGENCE"] == divergence
+            assembly = compile_launch(launch, "sm_90").asm["ptx"]
+            zeros = int(launch.arguments["out_ptr"] is not None)  # the gradient of an ignored row
+            assert assembly.count("ld.global.v4.b32") + assembly.count("st.global.v4.b32") == accesses + zeros
