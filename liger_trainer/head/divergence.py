@@ -26,8 +26,8 @@ def divergence(
 ) -> DivergenceOutput:
     """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
 
-    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk of
-    tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
+    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk
+    of tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
     those of another head (an adapter, say), or more is done to them, its module runs on one chunk of tokens at a time,
     with the teacher's. Logits that the student has built are compared whole.
 

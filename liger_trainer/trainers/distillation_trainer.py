@@ -57,7 +57,7 @@ def _divergence_loss(
 class _Distillation(DistillationTrainer):
     """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
 
-    @functools.wraps(DistillationTrainer.__init__)
+    @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         rebound(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
 
@@ -83,13 +83,14 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
     config_class = LigerDistillationConfig
 
     def _create_model(self, model_id: str, *args: Any, **kwargs: Any) -> nn.Module:
-        return self._with_kernels(create_model_from_path(model_id, *args, **kwargs))
+        model = create_model_from_path(model_id, *args, **kwargs)
+        return self._with_kernels(model) if model_id == self._teacher_name else model  # the student's come later
 
     def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._compares_heads():
             return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
-        model = _LogitsForHiddenStates(without_adapters(unwrapped_model))
-        return super()._get_last_hidden_state(model, *args, **kwargs)
+        model = without_adapters(self.accelerator.unwrap_model(unwrapped_model, keep_torch_compile=False))
+        return super()._get_last_hidden_state(_LogitsForHiddenStates(model), *args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not self._compares_heads():

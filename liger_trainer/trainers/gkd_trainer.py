@@ -24,7 +24,7 @@ from liger_trainer.trainers.teacher import TeacherMixin
 class _GKD(GKDTrainer):
     """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
 
-    @functools.wraps(GKDTrainer.__init__)
+    @functools.wraps(GKDTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
         rebound(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 
-def rebound(function: types.FunctionType, **names: Any) -> types.FunctionType:
+def rebound(function: Callable, **names: Any) -> Any:
     """A copy of `function` that finds these values behind the global `names`; it and its module stay as they are.
 
     Raises:
         ImportError: where `function` calls no such name, as after a change of the library it is from.
     """
+    assert isinstance(function, types.FunctionType)
     unknown = [name for name in names if name not in function.__code__.co_names or name not in function.__globals__]
     if unknown:
         raise ImportError(

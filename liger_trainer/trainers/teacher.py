@@ -27,6 +27,7 @@ class TeacherMixin(LigerTRLMixin):
     """
 
     teacher_kernel_report: KernelReport | None = None
+    teacher_model: Any  # TRL's
 
     def __init__(
         self, model: Any, teacher_model: Any = None, args: TrainingArguments | None = None, *more: Any, **kwargs: Any
@@ -38,6 +39,7 @@ class TeacherMixin(LigerTRLMixin):
         config = self._configured(args, model)
         # The teacher needs them before accelerate or DeepSpeed gets it, and TRL's `__init__` does both.
         self._teacher_kernels = kernel_mapping_of(config) if wants_kernels(config) else None
+        self._teacher_name = teacher_model if isinstance(teacher_model, str) else None
         if isinstance(teacher_model, nn.Module):
             self._with_kernels(teacher_model)
         super().__init__(model, teacher_model, config, *more, **kwargs)
@@ -48,9 +50,9 @@ class TeacherMixin(LigerTRLMixin):
         return teacher
 
     def _compares_heads(self) -> bool:
-        """Whether the divergence is taken from the models' deferred logits, or, of an adapter on the head, from logits.
+        """Whether the divergence is ours: both models defer their logits, or an adapter on the head computes them.
 
-        Otherwise TRL's own code, which reads the heads' weights, does better than logits that are built.
+        Where a head was left alone, TRL's own code does better than logits that are built.
         """
         if not wants_kernels(self.args) or not kernel_config_of(self.args).linear_cross_entropy:
             return False

@@ -1,0 +1,45 @@
+"""Two gloo processes distil with our trainers and with TRL's: the same numbers in every log."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainers.test_parity_distillation import TRAINERS, build
+from tests.trainers.tiny import logged
+
+
+def work(output_dir):
+    results = {}
+    for kind in TRAINERS:
+        for liger in (False, True):
+            case = {"beta": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+            trainer = build(kind, liger, Path(output_dir, kind), **case)
+            random.seed(5)
+            torch.manual_seed(5 + trainer.args.process_index)
+            trainer.train()
+            results[f"{kind} {liger}"] = logged(trainer)
+    Path(output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(results))
+
+
+def test_two_processes(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    command += ["-m", "tests.trainers.test_two_processes_distillation", str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for kind in TRAINERS:
+            for left, right in zip(results[f"{kind} False"], results[f"{kind} True"], strict=True):
+                assert left.keys() == right.keys()
+                for key in left.keys() - {"step_time"}:
+                    assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(sys.argv[1])
