@@ -19,6 +19,7 @@ class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):
     is trained.
 
     Raises:
+        TypeError: for `args` of another trainer.
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
             `strict_kernels` for a kernel that cannot be applied.
     """

@@ -127,7 +127,7 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     further = {**further, **{name: case.pop(name) for name in own if name in case}}
     if "peft_config" in further:
         further["peft_config"] = copy.deepcopy(further["peft_config"])
-    if "eval_strategy" in case:
+    if "eval_strategy" in case or "compute_metrics" in further:
         further["eval_dataset"] = data(8)
     source: Any = liger_trainer if ours else trl
     prefix = "Liger" if ours else ""
