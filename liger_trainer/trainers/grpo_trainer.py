@@ -6,10 +6,10 @@ import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.checked_generation import CheckedGeneration
 
 
-class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
+class LigerGRPOTrainer(CheckedGeneration, GRPOTrainer):
     """[`~trl.GRPOTrainer`], group-relative policy optimisation, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerGRPOConfig`], or a `GRPOConfig`, with which the kernels are on. Loss

@@ -6,10 +6,10 @@ import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.checked_generation import CheckedGeneration
 
 
-class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):
     """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss

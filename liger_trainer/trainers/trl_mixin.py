@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import inspect
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-
-if TYPE_CHECKING:
-    pass
+from liger_trainer.trainers.trl_checks import check_reference, check_rows
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:
@@ -44,6 +43,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
         config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
+        check_loss_type(config)
         wants = wants_kernels(config)
         head = self._own_fused_head(config)
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
@@ -53,6 +53,7 @@ class LigerTRLMixin(LigerTrainerMixin):
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
+        check_rows(self.train_dataset)
         self._finish_init()
 
     def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
@@ -93,6 +94,7 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._statistics = options
             self._apply_kernels(self.model)
         else:  # a reference model, which computes its log-probabilities as the policy does
+            check_reference(self.model, model, self.processing_class)
             apply_liger_kernel(model, config)
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
