@@ -57,14 +57,23 @@ def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return liger_rope(q, k, cos, sin)
 
 
-@provider("rope", "quack")
-def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotated_by_quack(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """QuACK's rotation, whose tables are (length, pairs)."""
     from quack.rotary import apply_rotary_emb
 
-    half = cos.shape[-1] // 2
-    tables = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-    rotated_q, rotated_k = (apply_rotary_emb(x.transpose(1, 2), *tables).transpose(1, 2) for x in (q, k))
+    tables = cos[0].contiguous(), sin[0].contiguous()
+    rotated_q, rotated_k = (
+        apply_rotary_emb(x.transpose(1, 2), *tables, interleaved=interleaved).transpose(1, 2) for x in (q, k)
+    )
     return rotated_q, rotated_k
+
+
+@provider("rope", "quack")
+def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    half = cos.shape[-1] // 2
+    return rotated_by_quack(q, k, cos[..., :half], sin[..., :half])
 
 
 @provider("rope", "liger_trainer")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import cases as full_width_cases
+from liger_trainer.benchmarks.operations.rope import rotated_by_quack
 from liger_trainer.benchmarks.registry import Case, Data, operation, provider
 
 
@@ -37,6 +38,11 @@ def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     from liger_kernel.transformers.rope import liger_rotary_pos_emb_gpt_oss
 
     return liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)
+
+
+@provider("rope_half_width", "quack")
+def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated_by_quack(q, k, cos, sin)
 
 
 @provider("rope_half_width", "liger_trainer")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import cases as half_split_cases
+from liger_trainer.benchmarks.operations.rope import rotated_by_quack
 from liger_trainer.benchmarks.registry import Case, Data, operation, provider
 
 
@@ -29,6 +30,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @provider("rope_interleaved", "torch")
 def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
+@provider("rope_interleaved", "quack")
+def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated_by_quack(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
 
 
 @provider("rope_interleaved", "liger_trainer")

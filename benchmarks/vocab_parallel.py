@@ -1,0 +1,242 @@
+"""The LM head with its vocabulary split over processes, beside what gathers it; one process a GPU.
+
+    torchrun --nproc_per_node 2 -m liger_trainer.benchmarks.vocab_parallel --model llama3-8b
+
+Every process has all hidden states and its part of the head's rows. Time is that of the slowest process, memory the
+most of any, and the error the largest distance from float64 on one process with the whole head. Providers:
+
+    gathered logits     each process its columns of the logits, all of them gathered, and the loss in fp32: what a
+                        trainer does whose tensor-parallel head returns whole logits
+    gathered head       the whole weight gathered, and our operator for one process
+    liger-kernel        its tensor-parallel operator, for log-probabilities
+    liger_trainer       ours: the logits are never gathered, but 32 bytes a token and process
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.heads import head_cases
+from liger_trainer.benchmarks.measure import Runner, Timing, exact_results, explain, relative_error
+from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations
+from liger_trainer.benchmarks.report import milliseconds, number
+
+Provider = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+LOSS, LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
+
+
+@dataclasses.dataclass
+class Line:
+    """What one provider did; milliseconds and GiB of the process that needed most."""
+
+    operation: str
+    provider: str
+    forward: float | None = None
+    backward: float | None = None
+    gibibytes: float | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    failure: str = ""
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all processes along a dimension; each keeps its own's gradient, as all compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].chunk(dist.get_world_size(), ctx.dim)[dist.get_rank()].contiguous(), None
+
+
+class _Shared(torch.autograd.Function):
+    """What all processes have alike, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def _log_probs_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    part = _Shared.apply(hidden) @ weight.T
+    logits = _Gather.apply(part, 1).to(torch.promote_types(part.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _loss_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    return -_log_probs_of_gathered_logits(hidden, weight, target, softcap).mean()
+
+
+def _loss_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_trainer.functional import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+
+
+def _log_probs_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_trainer.functional import linear_log_probs
+
+    return linear_log_probs(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+
+
+def _ligers_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+
+    if softcap is not None:
+        raise ValueError("has no soft-cap")
+    output = liger_fused_linear_scaled_cross_entropy_tp(hidden, weight, target, dist.group.WORLD)
+    return -(output[0] if isinstance(output, tuple) else output)
+
+
+def _our_loss(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_trainer.functional import vocab_parallel_linear_cross_entropy
+
+    return vocab_parallel_linear_cross_entropy(hidden, weight, target, softcap=softcap)
+
+
+def _our_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_trainer.functional import vocab_parallel_linear_log_probs
+
+    return vocab_parallel_linear_log_probs(hidden, weight, target, softcap=softcap)
+
+
+PROVIDERS: dict[str, dict[str, Provider]] = {
+    LOSS: {
+        "gathered logits": _loss_of_gathered_logits,
+        "gathered head": _loss_of_gathered_head,
+        "liger_trainer": _our_loss,
+    },
+    LOG_PROBS: {
+        "gathered logits": _log_probs_of_gathered_logits,
+        "gathered head": _log_probs_of_gathered_head,
+        "liger-kernel": _ligers_log_probs,
+        "liger_trainer": _our_log_probs,
+    },
+}
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _largest(values: list[float], device: Device) -> list[float]:
+    """The largest of each number among the processes."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _sample(runner: Runner, device: Device) -> list[float]:
+    runner.step()
+    dist.barrier()
+    return device.time(runner.forward, runner.backward)
+
+
+def measure(operation: str, case: Case, device: Device, rounds: int) -> list[Line]:
+    """Measures every provider of an operation; all processes call it with the same case of the whole head."""
+    truth = exact_results(OPERATIONS[operation].exact(), case)
+    truth["dweight"] = _own_part(truth["dweight"]).clone()
+    arguments = {**case.arguments, "weight": _own_part(case.arguments["weight"].detach()).clone().requires_grad_()}
+    del case.arguments["weight"]
+    device.empty_cache()
+    lines = []
+    for name, provider in PROVIDERS[operation].items():
+        line, runner = Line(operation, name), Runner(provider, arguments, case.upstream)
+        try:
+            errors = {key: relative_error(value, truth[key]) for key, value in runner.results().items()}
+        except (ImportError, ValueError) as error:  # the same on every process
+            line.failure = explain(error)
+        else:
+            line.errors = dict(zip(errors, _largest(list(errors.values()), device)))
+            peak = device.peak_gibibytes(runner.step)
+            line.gibibytes = None if peak is None else _largest([peak], device)[0]
+            samples = [_largest(_sample(runner, device), device) for _ in range(rounds)]
+            line.forward, line.backward = (Timing.of(list(times)).median for times in zip(*samples))
+        lines.append(line)
+    return lines
+
+
+def table(lines: list[Line], title: str) -> Table:
+    """The lines of one operation."""
+    result = Table(title=title, title_justify="left")
+    result.add_column("provider", no_wrap=True)
+    for heading in ("forward ms", "backward ms", "both ms", "GiB", "error", "gradient error"):
+        result.add_column(heading, justify="right")
+    result.add_column("remark", overflow="fold")
+    for line in lines:
+        both = None if line.forward is None or line.backward is None else line.forward + line.backward
+        gradients = max((error for key, error in line.errors.items() if key.startswith("d")), default=None)
+        times = (milliseconds(time) for time in (line.forward, line.backward, both))
+        errors = (number(error, ".1e") for error in (line.errors.get("output"), gradients))
+        result.add_row(line.provider, *times, number(line.gibibytes, ".2f"), *errors, line.failure)
+    return result
+
+
+def run(model: Model, tokens: int, dtype: torch.dtype, rounds: int, device: Device) -> list[Line]:
+    """Measures and prints both operations."""
+    console, lines = Console(), []
+    for operation in PROVIDERS:
+        data = Data(device.device, dtype)
+        case = next(iter(head_cases(data, model, tokens, upstream=operation == LOG_PROBS)))
+        found = measure(operation, case, device, rounds)
+        title = f"{operation} · {model.name} · {case.shape} · {dist.get_world_size()} processes · {device.name()}"
+        if dist.get_rank() == 0:
+            console.print(table(found, title))
+        lines += found
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command; torchrun starts it on every process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b", help="whose sizes are taken")
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of hidden states")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=12, help="samples of each provider")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    arguments = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node N -m liger_trainer.benchmarks.vocab_parallel")
+    on_gpu = torch.cuda.is_available()
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    model = MODELS[arguments.model]
+    if model.vocab % dist.get_world_size():
+        parser.error(f"{model.vocab} rows of the head cannot be split evenly over {dist.get_world_size()} processes")
+    load_operations()
+    lines = run(model, arguments.tokens, getattr(torch, arguments.dtype), arguments.rounds, Device(place))
+    if arguments.output and dist.get_rank() == 0:
+        arguments.output.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
