@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -35,43 +36,42 @@ def checked_reward_functions(functions: Any) -> Any:
     return checked_reward_function(functions)
 
 
-def checked_reward_function(
-    function: RewardFunction, name: str | None = None, options: Mapping[str, Any] | None = None
-) -> RewardFunction:
+def checked_reward_function(function: RewardFunction, name: str | None = None) -> RewardFunction:
     """`function`, raising [`RewardError`] with its name and the sample where it fails.
 
     Args:
-        function: Called with `prompts`, `completions` and the columns of the data, by keyword; may be async.
+        function: Called with `prompts`, `completions` and the columns of the data, by keyword; may be async. The
+            keywords of a `functools.partial` win over columns of the same name.
         name: What the messages call it; its own name where it is not given. Logs keep its own name.
-        options: Keyword arguments that are always given to it; they win over columns of the same name.
     """
     if function in _checked:
         return function
     own_name = get_callable_name(function)
-    name, options = name or own_name, dict(options or {})
+    name = name or own_name
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
 
     if is_async_callable(function):
 
-        async def checked(*, completions: Sequence[Any], **given: Any) -> list[float | None]:
+        async def checked(**given: Any) -> list[float | None]:
+            given = {key: value for key, value in given.items() if key not in fixed}
             try:
-                rewards = await function(completions=completions, **{**given, **options})
+                rewards = await function(**given)
             except Exception as error:
-                guilty = await _first_that_raises_async(function, completions, {**given, **options})
-                raise _failure(name, error, guilty, completions) from error
-            return _checked_rewards(name, rewards, completions)
+                raise _failure(name, error, await _first_that_raises_async(function, given), given) from error
+            return _checked_rewards(name, rewards, given["completions"])
 
     else:
 
-        def checked(*, completions: Sequence[Any], **given: Any) -> list[float | None]:  # type: ignore[misc]
+        def checked(**given: Any) -> list[float | None]:  # type: ignore[misc]
+            given = {key: value for key, value in given.items() if key not in fixed}
             try:
-                rewards = function(completions=completions, **{**given, **options})
+                rewards = function(**given)
             except Exception as error:
-                guilty = _first_that_raises(function, completions, {**given, **options})
-                raise _failure(name, error, guilty, completions) from error
-            return _checked_rewards(name, rewards, completions)
+                raise _failure(name, error, _first_that_raises(function, given), given) from error
+            return _checked_rewards(name, rewards, given["completions"])
 
+    checked = functools.wraps(function, updated=())(checked)
     checked.__name__ = own_name
-    checked.__doc__ = inspect.getdoc(function)
     _checked.add(checked)
     return checked
 
@@ -87,31 +87,29 @@ def needed_columns(function: RewardFunction) -> set[str]:
     return {item.name for item in parameters if item.kind in named and item.default is item.empty} - given
 
 
-def _sample(position: int, count: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with one sample: every list of the batch's length holds one value a sample."""
-    return {
-        key: value[position : position + 1] if isinstance(value, (list, tuple)) and len(value) == count else value
-        for key, value in given.items()
-    }
+def _samples(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a call with one sample each: every list of the batch's length holds one value a sample."""
+    count = len(given["completions"])
+    batched = {key for key, value in given.items() if isinstance(value, (list, tuple)) and len(value) == count}
+    for position in range(count):
+        yield {key: value[position : position + 1] if key in batched else value for key, value in given.items()}
 
 
-def _first_that_raises(function: RewardFunction, completions: Sequence[Any], given: Mapping[str, Any]) -> int | None:
-    arguments = {"completions": completions, **given}
-    for position in range(len(completions)):
+def _first_that_raises(function: RewardFunction, given: Mapping[str, Any]) -> int | None:
+    for position, sample in enumerate(_samples(given)):
         try:
-            function(**_sample(position, len(completions), arguments))
+            function(**sample)
         except Exception:
             return position
     return None
 
 
 async def _first_that_raises_async(
-    function: Callable[..., Awaitable[Any]], completions: Sequence[Any], given: Mapping[str, Any]
+    function: Callable[..., Awaitable[Any]], given: Mapping[str, Any]
 ) -> int | None:
-    arguments = {"completions": completions, **given}
-    for position in range(len(completions)):
+    for position, sample in enumerate(_samples(given)):
         try:
-            await function(**_sample(position, len(completions), arguments))
+            await function(**sample)
         except Exception:
             return position
     return None
@@ -122,7 +120,8 @@ def _excerpt(completion: Any) -> str:
     return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
-def _failure(name: str, error: Exception, guilty: int | None, completions: Sequence[Any]) -> RewardError:
+def _failure(name: str, error: Exception, guilty: int | None, given: Mapping[str, Any]) -> RewardError:
+    completions = given["completions"]
     where = f"a batch of {len(completions)}, but on none of its samples alone"
     if guilty is not None:
         where = f"sample {guilty} of {len(completions)}, the completion {_excerpt(completions[guilty])}"

@@ -82,8 +82,9 @@ def test_async_functions_stay_async():
 
 
 def test_options_win_over_columns():
-    checked = checked_reward_function(long_enough, options={"least": [2, 2, 2]})
+    checked = checked_reward_function(functools.partial(long_enough, least=[2, 2, 2]))
     assert checked(completions=TEXTS, least=[9, 9, 9]) == [0.0, 1.0, 1.0]
+    assert get_callable_name(checked) == "long_enough"
 
 
 def test_models_and_their_names_stay():
@@ -96,5 +97,6 @@ def test_models_and_their_names_stay():
 
 def test_needed_columns():
     assert needed_columns(long_enough) == {"least"}
+    assert needed_columns(checked_reward_function(long_enough)) == {"least"}
     assert needed_columns(functools.partial(long_enough, least=[1])) == set()
     assert needed_columns(lambda prompts, completions, completion_ids, trainer_state, a, b=1: []) == {"a"}
