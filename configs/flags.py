@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig
+from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 
 
 def with_dict_fields(base: type) -> list[str]:
@@ -33,6 +33,10 @@ class KernelFlags:
             is read as `linear_cross_entropy`.
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
+        retain_logits_memory (`str` or `int`, *optional*):
+            Memory for logits that preference and policy losses keep from the forward to the backward, which then
+            computes them no second time: bytes, or a string such as `"2GiB"`; `0` keeps none. By default as much as
+            one chunk, which costs nothing at the peak.
         strict_kernels (`bool`, *optional*, defaults to `False`):
             Whether a kernel that is asked for and cannot be applied is an error instead of a line in the report.
         kernel_report (`bool`, *optional*, defaults to `True`):
@@ -45,7 +49,7 @@ class KernelFlags:
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
-            configuration that is not a JSON object, or a `logits_memory` that is no size.
+            configuration that is not a JSON object, or a `logits_memory` or `retain_logits_memory` that is no size.
     """
 
     use_liger_kernel: bool = field(
@@ -62,6 +66,13 @@ class KernelFlags:
     logits_memory: str = field(
         default=DEFAULT_LOGITS_MEMORY,
         metadata={"help": "Memory the fused LM head may spend on one chunk of logits: bytes, or such as '512MiB'."},
+    )
+    retain_logits_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "Memory for logits that preference and policy losses keep for the backward: bytes, or such as "
+            "'2GiB'; 0 keeps none. One chunk by default."
+        },
     )
     strict_kernels: bool = field(
         default=False,
@@ -80,6 +91,7 @@ class KernelFlags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         self.kernel_config()  # errors belong here, where the user wrote the value
+        retained_bytes_of(self)
         if self.non_finite not in ("stop", "skip", "off"):
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):
@@ -96,6 +108,12 @@ class KernelFlags:
 def kernel_config_of(args: Any) -> KernelConfig:
     """The [`KernelConfig`] of any training arguments, Hugging Face's own included."""
     return KernelConfig.parse(kernel_mapping_of(args))
+
+
+def retained_bytes_of(args: Any) -> int | None:
+    """`retain_logits_memory` of any training arguments in bytes; None where it is not set."""
+    value = getattr(args, "retain_logits_memory", None)
+    return None if value is None else parse_bytes(value, "retain_logits_memory", at_least=0)
 
 
 def kernel_mapping_of(args: Any) -> dict[str, Any]:

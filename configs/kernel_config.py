@@ -15,7 +15,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 _ALIASES = {"fused_linear_cross_entropy": "linear_cross_entropy"}  # the name Liger and TRL use
 
 
-def parse_bytes(value: int | str, name: str = "logits_memory") -> int:
+def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1) -> int:
     """Bytes from an int or a string with a unit, such as ``"512MiB"`` or ``"1.5 GB"``; `name` is for the error."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -25,8 +25,8 @@ def parse_bytes(value: int | str, name: str = "logits_memory") -> int:
         if match is None or unit not in _UNITS or (_UNITS[unit] == 1 and "." in match.group(1)):
             raise ValueError(f"`{name}` is {value!r}; give bytes as an int, or a string such as '512MiB' or '1.5GB'.")
         size = int(float(match.group(1)) * _UNITS[unit])
-    if size <= 0:
-        raise ValueError(f"`{name}` is {value!r}; it must be more than 0 bytes.")
+    if size < at_least:
+        raise ValueError(f"`{name}` is {value!r}; it must be at least {at_least} bytes.")
     return size
 
 

@@ -16,7 +16,6 @@ numbers a token, and the kept logits or the (N, H) gradient in fp32.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from liger_trainer.kernels._cross_entropy_options import (
     check_options,
     compute_dtype,
 )
-from liger_trainer.kernels._cross_entropy_reference import transformed_logits
 from liger_trainer.kernels._linear_row_gradients import attach_gradients
 from liger_trainer.kernels._linear_rows import (
     allocate_kept,
@@ -38,27 +36,12 @@ from liger_trainer.kernels._linear_rows import (
     linear_statistics_,
 )
 from liger_trainer.kernels._loss_checks import check_linear, check_outputs
-
-LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
-
-
-@dataclasses.dataclass
-class LogProbsOutput:
-    """Log-probabilities and the outputs that were asked for, all shaped as `target`; the others are None.
-
-    Attributes:
-        log_probs: fp32, log-probability of the target; 0 at ignored tokens, as are all others.
-        entropy: fp32, of the distribution after scale, soft-cap and temperature; it has a gradient too.
-        top1: bool, whether the target is the most likely id (the lowest of equals).
-        mean_logit: fp32, mean of the transformed logits over the vocabulary, without gradient.
-        sum_squared_probs: fp32, log of the sum of the squared probabilities, without gradient.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None = None
-    top1: torch.Tensor | None = None
-    mean_logit: torch.Tensor | None = None
-    sum_squared_probs: torch.Tensor | None = None
+from liger_trainer.kernels.log_probs import (
+    LOG_PROBS_OUTPUTS,
+    LogProbsOutput,
+    log_probs_reference,
+    log_probs_with_outputs,
+)
 
 
 @torch.library.custom_op(
@@ -179,33 +162,6 @@ def linear_log_probs(
     )
 
 
-def log_probs_with_outputs(
-    nll: torch.Tensor,
-    entropy: torch.Tensor,
-    predicted: torch.Tensor,
-    mean_logit: torch.Tensor,
-    squares: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int,
-    outputs: Sequence[str],
-    shape: torch.Size,
-) -> torch.Tensor | LogProbsOutput:
-    """The log-probabilities alone, or with the asked `outputs`, all of `shape`."""
-    log_probs = (0.0 - nll).view(shape)
-    if not outputs:
-        return log_probs
-    result = LogProbsOutput(log_probs)
-    if "entropy" in outputs:
-        result.entropy = entropy.view(shape)
-    if "top1" in outputs:
-        result.top1 = ((predicted == labels) & (labels != ignore_index)).view(shape)
-    if "mean_logit" in outputs:
-        result.mean_logit = mean_logit.view(shape)
-    if "sum_squared_probs" in outputs:
-        result.sum_squared_probs = squares.view(shape)
-    return result
-
-
 def linear_log_probs_reference(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -218,22 +174,5 @@ def linear_log_probs_reference(
     outputs: Sequence[str] = (),
 ) -> torch.Tensor | LogProbsOutput:
     """`linear_log_probs` in plain torch: all logits at once, differentiated by autograd as often as wanted."""
-    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    z = transformed_logits(logits.to(compute_dtype(logits)), options)
-    all_log_probs = z.log_softmax(-1)
-    valid = target != ignore_index
-    label = torch.where(valid, target, 0).long().unsqueeze(-1)
-    log_probs = torch.where(valid, all_log_probs.gather(-1, label).squeeze(-1), 0.0)
-    if not outputs:
-        return log_probs
-    # p * log p is 0 where p is, but its derivative would be NaN there.
-    entropy = -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(z.dtype).min)).sum(-1)
-    values = {
-        "entropy": entropy,
-        "top1": z.argmax(-1) == label.squeeze(-1),
-        "mean_logit": z.detach().mean(-1),
-        "sum_squared_probs": (2.0 * all_log_probs.detach()).logsumexp(-1),
-    }
-    asked = {name: values[name] for name in outputs}
-    return LogProbsOutput(log_probs, **{name: value.masked_fill(~valid, 0) for name, value in asked.items()})
+    return log_probs_reference(logits, target, ignore_index, temperature, softcap, logit_scale, outputs)

@@ -23,6 +23,14 @@ _EXPORTS = {
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
+    "LigerRLOOConfig": "liger_trainer.configs.rloo_config",
+    "LigerRLOOTrainer": "liger_trainer.trainers.rloo_trainer",
+    "LigerKTOConfig": "liger_trainer.configs.kto_config",
+    "LigerKTOTrainer": "liger_trainer.trainers.kto_trainer",
+    "LigerGRPOConfig": "liger_trainer.configs.grpo_config",
+    "LigerGRPOTrainer": "liger_trainer.trainers.grpo_trainer",
+    "LigerDPOConfig": "liger_trainer.configs.dpo_config",
+    "LigerDPOTrainer": "liger_trainer.trainers.dpo_trainer",
     "LigerSFTConfig": "liger_trainer.configs.sft_config",
     "LigerSFTTrainer": "liger_trainer.trainers.sft_trainer",
     "LigerTrainer": "liger_trainer.trainers.trainer",
@@ -37,7 +45,11 @@ _SUBMODULES = ("functional", "nn")
 
 if TYPE_CHECKING:
     from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_trainer.configs.dpo_config import LigerDPOConfig as LigerDPOConfig
+    from liger_trainer.configs.grpo_config import LigerGRPOConfig as LigerGRPOConfig
     from liger_trainer.configs.kernel_config import KernelConfig as KernelConfig
+    from liger_trainer.configs.kto_config import LigerKTOConfig as LigerKTOConfig
+    from liger_trainer.configs.rloo_config import LigerRLOOConfig as LigerRLOOConfig
     from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
     from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
     from liger_trainer.integration import set_stock_trainer_kernels as set_stock_trainer_kernels
@@ -46,6 +58,10 @@ if TYPE_CHECKING:
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+    from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
+    from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
+    from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
+    from liger_trainer.trainers.rloo_trainer import LigerRLOOTrainer as LigerRLOOTrainer
     from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
     from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer
 

@@ -16,7 +16,8 @@ from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
-from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
+from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.poly_norm import poly_norm
@@ -63,6 +64,7 @@ __all__ = [
     "linear_kl",
     "linear_kl_div",
     "linear_log_probs",
+    "log_probs",
     "modulated_rms_norm",
     "multi_token_attention",
     "poly_norm",

@@ -88,6 +88,10 @@ def _with(function: Callable[..., Any], position: int, argument: Any) -> Callabl
     return lambda *tensors: function(*tensors[:position], argument, *tensors[position:])
 
 
+def _pair(result: ops.LogProbsOutput) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return result.log_probs, result.entropy
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
@@ -144,6 +148,10 @@ OPERATORS: dict[str, Operator] = {
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
     "linear_log_probs": Operator(ops.linear_log_probs, _HEAD, _LLP),
+    "log_probs": Operator(ops.log_probs, _LOGITS, "log_probs"),
+    "log_probs, entropy": Operator(
+        lambda *tensors: _pair(ops.log_probs(*tensors, softcap=4.0, outputs=("entropy",))), _LOGITS, "log_probs"
+    ),
     "linear_log_probs, recomputed": Operator(partial(ops.linear_log_probs, retain_memory=0), _HEAD, _LLP),
     "linear_jsd": Operator(ops.linear_jsd, _HEADS, "linear_jsd"),
     "linear_kl": Operator(ops.linear_kl, _HEADS, "linear_kl"),

@@ -1,8 +1,9 @@
-"""`F.cross_entropy` of deferred logits."""
+"""Losses and log-probabilities of deferred logits."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.log_probs import LogProbsOutput
 
 
 def deferred_cross_entropy(
@@ -99,3 +102,42 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
     call.has_loss = call.has_loss or loss.requires_grad
     loss = through_owner(call.head, loss)
     return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss
+
+
+def head_log_probs(
+    logits: Any,
+    target: torch.Tensor,
+    outputs: Sequence[str],
+    temperature: float = 1.0,
+    retain_memory: int | None = None,
+    ignore_index: int = -100,
+) -> LogProbsOutput:
+    """Log-probabilities of deferred `logits` and their statistics, for a loss that may weigh them in any way.
+
+    Args:
+        logits: `(..., V)`, deferred and fused; what was recorded is a soft-cap and a scale (`fused_form` is not None).
+        target: `(...)` class ids.
+        outputs: At least one of what `linear_log_probs` takes.
+        temperature: Divides the logits.
+        retain_memory: Bytes of logits kept for the backward; one chunk by default.
+        ignore_index: Label of the positions to leave out.
+
+    Returns:
+        As `linear_log_probs`.
+    """
+    call, hidden, form = logits.recorded.call, logits.recorded.hidden, logits.recorded.chain.fused_form()
+    logits.recorded.check()
+    with gathered(call) as (matrix, bias):
+        if not logits.has_graph:
+            hidden, matrix = hidden.detach(), matrix.detach()
+            bias = None if bias is None else bias.detach()
+        cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
+        with torch.autocast(hidden.device.type, enabled=False):
+            result = linear_log_probs(
+                cast[0], cast[1], target.to(hidden.device), cast[2], ignore_index, temperature, form.softcap,
+                form.logit_scale, outputs, call.logits_memory, retain_memory,
+            )  # fmt: skip
+    assert isinstance(result, LogProbsOutput)
+    call.has_loss = call.has_loss or result.log_probs.requires_grad
+    entropy = None if result.entropy is None else through_owner(call.head, result.entropy)
+    return dataclasses.replace(result, log_probs=through_owner(call.head, result.log_probs), entropy=entropy)

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_bound_by_us
-from liger_trainer.trainers.token_statistics import token_statistics
+from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
-_IGNORE_INDEX = -100
 _swapping = threading.RLock()
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
@@ -37,8 +36,18 @@ if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedC
     )
 
 
-class _NoAdapter:
-    """Stands for the class of adapter layers where TRL refuses one on the head; ours trains it."""
+class _AdapterGuard(type):
+    """Makes a class that answers ``isinstance`` for TRL's class of adapter layers while a Liger trainer is built.
+
+    By it TRL refuses an adapter on the head. Ours trains one, so in the thread that builds it nothing is an instance;
+    other threads get TRL's answer.
+    """
+
+    owner: int
+    theirs: type | tuple[()]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return threading.get_ident() != cls.owner and isinstance(instance, cls.theirs)
 
 
 @contextlib.contextmanager
@@ -52,25 +61,27 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
     owner = threading.get_ident()
     names: dict[str, Any] = vars(module)
     with _swapping:
-        theirs = names["add_fused_lm_head"]
+        replaced = {name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names}
 
         def dispatch(*args: Any, **kwargs: Any) -> None:
-            (add_fused_lm_head if threading.get_ident() == owner else theirs)(*args, **kwargs)
+            ours = threading.get_ident() == owner
+            (add_fused_lm_head if ours else replaced["add_fused_lm_head"])(*args, **kwargs)
 
-        replaced = {"add_fused_lm_head": theirs, "BaseTunerLayer": names.get("BaseTunerLayer", _NoAdapter)}
-        names.update(add_fused_lm_head=dispatch, BaseTunerLayer=_NoAdapter)
+        guard = _AdapterGuard("BaseTunerLayer", (), {"owner": owner, "theirs": replaced.get("BaseTunerLayer", ())})
+        own = {"add_fused_lm_head": dispatch, "BaseTunerLayer": guard}
+        names.update({name: own[name] for name in replaced})
         try:
             yield
         finally:
             names.update(replaced)
 
 
-def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
+def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
     """Gives `model` a forward that understands `fused_lm_head=True`; any other call is the forward it had.
 
     Args:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
-        uniform_gradient: Whether the loss weighs all labels alike, see [`token_statistics`].
+        options: What the trainer asks of the head.
     """
     # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
     inner = getattr(model.forward, "__func__", None)
@@ -94,7 +105,7 @@ def install_fused_forward(model: nn.Module, uniform_gradient: bool) -> None:
         **kwargs: Any,
     ) -> Any:
         if fused_lm_head:
-            return _fused_output(self, native, args, kwargs, labels, shift_labels, num_items_in_batch, uniform_gradient)
+            return _fused_output(self, native, args, kwargs, labels, shift_labels, num_items_in_batch, options)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
 
@@ -110,7 +121,7 @@ def _fused_output(
     labels: torch.Tensor | None,
     shift_labels: torch.Tensor | None,
     num_items_in_batch: torch.Tensor | int | None,
-    uniform_gradient: bool,
+    options: StatisticsOptions,
 ) -> Any:
     text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     kwargs["use_cache"] = False
@@ -121,17 +132,11 @@ def _fused_output(
         outputs = native(model, *args, **kwargs)
     logits = outputs.logits
 
-    if shift_labels is not None:
-        target = shift_labels.to(logits.device)
-    elif labels is not None:
-        # Shifting the labels leaves the hidden states as they lie; the last position has none.
-        target = F.pad(labels.to(logits.device), (0, 1), value=_IGNORE_INDEX)[:, 1:]
-    else:
-        raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`; neither was given.")
-    statistics = token_statistics(logits, target, uniform_gradient, _IGNORE_INDEX)
-    mask = target != _IGNORE_INDEX
+    target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
+    statistics = token_statistics(logits, target, options)
+    mask = target != options.ignore_index
     if shift_labels is None:
-        statistics = type(statistics)(*(field[:, :-1] for field in statistics))
+        statistics = TokenStatistics(*(None if field is None else field[:, :-1] for field in statistics))
         mask = mask[:, :-1]
 
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
@@ -139,11 +144,20 @@ def _fused_output(
     aux_loss = getattr(outputs, "aux_loss", None)
     if aux_loss is not None:
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
-    return trl_utils.FusedCausalLMOutput(
-        loss=loss,
-        log_probs=statistics.log_probs,
-        entropy=statistics.entropy,
-        is_top1=statistics.is_top1,
-        label_mask=mask,
-        aux_loss=aux_loss,
-    )
+    return trl_utils.FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
+
+
+def _next_token_labels(
+    labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
+    """The label of the next token at every position.
+
+    Raises:
+        ValueError: where neither kind of labels is given.
+    """
+    if shift_labels is not None:
+        return shift_labels
+    if labels is None:
+        raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`; neither was given.")
+    # Shifting the labels leaves the hidden states as they lie; the last position has none.
+    return F.pad(labels, (0, 1), value=ignore_index)[:, 1:]

@@ -1,76 +1,112 @@
-"""What a TRL loss needs of the LM head: per label, its log-probability, the entropy, and whether it came first."""
+"""What a TRL loss needs of the LM head: per label, its log-probability, and statistics of its distribution."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.fused_loss import head_loss
+from liger_trainer.head.deferred_logits import DeferredLogits, build
+from liger_trainer.head.fused_loss import head_log_probs, head_loss
+from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
+
+_KERNEL_NAMES = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_squared_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "top1",
+}
+_OF_THE_LOSS = {"log_probs", "entropy", "is_top1"}  # what comes with a summed loss
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsOptions:
+    """What a trainer asks of its LM head, for every call alike.
+
+    Args:
+        outputs: TRL's names of the statistics, among the fields of [`TokenStatistics`].
+        temperature: Divides the logits.
+        uniform_gradient: Whether the loss weighs all labels alike. Then the gradients of the head are computed in the
+            forward, and a backward that turns out to weigh them differently gives NaN gradients. Otherwise any backward
+            is right.
+        retain_memory: Bytes of logits that are kept for the backward of any other loss; one chunk by default.
+        ignore_index: Label of the positions to leave out.
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+    temperature: float = 1.0
+    uniform_gradient: bool = False
+    retain_memory: int | None = None
+    ignore_index: int = -100
+
+    @property
+    def kernel_outputs(self) -> tuple[str, ...]:
+        """The statistics by the names of the kernels, at least one."""
+        return tuple(ours for theirs, ours in _KERNEL_NAMES.items() if theirs in self.outputs) or ("top1",)
+
+    @property
+    def of_summed_loss(self) -> bool:
+        """Whether the statistics come with a summed loss whose gradient is known in the forward."""
+        return self.uniform_gradient and self.temperature == 1.0 and set(self.outputs) <= _OF_THE_LOSS
 
 
 class TokenStatistics(NamedTuple):
-    """Per-label statistics, each shaped as the labels and zero where a label is ignored.
+    """Per-label statistics, each shaped as the labels and zero where a label is ignored; None where not asked for.
 
     Attributes:
         log_probs: fp32, carries the gradient.
-        entropy: fp32, without gradient.
+        entropy: fp32; it carries a gradient too, unless the loss was said to weigh all labels alike.
+        log_sum_sq_probs: fp32, the logarithm of the sum of the squared probabilities, without gradient.
+        mean_logits: fp32, mean of the logits over the vocabulary, after the temperature, without gradient.
         is_top1: bool, whether the label is the most likely token.
     """
 
     log_probs: torch.Tensor
-    entropy: torch.Tensor
-    is_top1: torch.Tensor
+    entropy: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
 
 
-def token_statistics(
-    logits: torch.Tensor, labels: torch.Tensor, uniform_gradient: bool, ignore_index: int = -100
-) -> TokenStatistics:
-    """Statistics of `labels` under `logits`, without building the logits where they are deferred.
-
-    Args:
-        logits: `(..., V)`, deferred or not.
-        labels: `(...)`, class ids, `ignore_index` where there is none.
-        uniform_gradient: Whether the loss weighs all labels alike. Then the gradients of the head are computed in the
-            forward, and a backward that turns out to weigh them differently gives NaN gradients. Otherwise any
-            backward is right, and the logits are computed once more for it.
-        ignore_index: Label of the positions to leave out.
-    """
-    if isinstance(logits, DeferredLogits) and logits.recordable and logits.recorded.call.fused:
-        fused = _from_head(logits, labels, uniform_gradient, ignore_index)
-        if fused is not None:
-            return fused
-    return _from_logits(logits, labels, ignore_index)
+def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
+    """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building the logits where they are deferred."""
+    if _fuses(logits) and logits.recorded.hidden.shape[:-1] == labels.shape:  # type: ignore[attr-defined]
+        if options.of_summed_loss:
+            return _of_summed_loss(logits, labels, options)
+        found = head_log_probs(
+            logits, labels, options.kernel_outputs, options.temperature, options.retain_memory, options.ignore_index
+        )
+    else:
+        asked = {"temperature": options.temperature, "outputs": options.kernel_outputs}
+        found = log_probs(build(logits), labels, options.ignore_index, **asked)  # type: ignore[assignment, arg-type]
+    return _named(found, options)
 
 
-def _from_head(
-    logits: DeferredLogits, labels: torch.Tensor, uniform_gradient: bool, ignore_index: int
-) -> TokenStatistics | None:
-    """The statistics by the fused head; None where the model does more to its logits than a soft-cap and a scale."""
-    if logits.recorded.chain.fused_form() is None or logits.recorded.hidden.shape[:-1] != labels.shape:
-        return None
+def _fuses(logits: torch.Tensor) -> bool:
+    """Whether `logits` are deferred by a fused head, with nothing but a soft-cap and a scale done to them."""
+    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+        return False
+    return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
+
+
+def _named(found: LogProbsOutput, options: StatisticsOptions) -> TokenStatistics:
+    asked = {theirs: getattr(found, ours) for theirs, ours in _KERNEL_NAMES.items() if theirs in options.outputs}
+    return TokenStatistics(found.log_probs, **asked)
+
+
+def _of_summed_loss(logits: Any, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
     fused = head_loss(
         logits,
         labels,
-        ignore_index=ignore_index,
-        reduction="sum" if uniform_gradient else "none",
+        ignore_index=options.ignore_index,
+        reduction="sum",
         outputs=("token_nll", "entropy", "predicted_tokens"),
     )
-    log_probs = _PerToken.apply(fused.loss, fused.token_nll, labels, ignore_index) if uniform_gradient else -fused.loss
-    is_top1 = (fused.predicted_tokens == labels) & (labels != ignore_index)
-    return TokenStatistics(log_probs, fused.entropy.detach(), is_top1)
-
-
-def _from_logits(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> TokenStatistics:
-    """The same from built logits: what an adapter on the head, or a head that is not fused, gives."""
-    ignored = labels == ignore_index
-    log_softmax = logits.float().log_softmax(-1)
-    chosen = log_softmax.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-    with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        is_top1 = (logits.argmax(-1) == labels) & ~ignored
-    return TokenStatistics(chosen.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0), is_top1)
+    is_top1 = (fused.predicted_tokens == labels) & (labels != options.ignore_index)
+    found = {"entropy": fused.entropy.detach(), "is_top1": is_top1}
+    chosen = _PerToken.apply(fused.loss, fused.token_nll, labels, options.ignore_index)
+    return TokenStatistics(chosen, **{name: value for name, value in found.items() if name in options.outputs})
 
 
 class _PerToken(torch.autograd.Function):

@@ -1,0 +1,26 @@
+"""`LigerDPOTrainer`: TRL's `DPOTrainer` with the kernels and the fused head."""
+
+from __future__ import annotations
+
+import trl.trainer.dpo_trainer as trl_dpo_trainer
+from trl import DPOTrainer
+
+from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
+    """[`~trl.DPOTrainer`], preference optimisation on pairs, with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerDPOConfig`], or a `DPOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
+    model, where there is one, gets the same kernels, so that the two differ by their weights alone. An adapter on the
+    LM head, which TRL refuses, is trained.
+
+    Raises:
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    trl_module = trl_dpo_trainer
+    config_class = LigerDPOConfig

@@ -1,0 +1,26 @@
+"""`LigerKTOTrainer`: TRL's `KTOTrainer` with the kernels and the fused head."""
+
+from __future__ import annotations
+
+import trl.trainer.kto_trainer as trl_kto_trainer
+from trl import KTOTrainer
+
+from liger_trainer.configs.kto_config import LigerKTOConfig
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
+    """[`~trl.KTOTrainer`], preference optimisation without pairs, with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerKTOConfig`], or a `KTOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
+    model, where there is one, gets the same kernels, so that the two differ by their weights alone. An adapter on the
+    LM head, which TRL refuses, is trained.
+
+    Raises:
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    trl_module = trl_kto_trainer
+    config_class = LigerKTOConfig

@@ -1,0 +1,27 @@
+"""`LigerRLOOTrainer`: TRL's `RLOOTrainer` with the kernels and the fused head."""
+
+from __future__ import annotations
+
+import trl.trainer.rloo_trainer as trl_rloo_trainer
+from trl import RLOOTrainer
+
+from liger_trainer.configs.rloo_config import LigerRLOOConfig
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
+    """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
+    model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
+    forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
+    is trained.
+
+    Raises:
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    trl_module = trl_rloo_trainer
+    config_class = LigerRLOOConfig

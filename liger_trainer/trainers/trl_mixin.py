@@ -1,0 +1,81 @@
+"""What the Liger trainers over TRL share: TRL builds its trainer as ever, and takes its LM head from us."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from transformers import TrainingArguments
+
+from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of, retained_bytes_of
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
+from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
+from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+if TYPE_CHECKING:
+    pass
+
+
+class LigerTRLMixin(LigerTrainerMixin):
+    """Put before a TRL trainer in the bases of a class; the class says where that trainer comes from.
+
+    Attributes:
+        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction.
+        config_class: The Liger configuration, made where `args` are missing or are plain `TrainingArguments`.
+    """
+
+    trl_module: ClassVar[ModuleType]
+    config_class: ClassVar[type[TrainingArguments]]
+    _name: str  # TRL's, such as "DPO"
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
+        config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
+        wants = wants_kernels(config)
+        fused = wants and kernel_config_of(config).linear_cross_entropy
+        # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
+        config.use_liger_kernel = False
+        try:
+            with own_fused_head(self.trl_module, self._add_fused_lm_head) if fused else contextlib.nullcontext():
+                super().__init__(*given.args, **given.kwargs)
+        finally:
+            config.use_liger_kernel = wants
+        self._finish_init()
+
+    @classmethod
+    def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
+        """`args` as a configuration of TRL's trainer."""
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+            return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
+        if any(isinstance(args, base) for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments)):
+            return args
+        values = args.to_dict()
+        values["hub_token"] = args.hub_token  # to_dict hides it
+        values["use_liger_kernel"] = wants_kernels(args)
+        return cls.config_class(**values)
+
+    def _add_fused_lm_head(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
+        assert isinstance(self.model, nn.Module)
+        if without_adapters(self.model) is model:
+            self._apply_kernels(self.model)
+        else:  # a reference model, which computes its log-probabilities as the policy does
+            apply_liger_kernel(model, kernel_mapping_of(self.args))
+        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
+        install_fused_forward(model, options)
+
+    def _weighs_labels_alike(self) -> bool:
+        """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
+        return False
