@@ -13,8 +13,8 @@ class RecipeArguments:
 
     Args:
         trainer: ``"sft"`` (`LigerSFTTrainer`: conversations, prompt and completion, or text), ``"causal_lm"``
-            (`LigerTrainer` on blocks of plain text), ``"dpo"``, ``"orpo"``, ``"cpo"`` (with ``loss_type: "simpo"`` it is
-            SimPO) and ``"reward"`` (pairs of a chosen and a rejected answer), ``"kto"`` (answers with a label),
+            (`LigerTrainer` on blocks of plain text), ``"dpo"``, ``"orpo"``, ``"cpo"`` (SimPO is its ``loss_type:
+            "simpo"``) and ``"reward"`` (pairs of a chosen and a rejected answer), ``"kto"`` (answers with a label),
             ``"grpo"`` or ``"rloo"`` (prompts, and reward functions).
         model_config: A configuration to train from scratch, with its ``model_type``; a mapping or JSON. Used in place
             of ``model_name_or_path``.
@@ -124,9 +124,7 @@ class RewardArguments:
 
     def __post_init__(self) -> None:
         if not self.reward_funcs:
-            raise ValueError(
-                '`reward_funcs` is empty; name at least one, such as ["liger_trainer.rewards:accuracy"].'
-            )
+            raise ValueError('`reward_funcs` is empty; name at least one, such as ["liger_trainer.rewards:accuracy"].')
         self.reward_options = _mapping("reward_options", self.reward_options)
         for name, options in (self.reward_options or {}).items():
             if name not in self.reward_funcs or not isinstance(options, dict):

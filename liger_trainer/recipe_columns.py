@@ -100,8 +100,8 @@ def _check_alike(rows: Dataset, names: list[str]) -> None:
     turns = [name for name in names if name not in text]
     if text and turns:
         raise RecipeError(
-            f"The column `{text[0]}` holds text and `{turns[0]}` turns; both must be of one kind. Where the turns begin "
-            "with the prompt, remove the column `prompt`."
+            f"The column `{text[0]}` holds text and `{turns[0]}` turns; both must be of one kind. Where the turns "
+            "begin with the prompt, remove the column `prompt`."
         )
 
 

@@ -88,8 +88,6 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     quantization = get_quantization_config(recipe.model)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
-    if recipe.training.gradient_checkpointing and recipe.kind.data != "prompt":  # completions are written with the cache
-        kwargs["use_cache"] = False
     return kwargs
 
 

@@ -18,7 +18,7 @@ _ALLOWED = (
 
 
 def load_reward_functions(arguments: Any) -> list[Any]:
-    """What `reward_funcs` names: functions, checked and with their `reward_options`; names of reward models as they are.
+    """What `reward_funcs` names: functions, checked and with their `reward_options`; reward models by their names.
 
     Args:
         arguments: `RewardArguments`; anything else names none.
@@ -40,9 +40,7 @@ def load_reward_functions(arguments: Any) -> list[Any]:
             functions.append(name)
             continue
         function = _import(name)
-        functions.append(
-            checked_reward_function(functools.partial(function, **options) if options else function, name)
-        )
+        functions.append(checked_reward_function(functools.partial(function, **options) if options else function, name))
     return functions
 
 

@@ -90,7 +90,9 @@ def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:
     folder = str(recipe.warm_start.training.output_dir)
     if not resumed:
         logger.warning("The warm start: `trainer: sft` on %s.", recipe.warm_start.data.dataset_name or "its data")
-        recipe.warm_start.recipe.overwrite_output_dir = True  # it is ours, and an earlier try may have left it half done
+        recipe.warm_start.recipe.overwrite_output_dir = (
+            True  # it is ours, and an earlier try may have left it half done
+        )
         train_recipe(recipe.warm_start)
     elif not Path(folder).is_dir():
         raise RecipeError(f"The model of the warm start is not in {folder!r} any more; start the run again.")

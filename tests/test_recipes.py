@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from liger_trainer.recipe import build_recipe, check_values, load_recipe
+from liger_trainer.recipe import build_recipe, load_recipe
+from liger_trainer.recipe_build import chat_template
 from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
-from liger_trainer.recipe_run import chat_template
+from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -77,7 +78,7 @@ def test_every_key_is_known_and_the_arguments_are_accepted(name):
         if key in ("bf16", "report_to"):
             continue
         owners = [recipe.recipe, recipe.data, recipe.mixture, recipe.model, recipe.training]
-        owners += [recipe.causal_lm] if recipe.causal_lm else []
+        owners += [recipe.more] if recipe.more else []
         assert any(getattr(owner, key, object()) == value for owner in owners), key
 
 

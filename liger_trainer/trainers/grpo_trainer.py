@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
+from liger_trainer.trainers.reward_functions import checked_reward_functions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -16,7 +19,8 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
     types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
     model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
     forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
-    is trained.
+    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
+    [`RewardError`] that names the function and the sample.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
@@ -25,3 +29,6 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
+
+    def __init__(self, model: Any, reward_funcs: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, checked_reward_functions(reward_funcs), *args, **kwargs)

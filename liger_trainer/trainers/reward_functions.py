@@ -104,9 +104,7 @@ def _first_that_raises(function: RewardFunction, given: Mapping[str, Any]) -> in
     return None
 
 
-async def _first_that_raises_async(
-    function: Callable[..., Awaitable[Any]], given: Mapping[str, Any]
-) -> int | None:
+async def _first_that_raises_async(function: Callable[..., Awaitable[Any]], given: Mapping[str, Any]) -> int | None:
     for position, sample in enumerate(_samples(given)):
         try:
             await function(**sample)

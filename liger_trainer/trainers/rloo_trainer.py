@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
+from liger_trainer.trainers.reward_functions import checked_reward_functions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -16,7 +19,8 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
     types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
     model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
     forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
-    is trained.
+    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
+    [`RewardError`] that names the function and the sample.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
@@ -25,3 +29,6 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
 
     trl_module = trl_rloo_trainer
     config_class = LigerRLOOConfig
+
+    def __init__(self, model: Any, reward_funcs: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, checked_reward_functions(reward_funcs), *args, **kwargs)

@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.token_statistics import StatisticsOptions, _PerToken, token_statistics
+from liger_trainer.trainers.token_statistics import _PerToken, token_statistics
 from tests.trainers.tiny import gemma2, llama
 
 
