@@ -49,11 +49,12 @@ class ThroughputCallback(LoggedMetricsCallback):
         for batch in batches:
             if not isinstance(batch, Mapping):
                 continue
-            mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-            if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                self._pending = self._pending + mask.detach().ne(0).sum()
-            elif isinstance(ids, torch.Tensor):
-                self._pending = self._pending + ids.numel()
+            for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
+                mask, ids = batch.get(f"{side}attention_mask"), batch.get(f"{side}input_ids")
+                if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+                    self._pending = self._pending + mask.detach().ne(0).sum()
+                elif isinstance(ids, torch.Tensor):
+                    self._pending = self._pending + ids.numel()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Takes the model's size while it is still whole."""

@@ -31,6 +31,12 @@ _EXPORTS = {
     "LigerGRPOTrainer": "liger_trainer.trainers.grpo_trainer",
     "LigerDPOConfig": "liger_trainer.configs.dpo_config",
     "LigerDPOTrainer": "liger_trainer.trainers.dpo_trainer",
+    "LigerORPOConfig": "liger_trainer.configs.orpo_config",
+    "LigerORPOTrainer": "liger_trainer.trainers.orpo_trainer",
+    "LigerCPOConfig": "liger_trainer.configs.cpo_config",
+    "LigerCPOTrainer": "liger_trainer.trainers.cpo_trainer",
+    "LigerRewardConfig": "liger_trainer.configs.reward_config",
+    "LigerRewardTrainer": "liger_trainer.trainers.reward_trainer",
     "LigerSFTConfig": "liger_trainer.configs.sft_config",
     "LigerSFTTrainer": "liger_trainer.trainers.sft_trainer",
     "LigerTrainer": "liger_trainer.trainers.trainer",
@@ -45,10 +51,13 @@ _SUBMODULES = ("functional", "nn")
 
 if TYPE_CHECKING:
     from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_trainer.configs.cpo_config import LigerCPOConfig as LigerCPOConfig
     from liger_trainer.configs.dpo_config import LigerDPOConfig as LigerDPOConfig
     from liger_trainer.configs.grpo_config import LigerGRPOConfig as LigerGRPOConfig
     from liger_trainer.configs.kernel_config import KernelConfig as KernelConfig
     from liger_trainer.configs.kto_config import LigerKTOConfig as LigerKTOConfig
+    from liger_trainer.configs.orpo_config import LigerORPOConfig as LigerORPOConfig
+    from liger_trainer.configs.reward_config import LigerRewardConfig as LigerRewardConfig
     from liger_trainer.configs.rloo_config import LigerRLOOConfig as LigerRLOOConfig
     from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
     from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
@@ -58,9 +67,12 @@ if TYPE_CHECKING:
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+    from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
     from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
     from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
     from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
+    from liger_trainer.trainers.orpo_trainer import LigerORPOTrainer as LigerORPOTrainer
+    from liger_trainer.trainers.reward_trainer import LigerRewardTrainer as LigerRewardTrainer
     from liger_trainer.trainers.rloo_trainer import LigerRLOOTrainer as LigerRLOOTrainer
     from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
     from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer

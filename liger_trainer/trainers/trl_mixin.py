@@ -21,15 +21,21 @@ if TYPE_CHECKING:
     pass
 
 
+def wants_fused_head(args: TrainingArguments) -> bool:
+    """Whether a Liger trainer with these arguments uses the fused head."""
+    return wants_kernels(args) and kernel_config_of(args).linear_cross_entropy
+
+
 class LigerTRLMixin(LigerTrainerMixin):
     """Put before a TRL trainer in the bases of a class; the class says where that trainer comes from.
 
     Attributes:
-        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction.
+        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction; None where
+            it has none.
         config_class: The Liger configuration, made where `args` are missing or are plain `TrainingArguments`.
     """
 
-    trl_module: ClassVar[ModuleType]
+    trl_module: ModuleType | None = None
     config_class: ClassVar[type[TrainingArguments]]
     _name: str  # TRL's, such as "DPO"
 
@@ -37,15 +43,21 @@ class LigerTRLMixin(LigerTrainerMixin):
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
         config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
         wants = wants_kernels(config)
-        fused = wants and kernel_config_of(config).linear_cross_entropy
+        head = self._own_fused_head(config)
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
         config.use_liger_kernel = False
         try:
-            with own_fused_head(self.trl_module, self._add_fused_lm_head) if fused else contextlib.nullcontext():
+            with head:
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
         self._finish_init()
+
+    def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
+        """What TRL's `__init__` runs in: with our head in the place of TRL's, where one is wanted and TRL has one."""
+        if self.trl_module is None or not wants_fused_head(config):
+            return contextlib.nullcontext()
+        return own_fused_head(self.trl_module, self._add_fused_lm_head)
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:

@@ -1,0 +1,16 @@
+"""TRL's `RewardConfig` with the kernel flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl import RewardConfig
+
+from liger_trainer.configs.flags import KernelFlags, with_dict_fields
+
+
+@dataclass
+class LigerRewardConfig(KernelFlags, RewardConfig):
+    """[`~trl.RewardConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+
+    _VALID_DICT_FIELDS = with_dict_fields(RewardConfig)

@@ -1,0 +1,21 @@
+"""`LigerRewardTrainer`: TRL's `RewardTrainer` with the kernels."""
+
+from __future__ import annotations
+
+from trl import RewardTrainer
+
+from liger_trainer.configs.reward_config import LigerRewardConfig
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
+    """[`~trl.RewardTrainer`] with the kernels in the model's layers; its head gives one number and stays as it is.
+
+    Takes the same arguments; `args` is a [`LigerRewardConfig`], or a `RewardConfig`, with which the kernels are on.
+
+    Raises:
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    config_class = LigerRewardConfig
