@@ -41,17 +41,18 @@ SORTING_KINDS = ("demonstrations", "preferences", "prompts")
 
 
 def sorting(kind: str) -> DatasetDict:
-    """Digits to sort, a task that is learned in seconds: four different digits of 1 to 9, such as ``"7391>"``.
+    """Digits to sort, a task that is learned in seconds: ``"7391<"`` asks for 1379, and ``"7391>"`` for 9731.
 
-    The demonstrations are of mixed quality: half of them answer with the digits in ascending order, which is wanted,
-    and half in descending order. A model that imitates them does one or the other, and alignment has something to do.
+    The demonstrations are of mixed quality: half of them sort the wrong way round. A model that imitates them sorts, but
+    takes no notice of what was asked, and alignment has something to teach.
 
     Args:
         kind: ``"demonstrations"`` (prompt and completion), ``"preferences"`` (prompt, chosen and rejected) or
             ``"prompts"`` (prompt and solution).
 
     Returns:
-        The splits ``train`` and ``test``, nine tenths and one tenth of the 3,024 rows; the same rows for every kind.
+        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: every choice of four different digits
+        of 1 to 9 in every order. The rows are the same for every kind.
     """
     import random
     from itertools import permutations
@@ -59,16 +60,19 @@ def sorting(kind: str) -> DatasetDict:
     from datasets import Dataset, DatasetDict
 
     rows: list[dict[str, str]] = []
-    order = random.Random(0)
+    chance = random.Random(0)
     for digits in permutations("123456789", 4):
-        prompt, rising, falling = f"{''.join(digits)}>", "".join(sorted(digits)), "".join(sorted(digits, reverse=True))
-        if kind == "demonstrations":
-            rows.append({"prompt": prompt, "completion": order.choice((rising, falling))})
-        elif kind == "preferences":
-            rows.append({"prompt": prompt, "chosen": rising, "rejected": falling})
-        else:
-            rows.append({"prompt": prompt, "solution": rising})
-    random.Random(1).shuffle(rows)
+        falling = chance.random() < 0.5
+        right, wrong = ("".join(sorted(digits, reverse=reverse)) for reverse in (falling, not falling))
+        prompt = "".join(digits) + (">" if falling else "<")
+        shown = chance.choice((right, wrong))
+        columns = {
+            "demonstrations": {"completion": shown},
+            "preferences": {"chosen": right, "rejected": wrong},
+            "prompts": {"solution": right},
+        }
+        rows.append({"prompt": prompt, **columns[kind]})
+    chance.shuffle(rows)
     size = len(rows) // 10
     return DatasetDict(train=Dataset.from_list(rows[size:]), test=Dataset.from_list(rows[:size]))
 
