@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
+from liger_trainer.configs.loss_types import check_loss_type
 
 
 def with_dict_fields(base: type) -> list[str]:
@@ -92,6 +93,7 @@ class KernelFlags:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         self.kernel_config()  # errors belong here, where the user wrote the value
         retained_bytes_of(self)
+        check_loss_type(self)
         if self.non_finite not in ("stop", "skip", "off"):
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):

@@ -43,16 +43,16 @@ SORTING_KINDS = ("demonstrations", "preferences", "prompts")
 def sorting(kind: str) -> DatasetDict:
     """Digits to sort, a task that is learned in seconds: ``"7391<"`` asks for 1379, and ``"7391>"`` for 9731.
 
-    The demonstrations are of mixed quality: half of them sort the wrong way round. A model that imitates them sorts, but
-    takes no notice of what was asked, and alignment has something to teach.
+    The demonstrations are of mixed quality: half of them sort the wrong way round. A model that imitates them sorts,
+    but takes no notice of what was asked, and alignment has something to teach.
 
     Args:
         kind: ``"demonstrations"`` (prompt and completion), ``"preferences"`` (prompt, chosen and rejected) or
             ``"prompts"`` (prompt and solution).
 
     Returns:
-        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: every choice of four different digits
-        of 1 to 9 in every order. The rows are the same for every kind.
+        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: every choice of four different
+        digits of 1 to 9 in every order. The rows are the same for every kind.
     """
     import random
     from itertools import permutations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
-from liger_trainer.recipe_trainers import TRAINERS, TrainerKind, argument_classes, known_loss_types
+from liger_trainer.recipe_trainers import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe_values import check_values
 
 if TYPE_CHECKING:
@@ -96,11 +96,6 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
     if values["eval_strategy"] == "no":
         values["eval_on_start"] = False  # a command line that switches evaluation off means the file's first one too
     classes = argument_classes(values["trainer"])
-    known = known_loss_types(TRAINERS[values["trainer"]].config_class)
-    asked = values.get("loss_type")
-    for loss in asked if isinstance(asked, list) else [asked] if asked else []:
-        if known and loss not in known:
-            raise RecipeError(f"{source}: `loss_type` is {loss!r}; it must be one of {', '.join(map(repr, known))}.")
     built = []
     for cls in classes:
         chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}

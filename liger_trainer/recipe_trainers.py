@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
 from typing import Any
 
 TEXT_FIELD = "dataset_text_field"
@@ -69,14 +68,3 @@ def argument_classes(trainer: str) -> tuple[type, ...]:
     more = (getattr(recipe_arguments, kind.arguments),) if kind.arguments else ()
     common = (recipe_arguments.RecipeArguments, ScriptArguments, DatasetMixtureConfig, ModelConfig)
     return (*common, kind.config_class, *more)
-
-
-def known_loss_types(config_class: type) -> list[str]:
-    """The values of ``loss_type`` that TRL's help lists; empty where it lists none.
-
-    Where the field has choices, they are checked like any other field's; DPO and GRPO find a wrong one in their first
-    step only.
-    """
-    field = next((field for field in dataclasses.fields(config_class) if field.name == "loss_type"), None)
-    listed = re.search(r"values are:? (.*?)\.", field.metadata.get("help", "")) if field else None
-    return re.findall(r"'(\w+)'", listed[1]) if listed else []

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
 
@@ -42,32 +41,26 @@ class _LogitsNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        recorded: Recorded,
-        meta: torch.Tensor,
+        ctx: Any, hidden: torch.Tensor, recorded: Recorded, meta: torch.Tensor, *parameters: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         # Not save_for_backward: offloading hooks would copy what the fused loss never reads.
-        ctx.tensors, ctx.recorded = (hidden, weight, bias), recorded
+        ctx.hidden, ctx.parameters, ctx.recorded = hidden, parameters, recorded
         return _wrapper(recorded, meta)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad
         if grad is None:
-            return (None,) * 5
+            return (None,) * len(needed)
         ctx.recorded.check()
-        needed = ctx.needs_input_grad[:3]
-        leaves: list[Any] = [
-            None if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, needed)
-        ]
+        hidden = ctx.hidden.detach().requires_grad_(needed[0])
         with torch.enable_grad():
-            logits = ctx.recorded.chain.replay(linear(leaves[0], leaves[1], leaves[2], ctx.recorded.call.dtype))
-        wanted = [leaf for leaf, need in zip(leaves, needed) if leaf is not None and need]
-        found = iter(torch.autograd.grad(logits, wanted, build(grad)))
-        return (*(next(found) if need else None for need in needed), None, None)
+            logits = ctx.recorded.chain.replay(ctx.recorded.call.local_product(hidden))
+        inputs = (hidden, None, None, *ctx.parameters)
+        wanted = [x for x, need in zip(inputs, needed) if need]
+        found = iter(torch.autograd.grad(logits, wanted, build(grad), allow_unused=True))
+        return tuple(next(found) if need else None for need in needed)
 
 
 class _BuiltFromNode(torch.autograd.Function):
@@ -120,7 +113,7 @@ class DeferredLogits(torch.Tensor):
         """The logits that `recorded` says, `(..., V)` as `meta` on the meta device."""
         if not torch.is_grad_enabled():
             return _wrapper(recorded, meta)
-        deferred = _LogitsNode.apply(recorded.hidden, recorded.call.weight, recorded.call.bias, recorded, meta)
+        deferred = _LogitsNode.apply(recorded.hidden, recorded, meta, *recorded.call.parameters)
         deferred.tracked = deferred.has_graph
         return deferred
 
@@ -221,9 +214,7 @@ class DeferredLogits(torch.Tensor):
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
         recorded.check()
-        with gathered(recorded.call) as (weight, bias):
-            logits = linear(recorded.hidden, weight, bias, recorded.call.dtype)
-        return recorded.chain.replay(through_owner(recorded.call.head, logits))
+        return recorded.chain.replay(recorded.call.product(recorded.hidden))
 
     @property
     def _shares_build(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
@@ -58,22 +59,25 @@ def deferred_cross_entropy(
     )
     if not is_ours:
         return NotImplemented
+    # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
+    dtype = torch.float32 if torch.is_autocast_enabled(input.recorded.hidden.device.type) else input.meta.dtype
+    if isinstance(input.recorded.call, ModuleCall):
+        return chunked_cross_entropy(input, target, ignore_index, reduction, label_smoothing, weight).to(dtype)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "class_weights": weight,
     }
-    # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
-    autocast = torch.is_autocast_enabled(input.recorded.hidden.device.type)
-    return head_loss(input, target, **options).to(torch.float32 if autocast else input.meta.dtype)
+    return head_loss(input, target, **options).to(dtype)
 
 
 def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
     """The loss of deferred `logits` by the kernels: fused with the head, or on logits built for it alone.
 
     Args:
-        logits: `(..., V)`, deferred; what was recorded is a soft-cap and a scale (`fused_form` is not None).
+        logits: `(..., V)`, deferred, of a plain linear; what was recorded is a soft-cap and a scale (`fused_form` is
+            not None).
         target: `(...)` class ids.
         options: Of the kernels; soft-cap, scale, memory and the expected gradient are added here.
 

@@ -45,6 +45,25 @@ class HeadCall:
         return _is_plain(self.head.weight) and not is_sharded(self.head)
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.weight.shape[0]
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor | None, ...]:
+        """What gradients flow to."""
+        return self.weight, self.bias
+
+    def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
+        return linear(hidden, self.weight, self.bias, self.dtype)
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `local_product`, with the weight of the moment, gathered where it is sharded."""
+        with gathered(self) as (weight, bias):
+            return through_owner(self.head, linear(hidden, weight, bias, self.dtype))
+
+    @property
     def unchanged(self) -> bool:
         """Whether `weight` and `bias` are as they were, as far as torch counts; True where an owner lent them."""
         return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
@@ -61,7 +80,7 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def call_dtype(hidden: torch.Tensor, head: nn.Linear) -> torch.dtype | None:
+def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> torch.dtype | None:
     """The dtype `head` computes in if its logits can be deferred; None where its own forward has to run."""
     weight, bias = head.weight, head.bias
     # A weight that is a DTensor here was not gathered for this forward: tensor parallelism, not ours to undo.
@@ -71,7 +90,9 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear) -> torch.dtype | None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
         return None
     dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
+    if in_fp32:
+        dtype = torch.float32
+    elif torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif hidden.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None
@@ -153,8 +174,8 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
-def find_lm_heads(model: nn.Module) -> tuple[list[nn.Linear], str]:
-    """The ``nn.Linear`` modules that compute `model`'s logits, found through adapters' wrappers.
+def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
+    """The modules that compute `model`'s logits.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -174,20 +195,26 @@ def find_lm_heads(model: nn.Module) -> tuple[list[nn.Linear], str]:
         if isinstance(head, ModulesToSaveWrapper):
             candidates = [head.original_module, *head.modules_to_save.values()]
     for candidate in candidates:
-        reason = _why_not(candidate)
+        reason = "" if maps_tokens(candidate) else f"{type(candidate).__name__} is not known to be linear"
+        reason = _wrong_weight(candidate) if is_plain_linear(candidate) else reason
         if reason:
-            return [], reason
+            return [], f"{reason}; it runs as it is, with full logits"
     return candidates, ""
 
 
-def _why_not(head: nn.Module) -> str:
-    name = type(head).__name__
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether `head` computes ``hidden @ weight.T + bias`` of an ordinary weight and bias."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        adapter = type(head).__module__.startswith("peft.")
-        what = f"an adapter ({name}) computes the logits" if adapter else f"{name} is not a plain nn.Linear"
-        return f"{what}; it runs as it is, with full logits"
-    weight = head.weight
-    plain = type(weight) is nn.Parameter or type(weight).__name__ == "DTensor"
-    if not plain or weight.dtype not in RECORDABLE_DTYPES:
-        return f"the head's weight is a {type(weight).__name__} of {weight.dtype}; it needs fp16, bf16 or fp32"
-    return ""
+        return False
+    return type(head.weight) is nn.Parameter or type(head.weight).__name__ == "DTensor"
+
+
+def maps_tokens(head: nn.Module) -> bool:
+    """Whether `head` maps each hidden state to its logits by itself: a linear of any kind, or PEFT's adapter on one."""
+    is_linear = isinstance(head, nn.Linear) or (hasattr(head, "in_features") and hasattr(head, "out_features"))
+    return is_linear or type(head).__module__.startswith("peft.")
+
+
+def _wrong_weight(head: nn.Linear) -> str:
+    dtype = head.weight.dtype
+    return "" if dtype in RECORDABLE_DTYPES else f"the head's weight is of {dtype}; it needs fp16, bf16 or fp32"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.head.chunked_module import ModuleCall, module_call
 from liger_trainer.head.compiled import (
     CAN_DEFER_COMPILED,
     compiler_restored,
@@ -24,7 +25,14 @@ from liger_trainer.head.compiled import (
 )
 from liger_trainer.head.context import context_of, current_forward, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import HeadCall, call_dtype, find_lm_heads, is_sharded, without_adapters
+from liger_trainer.head.lm_head import (
+    HeadCall,
+    call_dtype,
+    find_lm_heads,
+    is_plain_linear,
+    is_sharded,
+    without_adapters,
+)
 from liger_trainer.head.probe import TOLERANCE, probe_head
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
@@ -35,7 +43,7 @@ _model_forwards: set[Callable] = set()
 
 
 @functools.cache
-def make_head_forward(fused: bool, logits_memory: int) -> Callable:
+def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = False, in_fp32: bool = False) -> Callable:
     """A head's forward that defers the logits where the model's forward allows it.
 
     It is a function of `self` alone, so that copies of a patched model are patched models.
@@ -43,23 +51,37 @@ def make_head_forward(fused: bool, logits_memory: int) -> Callable:
     Args:
         fused: Whether cross entropy runs fused with the head, or on logits built for it.
         logits_memory: Bytes the fused operator may spend on a chunk of logits.
+        whole_module: Whether the head is no plain linear, so that its own forward computes the logits, chunk by chunk.
+        in_fp32: Whether the hidden states are cast to fp32 first.
     """
 
-    def defer(self: nn.Linear, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        call = HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
-        meta = torch.empty(*hidden.shape[:-1], self.weight.shape[0], dtype=dtype, device="meta")
+    def call_of(self: Any, hidden: torch.Tensor) -> HeadCall | ModuleCall | None:
+        if whole_module:
+            return module_call(self, hidden, in_fp32, logits_memory)
+        dtype = call_dtype(hidden, self, in_fp32)
+        return None if dtype is None else HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
+
+    def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
+        call = call_of(self, hidden)
+        if call is None:
+            return None
+        meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
         return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
 
     @functools.wraps(nn.Linear.forward)
-    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return nn.Linear.forward(self, input)
+    def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        native = type(self).forward
+        input = input.float() if in_fp32 else input
+        if torch.compiler.is_compiling() or args or kwargs:
+            return native(self, input, *args, **kwargs)
         context = current_forward()
-        if context is None or (is_sharded(self) and not context.has_labels) or _has_backward_hooks(self):
-            return nn.Linear.forward(self, input)
+        if context is None or _has_backward_hooks(self):
+            return native(self, input)
+        if not whole_module and is_sharded(self) and not context.has_labels:  # type: ignore[arg-type]
+            return native(self, input)
         pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
-        dtype = call_dtype(input, self)
-        return nn.Linear.forward(self, input) if dtype is None else defer(self, input, dtype)
+        deferred = defer(self, input)
+        return native(self, input) if deferred is None else deferred
 
     never_a_frame(forward)  # compiled as a frame of its own it would never defer
     return forward
@@ -124,7 +146,7 @@ def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:
         return native(self, *args, **kwargs)
 
 
-def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelReportRow:
+def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bool = False) -> KernelReportRow:
     """Makes `model` train without building its logits, or with a faster cross entropy on them.
 
     Args:
@@ -133,6 +155,7 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
         fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits for the
             loss alone and runs the `cross_entropy` kernel on them.
         logits_memory: Bytes the fused operator may spend on a chunk of logits.
+        in_fp32: Whether the head, whose parameters are fp32 then, casts its hidden states to fp32.
 
     Returns:
         A row for the report: what was bound and the probe's error, or why the head was left alone.
@@ -147,6 +170,9 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
 
     if not heads:
         return left_alone(reason)
+    whole_module = not all(map(is_plain_linear, heads))
+    if whole_module and not fused:
+        return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
     ours = any(layer in _model_forwards for layer in _layers(model))
     foreign = None if ours else _foreign_forward(model)
     for head in heads:
@@ -157,10 +183,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
     if "labels" not in inspect.signature(native).parameters:
         return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
 
-    forward = make_head_forward(fused, int(logits_memory))
-    device = heads[0].weight.device
+    forward = make_head_forward(fused, int(logits_memory), whole_module, in_fp32)
+    # Looked up there, as the weight of an adapter's wrapper may be computed on access.
+    device = next(heads[0].parameters()).device
+    has_bias = not whole_module and heads[0].bias is not None
     try:
-        error = probe_head(forward, heads[0].bias is not None, device if device.type != "meta" else torch.device("cpu"))
+        error = probe_head(forward, has_bias, device if device.type != "meta" else torch.device("cpu"))
     except Exception as failure:  # whatever a device or a compiler raises: the model then trains as it did
         return left_alone(f"the probe failed: {type(failure).__name__}: {failure}")
     if not error <= TOLERANCE:
@@ -170,7 +198,10 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int) -> KernelRe
         bind_forward(head, forward)
     if not ours:
         bind_forward(model, make_model_forward(native))
-    kernel = f"linear_cross_entropy (logits_memory={int(logits_memory) / 2**20:g} MiB)" if fused else "cross_entropy"
+    memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
+    kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
+    if whole_module:
+        kernel = f"cross_entropy on chunks of {type(heads[0]).__name__} {memory}"
     return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)
 
 

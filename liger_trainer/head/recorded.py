@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.lm_head import HeadCall, version_of
 from liger_trainer.head.recorded_chain import RecordedChain
 
 
 class Recorded:
-    """What a `DeferredLogits` is: ``chain(hidden @ weight.T + bias)``; in-place operations replace the chain.
+    """What a `DeferredLogits` is: ``chain(head(hidden))``; in-place operations replace the chain.
 
     Args:
         call: The call of the head.
@@ -21,7 +22,7 @@ class Recorded:
     __slots__ = ("call", "chain", "hidden", "version")
 
     def __init__(
-        self, call: HeadCall, hidden: torch.Tensor, chain: RecordedChain, origin: Recorded | None = None
+        self, call: HeadCall | ModuleCall, hidden: torch.Tensor, chain: RecordedChain, origin: Recorded | None = None
     ) -> None:
         self.call, self.hidden, self.chain = call, hidden, chain
         self.version = version_of(hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ class CheckedCollator:
         """
         batch = self.collator(features)
         if isinstance(batch, Mapping):
-            _check(batch, "labels", self.num_labels, "the model's vocabulary", _IGNORE_INDEX)
-            _check(batch, "input_ids", self.num_tokens, "the model's embedding", None)
+            for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
+                _check(batch, f"{side}labels", self.num_labels, "the model's vocabulary", _IGNORE_INDEX)
+                _check(batch, f"{side}input_ids", self.num_tokens, "the model's embedding", None)
         return batch
 
 
@@ -56,6 +57,16 @@ def checked_collator(collator: Callable, model: nn.Module) -> Callable:
     # In multimodal models an id beyond the text embedding can stand for an image.
     num_tokens = getattr(embedding, "num_embeddings", None) if text is config else None
     return CheckedCollator(collator, num_labels, num_tokens)
+
+
+def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:
+    """Checks the token ids of prompts that never pass a collator, as those that a policy answers.
+
+    Raises:
+        BatchError: for an id out of range.
+    """
+    flat = [token for ids in prompt_ids for token in ids]
+    checked_collator(lambda rows: {"input_ids": torch.tensor([rows])}, model)(flat)
 
 
 def _check(batch: Mapping[str, Any], name: str, size: int | None, what: str, ignored: int | None) -> None:

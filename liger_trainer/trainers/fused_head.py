@@ -26,6 +26,7 @@ from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
+_SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
@@ -61,15 +62,17 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
     owner = threading.get_ident()
     names: dict[str, Any] = vars(module)
     with _swapping:
-        replaced = {name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names}
+        replaced: dict[str, Any] = {
+            name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names
+        }
 
         def dispatch(*args: Any, **kwargs: Any) -> None:
             ours = threading.get_ident() == owner
             (add_fused_lm_head if ours else replaced["add_fused_lm_head"])(*args, **kwargs)
 
         guard = _AdapterGuard("BaseTunerLayer", (), {"owner": owner, "theirs": replaced.get("BaseTunerLayer", ())})
-        own = {"add_fused_lm_head": dispatch, "BaseTunerLayer": guard}
-        names.update({name: own[name] for name in replaced})
+        own: dict[str, Any] = {"add_fused_lm_head": dispatch, "BaseTunerLayer": guard}
+        names.update((name, own[name]) for name in replaced)
         try:
             yield
         finally:
@@ -130,13 +133,38 @@ def _fused_output(
     # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
     with forward_context(context_of(model, has_labels=True)):
         outputs = native(model, *args, **kwargs)
-    logits = outputs.logits
+    return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
 
+
+def fused_output(
+    logits: torch.Tensor,
+    outputs: Any,
+    text_config: Any,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    num_items_in_batch: torch.Tensor | int | None,
+    options: StatisticsOptions,
+) -> Any:
+    """TRL's `FusedCausalLMOutput`.
+
+    Args:
+        logits: `(B, S, V)`, deferred or not.
+        outputs: Of the model's own forward, for the auxiliary loss of a mixture of experts.
+        text_config: The configuration of the language model.
+        labels: `(B, S)`, the tokens themselves; the statistics are then `(B, S - 1)`.
+        shift_labels: `(B, S)`, the next token of each; the statistics are then `(B, S)`.
+        num_items_in_batch: What the summed loss is divided by; the number of labels by default.
+        options: What the trainer asks of the head.
+
+    Raises:
+        ValueError: where neither kind of labels is given.
+    """
     target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
     statistics = token_statistics(logits, target, options)
     mask = target != options.ignore_index
     if shift_labels is None:
-        statistics = TokenStatistics(*(None if field is None else field[:, :-1] for field in statistics))
+        without_last = {name: field[:, :-1] for name, field in statistics._asdict().items() if field is not None}
+        statistics = TokenStatistics(**without_last)
         mask = mask[:, :-1]
 
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
@@ -150,11 +178,7 @@ def _fused_output(
 def _next_token_labels(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
-    """The label of the next token at every position.
-
-    Raises:
-        ValueError: where neither kind of labels is given.
-    """
+    """The label of the next token at every position."""
     if shift_labels is not None:
         return shift_labels
     if labels is None:

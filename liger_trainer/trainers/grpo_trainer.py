@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
-from liger_trainer.trainers.reward_functions import checked_reward_functions
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.checked_generation import CheckedGeneration
 
 
-class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
+class LigerGRPOTrainer(CheckedGeneration, GRPOTrainer):
     """[`~trl.GRPOTrainer`], group-relative policy optimisation, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerGRPOConfig`], or a `GRPOConfig`, with which the kernels are on. Loss
@@ -29,6 +26,3 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
-
-    def __init__(self, model: Any, reward_funcs: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, checked_reward_functions(reward_funcs), *args, **kwargs)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
-from liger_trainer.trainers.reward_functions import checked_reward_functions
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.checked_generation import CheckedGeneration
 
 
-class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
+class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):
     """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss
@@ -29,6 +26,3 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
 
     trl_module = trl_rloo_trainer
     config_class = LigerRLOOConfig
-
-    def __init__(self, model: Any, reward_funcs: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, checked_reward_functions(reward_funcs), *args, **kwargs)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import trl.trainer.sft_trainer as trl_sft_trainer
+from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.trainers.one_pass import OnePassModel
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -24,6 +28,16 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     trl_module = trl_sft_trainer
     config_class = LigerSFTConfig
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; with label smoothing or a `compute_loss_func` by one forward instead of two."""
+        assert isinstance(self.args, SFTConfig)
+        smooths = self.label_smoother is not None and self.args.loss_type == "nll"
+        if self._statistics is not None and (smooths or self.compute_loss_func is not None):
+            assert isinstance(self.model, nn.Module)
+            text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+            model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _weighs_labels_alike(self) -> bool:
         assert isinstance(self.args, SFTConfig)

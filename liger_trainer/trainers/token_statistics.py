@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.head.chunked_module import chunked_log_probs
 from liger_trainer.head.deferred_logits import DeferredLogits, build
 from liger_trainer.head.fused_loss import head_log_probs, head_loss
-from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.log_probs import log_probs
 
 _KERNEL_NAMES = {
     "entropy": "entropy",
@@ -71,26 +72,16 @@ class TokenStatistics(NamedTuple):
 
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
     """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building the logits where they are deferred."""
-    if _fuses(logits) and logits.recorded.hidden.shape[:-1] == labels.shape:  # type: ignore[attr-defined]
-        if options.of_summed_loss:
-            return _of_summed_loss(logits, labels, options)
-        found = head_log_probs(
-            logits, labels, options.kernel_outputs, options.temperature, options.retain_memory, options.ignore_index
-        )
-    else:
-        asked = {"temperature": options.temperature, "outputs": options.kernel_outputs}
-        found = log_probs(build(logits), labels, options.ignore_index, **asked)  # type: ignore[assignment, arg-type]
-    return _named(found, options)
-
-
-def _fuses(logits: torch.Tensor) -> bool:
-    """Whether `logits` are deferred by a fused head, with nothing but a soft-cap and a scale done to them."""
+    outputs, temperature, ignore_index = options.kernel_outputs, options.temperature, options.ignore_index
+    found: Any
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
-        return False
-    return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
-
-
-def _named(found: LogProbsOutput, options: StatisticsOptions) -> TokenStatistics:
+        found = log_probs(build(logits), labels, ignore_index, temperature, outputs=outputs)
+    elif not logits.recorded.call.fused or logits.recorded.chain.fused_form() is None:
+        found = chunked_log_probs(logits, labels, outputs, temperature, ignore_index)
+    elif options.of_summed_loss:
+        return _of_summed_loss(logits, labels, options)
+    else:
+        found = head_log_probs(logits, labels, outputs, temperature, options.retain_memory, ignore_index)
     asked = {theirs: getattr(found, ours) for theirs, ours in _KERNEL_NAMES.items() if theirs in options.outputs}
     return TokenStatistics(found.log_probs, **asked)
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import inspect
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
 
-from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of, retained_bytes_of
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-
-if TYPE_CHECKING:
-    pass
+from liger_trainer.trainers.trl_checks import check_reference, check_rows
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:
@@ -36,12 +36,14 @@ class LigerTRLMixin(LigerTrainerMixin):
     """
 
     trl_module: ModuleType | None = None
-    config_class: ClassVar[type[TrainingArguments]]
+    config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
+    _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
         config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
+        check_loss_type(config)
         wants = wants_kernels(config)
         head = self._own_fused_head(config)
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
@@ -51,6 +53,7 @@ class LigerTRLMixin(LigerTrainerMixin):
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
+        check_rows(self.train_dataset)
         self._finish_init()
 
     def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
@@ -81,13 +84,31 @@ class LigerTRLMixin(LigerTrainerMixin):
     ) -> None:
         """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
         assert isinstance(self.model, nn.Module)
-        if without_adapters(self.model) is model:
+        is_policy = without_adapters(self.model) is model
+        config = kernel_config_of(self.args)
+        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
+        if cast_lm_head_to_fp32:
+            _release_fp32_head(self.model if is_policy else model, model)
+        if is_policy:
+            self._statistics = options
             self._apply_kernels(self.model)
         else:  # a reference model, which computes its log-probabilities as the policy does
-            apply_liger_kernel(model, kernel_mapping_of(self.args))
-        options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
+            check_reference(self.model, model, self.processing_class)
+            apply_liger_kernel(model, config)
+        if cast_lm_head_to_fp32:
+            patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
         install_fused_forward(model, options)
 
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
         return False
+
+
+def _release_fp32_head(model: Any, base: Any) -> None:
+    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters.
+
+    Assigning the head to `model`, TRL has also registered it a second time where `model` is PEFT's wrapper of `base`.
+    """
+    base.lm_head.__dict__.pop("forward", None)
+    if model is not base:
+        model._modules.pop("lm_head", None)

@@ -201,3 +201,55 @@ def satisfy_import_gates(monkeypatch, server):
     real = vllm_client.VLLMClient.init_communicator
     # "cuda" without an index names the current device: nothing is asked of a driver.
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: real(self, "cuda"))
+
+
+class ColocatedLLM:
+    """`vllm.LLM` as TRL's colocate mode uses it, over a [`VLLMServer`] that is never asked over HTTP.
+
+    Attributes:
+        loaded: Names and shapes of the weights, in the order they were loaded.
+    """
+
+    def __init__(self, server, **options):
+        self.server, self.loaded = server, []
+        runner = SimpleNamespace(model_runner=SimpleNamespace(model=self))
+        executor = SimpleNamespace(driver_worker=runner)
+        config = SimpleNamespace(max_model_len=128)
+        self.llm_engine = SimpleNamespace(model_executor=executor, model_config=config)
+
+    def load_weights(self, weights):
+        own = dict(self.server.model.named_parameters())
+        for name, value in weights:
+            self.loaded.append((name, tuple(value.shape)))
+            with torch.no_grad():
+                own[name].copy_(value)
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        outputs = []
+        for prompt in prompts:
+            body = {**vars(sampling_params), "prompt": [prompt["prompt_token_ids"]]}
+            (choice,) = self.server.complete(body)
+            pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+            logprobs = [{token: SimpleNamespace(rank=1, logprob=value)} for token, value in pairs]
+            completion = SimpleNamespace(token_ids=choice["token_ids"], logprobs=logprobs)
+            outputs.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[completion]))
+        return outputs
+
+
+def colocate(monkeypatch, server):
+    """Makes TRL's colocate mode run on `server`; returns the list of the engines it makes."""
+    engines = []
+    names = {
+        "LLM": lambda **options: engines.append(ColocatedLLM(server, **options)) or engines[-1],
+        "SamplingParams": SimpleNamespace,
+        "is_vllm_available": lambda: True,
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(vllm_generation, name, value, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # TRL sets them: noted here, they go when the test ends
+        monkeypatch.delenv(name)
+    return engines

@@ -1,0 +1,163 @@
+"""A head that is no plain linear: its own forward, on a chunk of tokens at a time.
+
+An adapter on the head (LoRA, DoRA, trained token rows) or a quantised weight makes logits that no kernel of ours can:
+the module has to run. It maps each hidden state by itself, so it may run on chunks of them. Each chunk's logits are
+turned into what a loss needs of a token, and are dropped: the backward runs the module on the chunk again. That is four
+matmuls where whole logits take three, and memory for one chunk instead of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.head.context import forward_context
+from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
+from liger_trainer.kernels._cross_entropy_options import inverse_normalizer
+from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleCall:
+    """One call of such a head whose logits are deferred; see `HeadCall`, of which it is the counterpart.
+
+    Args:
+        head: The module.
+        vocab_size: V.
+        dtype: Of the logits.
+        autocast: The dtype of autocast during the call; None where it was off.
+        logits_memory: Bytes for the logits of a chunk.
+    """
+
+    head: nn.Module
+    vocab_size: int
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    logits_memory: int
+    fused = False
+
+    def __post_init__(self) -> None:
+        self.has_loss = False
+        self._versions = self._current_versions()
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """What gradients flow to."""
+        return tuple(parameter for parameter in self.head.parameters() if parameter.requires_grad)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the parameters are as they were, as far as torch counts."""
+        return self._versions == self._current_versions()
+
+    def _current_versions(self) -> list[int | None]:
+        return [version_of(parameter) for parameter in self.head.parameters()]
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The module's own logits `(..., V)` of `hidden` `(..., H)`."""
+        autocast = torch.autocast(hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with forward_context(None), autocast:
+            return type(self.head).forward(self.head, hidden).to(self.dtype)
+
+    local_product = product
+
+
+def module_call(head: nn.Module, hidden: torch.Tensor, in_fp32: bool, logits_memory: int) -> ModuleCall | None:
+    """The call of `head` on `hidden`; None where it has to run whole, as its parameters are only lent for the call."""
+    vocab_size = vocab_size_of(head)
+    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_owned, head.modules())):
+        return None
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
+    return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory)
+
+
+def vocab_size_of(head: nn.Module) -> int | None:
+    """How many logits a linear-like head gives, by the first module in it that says so; None where none does."""
+    sizes = (getattr(module, "out_features", None) for module in head.modules())
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def _is_owned(module: nn.Module) -> bool:
+    """Whether FSDP, ZeRO-3 or tensor parallelism owns parameters of `module`."""
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return True
+    parameters = module.parameters(recurse=False)
+    return any(hasattr(p, "ds_id") or type(p).__name__ == "DTensor" for p in parameters)
+
+
+def chunked_rows(
+    logits: Any, target: torch.Tensor, of_rows: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """What `of_rows` says of each token, with the logits of a chunk of tokens in memory at a time.
+
+    Args:
+        logits: `(..., V)`, deferred, of any head.
+        target: `(...)` class ids.
+        of_rows: Maps logits `(n, V)` and labels `(n,)` to tensors of `(n,)`; run again in the backward.
+
+    Returns:
+        The tensors, shaped as `target`.
+    """
+    recorded = logits.recorded
+    recorded.check()
+    call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
+    has_graph = logits.has_graph and torch.is_grad_enabled()
+
+    def run(part: torch.Tensor, labels: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = recorded.chain.replay(call.product(part))
+        with torch.autocast(part.device.type, enabled=False):
+            return of_rows(rows, labels)
+
+    step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
+    size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
+    labels = target.to(hidden.device).reshape(-1)
+    with torch.set_grad_enabled(has_graph):
+        parts = [step(*chunk) for chunk in zip(hidden.split(size), labels.split(size))]
+        columns = [torch.cat(column).view(target.shape) for column in zip(*parts)]
+    call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
+    return columns
+
+
+def chunked_cross_entropy(
+    logits: Any,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    class_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """``F.cross_entropy`` of deferred `logits` `(..., V)`, whose head is no plain linear, a chunk at a time."""
+
+    def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
+        return [cross_entropy(rows, labels, ignore_index, "none", None, label_smoothing, class_weights=class_weights)]
+
+    (loss,) = chunked_rows(logits, target, losses)
+    if reduction == "none":
+        return loss
+    target = target.to(loss.device)
+    vocab_size = logits.meta.shape[-1]
+    if class_weights is not None:
+        class_weights = class_weights.to(loss.dtype)
+    return loss.sum() * inverse_normalizer(target, vocab_size, ignore_index, reduction, None, class_weights, loss.dtype)
+
+
+def chunked_log_probs(
+    logits: Any, target: torch.Tensor, outputs: Sequence[str], temperature: float = 1.0, ignore_index: int = -100
+) -> LogProbsOutput:
+    """As `head_log_probs`, for deferred `logits` of any head with anything done to them, a chunk at a time."""
+
+    def statistics(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
+        found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
+        return [found.log_probs, *(getattr(found, name) for name in outputs)]
+
+    chosen, *others = chunked_rows(logits, target, statistics)
+    return LogProbsOutput(chosen, **dict(zip(outputs, others)))

@@ -1,0 +1,43 @@
+"""The checks around generation that the GRPO and RLOO trainers share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from liger_trainer.trainers.batch_check import check_prompts
+from liger_trainer.trainers.reward_functions import checked_reward_functions
+from liger_trainer.trainers.trl_checks import check_completions
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class CheckedGeneration(LigerTRLMixin):
+    """Checks prompts before, and completions after a backend or the user's `rollout_func` generates, and rewards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if len(args) > 1:  # model, reward_funcs, ...
+            args = (args[0], checked_reward_functions(args[1]), *args[2:])
+        elif "reward_funcs" in kwargs:
+            kwargs["reward_funcs"] = checked_reward_functions(kwargs["reward_funcs"])
+        if kwargs.get("rollout_func") is not None:
+            kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
+        super().__init__(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
+        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        if not getattr(self, "tools", None):  # a turn after a tool's answer may be empty
+            completion_ids = generated[0] if isinstance(generated, tuple) else generated
+            check_completions(completion_ids, "vLLM" if self.args.use_vllm else "Generation")  # type: ignore[attr-defined]
+        return generated
+
+
+def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(rollout_func)
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = rollout_func(*args, **kwargs)
+        check_completions(output.get("completion_ids", ()), "`rollout_func`")
+        return output
+
+    return checked

@@ -1,0 +1,59 @@
+"""Checks of what a TRL trainer is given, where its own error would come late or say little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from torch import nn
+
+
+def check_rows(dataset: Any, name: str = "train_dataset") -> None:
+    """Checks that preparing a dataset has left something of it.
+
+    Raises:
+        ValueError: for a dataset of known length without rows.
+    """
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ValueError(
+            f"`{name}` has no rows to train on. It was empty, or all of its rows were dropped as too long: TRL leaves "
+            "out rows without a completion after the cut at `max_length`. Increase `max_length`, or check the data."
+        )
+
+
+def check_reference(policy: nn.Module, reference: nn.Module, processing_class: Any) -> None:
+    """Checks that a reference model has an embedding for every token the policy is trained on.
+
+    Sizes that differ by padding alone are fine: both then hold the tokenizer's ids.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    sizes = [model.config.get_text_config().vocab_size for model in (policy, reference)]  # type: ignore[operator, union-attr]
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    needed = len(tokenizer) if isinstance(tokenizer, Sized) else sizes[0]
+    if sizes[0] != sizes[1] and sizes[1] < needed:
+        raise ValueError(
+            f"The reference model has a vocabulary of {sizes[1]}, the model one of {sizes[0]} and the tokenizer "
+            f"{needed} tokens: they do not share a vocabulary. Give a `ref_model` with the model's tokenizer; where "
+            "none was given, the reference is loaded from the path the model came from "
+            f"({policy.config._name_or_path!r}), so save a model with resized embeddings first and load that."  # type: ignore[union-attr]
+        )
+
+
+def check_completions(completion_ids: Sequence[Sequence[int]], source: str) -> None:
+    """Checks that there is a token in every completion, on whose last one TRL's statistics are built.
+
+    Args:
+        completion_ids: Token ids of each completion.
+        source: What made them, for the error.
+
+    Raises:
+        ValueError: naming the first completion without a token.
+    """
+    for position, ids in enumerate(completion_ids):
+        if len(ids) == 0:
+            raise ValueError(
+                f"{source} returned no token for sample {position} of {len(completion_ids)}. A completion has at least "
+                "one, such as the end-of-sequence token; check its stop strings and its limit of tokens."
+            )

@@ -1,0 +1,173 @@
+"""Stock TRL trainers and ours on equal seeds: the same keys in every log, and the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from torch import nn
+
+import liger_trainer
+from liger_trainer.kernels.log_probs import log_probs_reference
+from liger_trainer.trainers.fused_head import own_fused_head
+from tests.trainers.tiny import (
+    COMMON,
+    WORDS,
+    completion_dataset,
+    gemma2,
+    llama,
+    logged,
+    mixtral,
+    text_dataset,
+    tokenizer,
+)
+
+TOLERANCE = 1e-5
+BASE = {
+    **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
+}  # fmt: skip
+MODELS = {"llama": llama, "gemma2": gemma2, "mixtral": mixtral}
+
+
+def save_models(folder) -> dict[str, str]:
+    """Folders with the tiny models and the tokenizer, as reference models are loaded from where a policy was."""
+    folders = {}
+    for name, build in MODELS.items():
+        folders[name] = str(folder / name)
+        build().save_pretrained(folders[name])
+        tokenizer().save_pretrained(folders[name])
+    return folders
+
+
+def _pairs(n: int = 16) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": WORDS[i % 4] + " ", "chosen": WORDS[(i + 1) % 4], "rejected": " ".join(WORDS[i % 3 : i % 3 + 2])}
+            for i in range(n)
+        ]
+    )
+
+
+def _unpaired(n: int = 16) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": WORDS[i % 4] + " ", "completion": WORDS[(i + 1) % 4], "label": i % 3 != 0} for i in range(n)]
+    )
+
+
+def _prompts(n: int = 16) -> Dataset:
+    return Dataset.from_list([{"prompt": WORDS[i % 4]} for i in range(n)])
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Differs between the completions of one prompt."""
+    return [float(len(completion) % 7) + completion.count("a") for completion in completions]
+
+
+_GENERATION = {"num_generations": 4, "max_completion_length": 8}
+KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    # name: (dataset, further arguments of the trainer, settings)
+    "SFT": (text_dataset, {}, {"max_length": 32}),
+    "DPO": (_pairs, {}, {}),
+    "KTO": (_unpaired, {}, {}),
+    "GRPO": (_prompts, {"reward_funcs": reward}, _GENERATION),
+    "RLOO": (_prompts, {"reward_funcs": reward}, _GENERATION),
+}
+DATASETS = {"completions": completion_dataset}
+
+
+def lora(*targets: str, **options: Any) -> LoraConfig:
+    """An adapter that counts from the first step on."""
+    return LoraConfig(target_modules=list(targets) or ["q_proj", "v_proj"], r=4, init_lora_weights=False, **options)
+
+
+def naive_fused_head(
+    model: nn.Module,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """TRL's hook in a few plain lines, on logits that the model builds: right for any head, where TRL's is not."""
+    names = {"entropy": "entropy", "log_sum_sq_probs": "sum_squared_probs", "mean_logits": "mean_logit"}
+    names["is_top1"] = "top1"
+    forward = model.forward
+
+    def with_statistics(*args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+        logits, target = forward(*args, **kwargs).logits[:, :-1], labels[:, 1:]
+        found = log_probs_reference(logits, target, temperature=temperature, outputs=tuple(names.values()))
+        asked = {theirs: getattr(found, ours) for theirs, ours in names.items() if theirs in outputs}
+        mask = target != -100
+        loss = -found.log_probs.sum() / mask.sum().clamp(min=1)
+        return trl.trainer.utils.FusedCausalLMOutput(loss=loss, log_probs=found.log_probs, label_mask=mask, **asked)
+
+    model.forward = with_statistics
+
+
+def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = False, **case: Any) -> Any:
+    """A trainer of TRL, or ours.
+
+    Args:
+        kind: Of `KINDS`.
+        ours: Whether it is ours.
+        output_dir: Of the trainer.
+        model: A folder or a model.
+        naive: Whether TRL's trainer gets `naive_fused_head`.
+        case: Settings; `own` holds those of ours alone, `data` names a dataset, and some (`peft_config`, say) are for
+            the trainer.
+    """
+    dataset, further, settings = KINDS[kind]
+    data = DATASETS[case.pop("data")] if "data" in case else dataset
+    own = ("peft_config", "ref_model", "compute_metrics", "compute_loss_func", "reward_funcs")
+    further = {**further, **{name: case.pop(name) for name in own if name in case}}
+    if "peft_config" in further:
+        further["peft_config"] = copy.deepcopy(further["peft_config"])
+    if "eval_strategy" in case:
+        further["eval_dataset"] = data(8)
+    source: Any = liger_trainer if ours else trl
+    prefix = "Liger" if ours else ""
+    trainer_class, config_class = (getattr(source, f"{prefix}{kind}{what}") for what in ("Trainer", "Config"))
+    own_settings = case.pop("own", {})
+    extra = {"kernel_report": False, **own_settings} if ours else {}
+    args = config_class(output_dir=str(output_dir), **{**BASE, **settings, **extra, **case})
+    torch.manual_seed(0)
+
+    def make() -> Any:
+        return trainer_class(model=model, args=args, train_dataset=data(), processing_class=tokenizer(), **further)
+
+    if not naive:
+        return make()
+    with own_fused_head(liger_trainer_of(kind).trl_module, naive_fused_head):
+        return make()
+
+
+def liger_trainer_of(kind: str) -> Any:
+    """Our trainer's class."""
+    return getattr(liger_trainer, f"Liger{kind}Trainer")
+
+
+def assert_same_logs(stock: Any, ours: Any, but: tuple[str, ...] = ()) -> None:
+    """Every logged number, but what measures time."""
+    expected, got = logged(stock), logged(ours)
+    assert len(expected) == len(got)
+    assert len(expected) >= 3
+    for left, right in zip(expected, got):
+        assert left.keys() == right.keys()
+        for key in left.keys() - {"step_time", "eval_step_time", *but}:
+            assert right[key] == pytest.approx(left[key], abs=TOLERANCE, rel=TOLERANCE, nan_ok=True), key
+
+
+def assert_parity(kind: str, output_dir: Any, model: str, naive: bool = False, **case: Any) -> tuple[Any, Any]:
+    """Trains both and compares their logs; returns (stock, ours)."""
+    stock = build(kind, False, output_dir / "stock", model, naive, **case)
+    stock.train()
+    ours = build(kind, True, output_dir / "ours", model, **case)
+    assert ours._statistics is not None, "the fused head is not ours"
+    ours.train()
+    assert_same_logs(stock, ours)
+    return stock, ours

@@ -1,0 +1,145 @@
+"""Generation in LigerGRPOTrainer and LigerRLOOTrainer: what vLLM is sent and what `generate` gives is as in TRL.
+
+The server and the engine are stand-ins (`vllm_stand_in`); NCCL, vLLM's own loading of the weights and its sampler are
+not covered here.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+import liger_trainer
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.tiny import COMMON, WORDS, logged, tokenizer
+from tests.trainers.vllm_stand_in import VLLMServer, colocate, satisfy_import_gates
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ARGUMENTS = {
+    **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "max_completion_length": 6,
+    "num_generations": 4, "adam_epsilon": 1e-2, "beta": 0.0,
+}  # fmt: skip
+
+GRPO = (GRPOTrainer, GRPOConfig, liger_trainer.LigerGRPOTrainer, liger_trainer.LigerGRPOConfig)
+RLOO = (RLOOTrainer, RLOOConfig, liger_trainer.LigerRLOOTrainer, liger_trainer.LigerRLOOConfig)
+
+MODELS = {
+    "full": {},
+    "tied": {"model": "gemma2"},
+    "moe": {"model": "qwen3_moe"},
+    "lora": {"peft": {"target_modules": ["q_proj", "v_proj"]}},
+    "saved_head": {"peft": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
+}
+
+
+def distinct_tokens(completions, **kwargs):
+    return [float(len(set(text))) for text in completions]
+
+
+def build(trainer_class, config_class, folder, model="llama", peft=None, **options):
+    more = {"peft_config": LoraConfig(r=4, lora_dropout=0.0, **peft)} if peft else {}
+    args = config_class(output_dir=str(folder), **{**ARGUMENTS, **options})
+    data = Dataset.from_list([{"prompt": words} for words in WORDS])
+    return trainer_class(
+        TINY_MODELS[model](), args=args, reward_funcs=distinct_tokens, train_dataset=data,
+        processing_class=tokenizer(), **more,
+    )  # fmt: skip
+
+
+def on_server(trainer_class, config_class, folder, monkeypatch, model="llama", **options):
+    """Two steps against a server of its own; the trainer and the server."""
+    with VLLMServer(TINY_MODELS[model]()).running() as server, monkeypatch.context() as patch:
+        satisfy_import_gates(patch, server)
+        vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer = build(trainer_class, config_class, folder, model, **vllm, **options)
+        trainer.train()
+        trainer.vllm_generation.vllm_client.close_communicator()
+    return trainer, server
+
+
+def assert_same_logs(expected, got):
+    expected, got = ([{k: v for k, v in log.items() if k != "step_time"} for log in logs] for logs in (expected, got))
+    assert [set(log) for log in got] == [set(log) for log in expected]
+    for left, right in zip(expected, got):
+        for key in left:
+            assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5, nan_ok=True), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((GRPO, name) for name in MODELS), (RLOO, "lora")], ids=[*MODELS, "rloo-lora"]
+)
+def test_server_is_sent_what_trl_sends(kind, name, tmp_path, monkeypatch):
+    stock, stock_server = on_server(*kind[:2], tmp_path / "stock", monkeypatch, **MODELS[name])
+    ours, server = on_server(*kind[2:], tmp_path / "ours", monkeypatch, **MODELS[name])
+    assert ours.kernel_report.applied
+    assert len(server.updates) == 2  # before each step's generation
+    assert server.updates == stock_server.updates
+    assert server.requests == stock_server.requests
+    assert_same_logs(logged(stock), logged(ours))
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "lora_head"])
+def test_server_holds_the_weights_that_are_trained(name, tmp_path, monkeypatch):
+    case = MODELS.get(name, {"peft": {"target_modules": ["q_proj", "lm_head"]}})  # on the head TRL refuses an adapter
+    trainer, server = on_server(*GRPO[2:], tmp_path, monkeypatch, **case)
+    names = [name for name, parameter in TINY_MODELS["llama"]().named_parameters()]
+    assert [[name for name, *_ in update] for update in server.updates] == [names, names]
+    differences = [log["sampling/sampling_logp_difference/max"] for log in logged(trainer)[:2]]
+    assert max(differences) < 1e-5  # between the server's log-probabilities and the trainer's
+    before = TINY_MODELS["llama"]().state_dict()
+    assert any(not torch.equal(value, before[name]) for name, value in server.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "saved_head"])
+def test_engine_in_the_process_loads_what_trl_loads(name, tmp_path, monkeypatch):
+    def run(trainer_class, config_class, folder):
+        engines = colocate(monkeypatch, VLLMServer(TINY_MODELS["llama"]()))
+        options = {"use_vllm": True, "vllm_mode": "colocate"}
+        trainer = build(trainer_class, config_class, folder, **options, **MODELS[name])
+        trainer.train()
+        return trainer, engines[0].loaded
+
+    stock, expected = run(*GRPO[:2], tmp_path / "stock")
+    ours, loaded = run(*GRPO[2:], tmp_path / "ours")
+    assert loaded == expected
+    assert_same_logs(logged(stock), logged(ours))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((GRPO, name) for name in [*MODELS, "lora_head"]), (RLOO, "full")],
+    ids=[*MODELS, "lora_head", "rloo"],
+)  # fmt: skip
+def test_generate_gives_the_tokens_of_the_model_alone(kind, name, tmp_path):
+    case = MODELS.get(name, {"peft": {"target_modules": ["q_proj", "lm_head"]}})
+    ids = torch.tensor([[5, 6, 7, 8], [0, 9, 10, 11]])
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "pad_token_id": 0}
+
+    def generated(model, **sampling):
+        torch.manual_seed(1)
+        return model.eval().generate(ids, **options, **sampling)
+
+    alone = TINY_MODELS[case.get("model", "llama")]()
+    alone.config.output_router_logits = False  # with it, a mixture's forward takes no mask longer than its input
+    greedy, sampled = generated(alone, do_sample=False), generated(alone, do_sample=True)
+    logits = alone(ids).logits
+    trainer = build(*kind[2:], tmp_path, **case)  # adapters start as the identity
+    trainer.model.config.output_router_logits = False
+    assert torch.equal(generated(trainer.model, do_sample=False), greedy)
+    assert torch.equal(generated(trainer.model, do_sample=True), sampled)
+    got = trainer.model(ids).logits
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_generate_after_training_gives_the_tokens_of_its_weights(tmp_path):
+    trainer = build(*GRPO[2:], tmp_path)
+    trainer.train()
+    alone = TINY_MODELS["llama"]().eval()
+    before = alone.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+    alone.load_state_dict(trainer.model.state_dict())
+    expected = alone.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+    got = trainer.model.eval().generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, expected)
+    assert not torch.equal(expected, before)
