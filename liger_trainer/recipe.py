@@ -95,9 +95,8 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
     values = fit_to_device(values, source)
     if values["eval_strategy"] == "no":
         values["eval_on_start"] = False  # a command line that switches evaluation off means the file's first one too
-    classes = argument_classes(values["trainer"])
     built = []
-    for cls in classes:
+    for cls in argument_classes(values["trainer"]):
         chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}
         try:
             built.append(cls(**chosen))

@@ -5,15 +5,18 @@ import functools
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+import liger_trainer
 from liger_trainer.trainers.reward_functions import (
     RewardError,
     checked_reward_function,
     checked_reward_functions,
     needed_columns,
 )
+from tests.trainers.tiny import COMMON, llama, tokenizer
 
 TEXTS = ["a", "bb", "ccc"]
 
@@ -100,3 +103,22 @@ def test_needed_columns():
     assert needed_columns(checked_reward_function(long_enough)) == {"least"}
     assert needed_columns(functools.partial(long_enough, least=[1])) == set()
     assert needed_columns(lambda prompts, completions, completion_ids, trainer_state, a, b=1: []) == {"a"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_trainers_check_the_functions_they_are_given(name, tmp_path):
+    """Without it, the error is the function's own, with neither its name nor the sample."""
+    folder = tmp_path / "model"
+    llama().save_pretrained(folder)
+    rows = Dataset.from_list([{"prompt": "the cat", "least": word} for word in ("1", "many", "1", "1")])
+    arguments = {**COMMON, "bf16": False, "num_generations": 2, "max_completion_length": 3}
+    trainer = getattr(liger_trainer, f"Liger{name}Trainer")(
+        str(folder),
+        long_enough,
+        args=getattr(liger_trainer, f"Liger{name}Config")(str(tmp_path / "out"), **arguments),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(RewardError, match=r"`long_enough` raised ValueError .* on sample \d of 4"):
+        trainer.train()
