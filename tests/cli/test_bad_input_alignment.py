@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import datasets  # noqa: F401 (first imported inside a test, it would log to the captured stderr of that test)
 import pytest
 
 from liger_trainer.cli import main
