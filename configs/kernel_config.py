@@ -26,7 +26,7 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
             raise ValueError(f"`{name}` is {value!r}; give bytes as an int, or a string such as '512MiB' or '1.5GB'.")
         size = int(float(match.group(1)) * _UNITS[unit])
     if size < at_least:
-        raise ValueError(f"`{name}` is {value!r}; it must be at least {at_least} bytes.")
+        raise ValueError(f"`{name}` is {value!r}; it must be {'more than 0' if at_least else '0 or more'} bytes.")
     return size
 
 

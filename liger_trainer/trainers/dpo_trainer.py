@@ -18,6 +18,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     LM head, which TRL refuses, is trained.
 
     Raises:
+        TypeError: for `args` of another trainer.
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
             `strict_kernels` for a kernel that cannot be applied.
     """

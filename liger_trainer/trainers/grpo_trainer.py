@@ -20,6 +20,7 @@ class LigerGRPOTrainer(CheckedGeneration, GRPOTrainer):
     [`RewardError`] that names the function and the sample.
 
     Raises:
+        TypeError: for `args` of another trainer.
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
             `strict_kernels` for a kernel that cannot be applied.
     """

@@ -6,9 +6,11 @@ from typing import Any, cast
 
 import trl.trainer.sft_trainer as trl_sft_trainer
 from torch import nn
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.trainers.mixin import wants_kernels
 from liger_trainer.trainers.one_pass import OnePassModel
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -28,6 +30,15 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     trl_module = trl_sft_trainer
     config_class = LigerSFTConfig
+
+    @classmethod
+    def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
+        if args is None or isinstance(args, SFTConfig):
+            return super()._configured(args, model)
+        values = args.to_dict()  # as TRL takes `TrainingArguments` over
+        values["hub_token"] = args.hub_token  # to_dict hides it
+        values["use_liger_kernel"] = wants_kernels(args)
+        return cls.config_class(**values)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; with label smoothing or a `compute_loss_func` by one forward instead of two."""

@@ -32,7 +32,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     Attributes:
         trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction; None where
             it has none.
-        config_class: The Liger configuration, made where `args` are missing or are plain `TrainingArguments`.
+        config_class: The Liger configuration, made where `args` are missing.
     """
 
     trl_module: ModuleType | None = None
@@ -64,16 +64,17 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
-        """`args` as a configuration of TRL's trainer."""
+        """`args`, or the configuration that TRL's trainer would make for itself."""
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
             return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
-        if any(isinstance(args, base) for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments)):
-            return args
-        values = args.to_dict()
-        values["hub_token"] = args.hub_token  # to_dict hides it
-        values["use_liger_kernel"] = wants_kernels(args)
-        return cls.config_class(**values)
+        theirs = next(base for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments))
+        if not isinstance(args, theirs):
+            raise TypeError(
+                f"`args` is a {type(args).__name__}; {cls.__name__} takes a {cls.config_class.__name__}, or TRL's "
+                f"{theirs.__name__}."
+            )
+        return args
 
     def _add_fused_lm_head(
         self,

@@ -84,6 +84,13 @@ def test_throughput_counts_batches_and_leaves_evaluation_out(tmp_path):
     assert throughput.summary(args, state)["tokens_per_second"] > 15 / 0.25
 
 
+def test_throughput_counts_both_sides_of_a_pair(tmp_path):
+    throughput = ThroughputCallback()
+    masks = {"chosen_attention_mask": torch.ones(2, 5), "rejected_attention_mask": torch.tensor([[1, 1, 0]])}
+    throughput.count([{**masks, "prompt_attention_mask": torch.ones(2, 3)}])  # the prompt is part of both
+    assert throughput._pending == 12
+
+
 def test_flops_formula():
     model = tiny(tie_word_embeddings=False)
     embedding = model.get_input_embeddings().weight.numel()

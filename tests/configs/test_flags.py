@@ -5,17 +5,21 @@ import json
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from trl import SFTConfig, TrlParser
+from trl import TrlParser
 
-from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.configs.grpo_config import LigerGRPOConfig
+from liger_trainer.configs.kto_config import LigerKTOConfig
+from liger_trainer.configs.rloo_config import LigerRLOOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 
-CLASSES = [LigerTrainingArguments, LigerSFTConfig]
+CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 
 
 def make(cls, tmp_path, **kwargs):
-    extra = {"bf16": False} if issubclass(cls, SFTConfig) else {}
+    extra = {"bf16": False} if cls is not LigerTrainingArguments else {}
     return cls(output_dir=str(tmp_path), report_to="none", use_cpu=True, **extra, **kwargs)
 
 
@@ -26,8 +30,18 @@ def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
     assert args.strict_kernels is False
     assert args.kernel_report is True
     assert args.kernel_config().logits_memory == 512 * 2**20
-    assert args.logging_steps == (10 if cls is LigerSFTConfig else 500)
-    assert args.learning_rate == (2e-5 if cls is LigerSFTConfig else 5e-5)
+    assert retained_bytes_of(args) is None
+    base = make(cls.__bases__[1], tmp_path)
+    ours = ("use_liger_kernel", "logging_dir")
+    for name in base.to_dict().keys() - set(ours):
+        assert getattr(args, name) == getattr(base, name), name
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_retained_logits(cls, tmp_path):
+    sizes = {"0": 0, 0: 0, "2GiB": 2**31}
+    assert [retained_bytes_of(make(cls, tmp_path, retain_logits_memory=value)) for value in sizes] == [*sizes.values()]
+    assert retained_bytes_of(make(cls.__bases__[1], tmp_path)) is None
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -110,6 +124,8 @@ def test_help_renders_and_arguments_survive_saving(cls, tmp_path):
     loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert loaded.kernel_config() == args.kernel_config()
     rebuilt = {key: value for key, value in args.to_dict().items() if not key.endswith("_token")}
+    if "generation_batch_size" in rebuilt:  # TRL fills it in, and refuses both
+        rebuilt.pop("steps_per_generation")
     assert cls(**rebuilt).kernel_config() == args.kernel_config()
 
 

@@ -26,6 +26,7 @@ from tests.trainers.tiny import (
     text_dataset,
     tokenizer,
 )
+from tests.trainers.vision import PROCESSORS, dialogues, pairs, prompts
 
 TOLERANCE = 1e-5
 BASE = {
@@ -63,21 +64,27 @@ def _prompts(n: int = 16) -> Dataset:
     return Dataset.from_list([{"prompt": WORDS[i % 4]} for i in range(n)])
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[Any], **_: Any) -> list[float]:
     """Differs between the completions of one prompt."""
-    return [float(len(completion) % 7) + completion.count("a") for completion in completions]
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [float(len(text) % 7) + text.count("a") for text in texts]
 
 
 _GENERATION = {"num_generations": 4, "max_completion_length": 8}
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     # name: (dataset, further arguments of the trainer, settings)
-    "SFT": (text_dataset, {}, {"max_length": 32}),
+    "SFT": (text_dataset, {}, {"max_length": 64}),
     "DPO": (_pairs, {}, {}),
     "KTO": (_unpaired, {}, {}),
     "GRPO": (_prompts, {"reward_funcs": reward}, _GENERATION),
     "RLOO": (_prompts, {"reward_funcs": reward}, _GENERATION),
 }
-DATASETS = {"completions": completion_dataset}
+DATASETS = {
+    "completions": completion_dataset,
+    "pictured dialogues": dialogues,
+    "pictured pairs": pairs,
+    "pictured prompts": prompts,
+}
 
 
 def lora(*targets: str, **options: Any) -> LoraConfig:
@@ -125,9 +132,10 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     data = DATASETS[case.pop("data")] if "data" in case else dataset
     own = ("peft_config", "ref_model", "compute_metrics", "compute_loss_func", "reward_funcs")
     further = {**further, **{name: case.pop(name) for name in own if name in case}}
+    further["processing_class"] = PROCESSORS[case.pop("processor")]() if "processor" in case else tokenizer()
     if "peft_config" in further:
         further["peft_config"] = copy.deepcopy(further["peft_config"])
-    if "eval_strategy" in case:
+    if "eval_strategy" in case or "compute_metrics" in further:
         further["eval_dataset"] = data(8)
     source: Any = liger_trainer if ours else trl
     prefix = "Liger" if ours else ""
@@ -138,7 +146,7 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     torch.manual_seed(0)
 
     def make() -> Any:
-        return trainer_class(model=model, args=args, train_dataset=data(), processing_class=tokenizer(), **further)
+        return trainer_class(model=model, args=args, train_dataset=data(), **further)
 
     if not naive:
         return make()

@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import liger_trainer
 from tests.tiny_models import TINY_MODELS
+from tests.trainers.parity import assert_same_logs
 from tests.trainers.tiny import COMMON, WORDS, logged, tokenizer
 from tests.trainers.vllm_stand_in import VLLMServer, colocate, satisfy_import_gates
 
@@ -59,14 +60,6 @@ def on_server(trainer_class, config_class, folder, monkeypatch, model="llama", *
     return trainer, server
 
 
-def assert_same_logs(expected, got):
-    expected, got = ([{k: v for k, v in log.items() if k != "step_time"} for log in logs] for logs in (expected, got))
-    assert [set(log) for log in got] == [set(log) for log in expected]
-    for left, right in zip(expected, got):
-        for key in left:
-            assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5, nan_ok=True), key
-
-
 @pytest.mark.parametrize(
     ("kind", "name"), [*((GRPO, name) for name in MODELS), (RLOO, "lora")], ids=[*MODELS, "rloo-lora"]
 )
@@ -77,7 +70,7 @@ def test_server_is_sent_what_trl_sends(kind, name, tmp_path, monkeypatch):
     assert len(server.updates) == 2  # before each step's generation
     assert server.updates == stock_server.updates
     assert server.requests == stock_server.requests
-    assert_same_logs(logged(stock), logged(ours))
+    assert_same_logs(stock, ours)
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "lora_head"])
@@ -104,7 +97,7 @@ def test_engine_in_the_process_loads_what_trl_loads(name, tmp_path, monkeypatch)
     stock, expected = run(*GRPO[:2], tmp_path / "stock")
     ours, loaded = run(*GRPO[2:], tmp_path / "ours")
     assert loaded == expected
-    assert_same_logs(logged(stock), logged(ours))
+    assert_same_logs(stock, ours)
 
 
 @pytest.mark.parametrize(

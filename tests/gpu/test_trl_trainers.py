@@ -1,0 +1,93 @@
+"""The trainers over TRL on an accelerator: parity with TRL, no host syncs of ours, the memory of a chunk."""
+
+import contextlib
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_head import install_fused_forward
+from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics
+from tests.trainers.parity import KINDS, build, logged, lora, save_models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    # One process that sees several is refused, which is tested elsewhere.
+    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
+]
+MIB = 2**20
+HEADS = {"plain": None, "lora": lora("q_proj"), "lora on the head": lora("q_proj", "lm_head")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])  # what is drawn by sampling differs by a rounding
+def test_logs_are_those_of_trl(kind, tmp_path, folders):
+    logs = []
+    for ours in (False, True):
+        trainer = build(kind, ours, tmp_path / str(ours), folders["llama"], use_cpu=False)
+        trainer.train()
+        logs.append(logged(trainer))
+    for left, right in zip(*logs, strict=True):
+        assert left == pytest.approx(right, abs=2e-3, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_bf16_trains(kind, head, tmp_path, folders):
+    case = {} if HEADS[head] is None else {"peft_config": HEADS[head]}
+    trainer = build(kind, True, tmp_path, folders["llama"], use_cpu=False, bf16=True, **case)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 2
+    assert torch.tensor(losses).isfinite().all()
+
+
+def _model(head, vocab=32768):
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).cuda().to(torch.bfloat16)
+    if HEADS[head] is not None:
+        model = peft.get_peft_model(model, HEADS[head])
+    apply_liger_kernel(model, {"logits_memory": 16 * MIB})
+    base = model.get_base_model() if HEADS[head] is not None else model
+    install_fused_forward(base, StatisticsOptions(TokenStatistics._fields))
+    return model.train()
+
+
+def _step(model, ids):
+    output = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    (0.01 * output.log_probs.sum() + 0.001 * output.entropy.sum()).backward()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_step_does_not_wait_for_the_device(head, monkeypatch):
+    # transformers itself reads the position ids back to choose its attention kernel.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    model, ids = _model(head), torch.randint(0, 32768, (2, 300), device="cuda")
+    _step(model, ids)  # kernels are compiled here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        _step(model, ids)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_logits_take_the_memory_of_a_chunk(head):
+    """All of them would be 1 GiB in bf16, and as much again for their gradient."""
+    model, ids = _model(head, vocab=65536), torch.randint(0, 65536, (1, 8192), device="cuda")
+    _step(model, ids[:, :512])
+    model.zero_grad(set_to_none=False)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _step(model, ids)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 600 * MIB, f"{peak / MIB:.0f} MiB"
