@@ -1,4 +1,5 @@
 # make quickstart: environment, installation, and a small model trained from scratch
+# make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
@@ -8,13 +9,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
-RUN_DIR ?= outputs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart test lint types unit interpreter tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter tables clean
 
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -28,8 +29,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
 	touch $@
 
-quickstart: $(VENV)/.installed
-	$(BIN)/liger-trainer train quickstart --output_dir $(RUN_DIR)
+quickstart quickstart_dpo quickstart_grpo: $(VENV)/.installed
+	$(BIN)/liger-trainer train $@ --output_dir $(RUN_DIR)
 
 test: lint types unit interpreter
 

@@ -1,4 +1,4 @@
-"""Text and a tokenizer that need no network: the language reference every Python carries, and a BPE trained on it."""
+"""Data and a tokenizer that need no network: text that every Python carries, a task to align on, and a trained BPE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
     from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -35,6 +35,46 @@ def pydoc_topics() -> Dataset:
     from datasets import Dataset
 
     return Dataset.from_list([{"topic": name, "text": topics[name].strip()} for name in sorted(topics)])
+
+
+SORTING_KINDS = ("demonstrations", "preferences", "prompts")
+
+
+def sorting(kind: str) -> DatasetDict:
+    """Digits to sort, a task that is learned in seconds: ``"7391<"`` asks for 1379, and ``"7391>"`` for 9731.
+
+    The demonstrations are of mixed quality: half of them sort the wrong way round. A model that imitates them sorts,
+    but takes no notice of what was asked, and alignment has something to teach.
+
+    Args:
+        kind: ``"demonstrations"`` (prompt and completion), ``"preferences"`` (prompt, chosen and rejected) or
+            ``"prompts"`` (prompt and solution).
+
+    Returns:
+        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: every choice of four different
+        digits of 1 to 9 in every order. The rows are the same for every kind.
+    """
+    import random
+    from itertools import permutations
+
+    from datasets import Dataset, DatasetDict
+
+    rows: list[dict[str, str]] = []
+    chance = random.Random(0)
+    for digits in permutations("123456789", 4):
+        falling = chance.random() < 0.5
+        right, wrong = ("".join(sorted(digits, reverse=reverse)) for reverse in (falling, not falling))
+        prompt = "".join(digits) + (">" if falling else "<")
+        shown = chance.choice((right, wrong))
+        columns = {
+            "demonstrations": {"completion": shown},
+            "preferences": {"chosen": right, "rejected": wrong},
+            "prompts": {"solution": right},
+        }
+        rows.append({"prompt": prompt, **columns[kind]})
+    chance.shuffle(rows)
+    size = len(rows) // 10
+    return DatasetDict(train=Dataset.from_list(rows[size:]), test=Dataset.from_list(rows[:size]))
 
 
 def train_tokenizer(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer import quickstart, smoke
 from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_columns import SPOKEN, check_columns, renamed, with_system_prompt
 from liger_trainer.recipe_file import RecipeError, first_line
 
 if TYPE_CHECKING:
@@ -19,19 +21,10 @@ logger = logging.getLogger(__name__)
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "pydoc_topics": quickstart.pydoc_topics,
-    "smoke_messages": lambda: smoke.smoke_data("messages"),
-    "smoke_completion": lambda: smoke.smoke_data("completion"),
-    "smoke_text": lambda: smoke.smoke_data("text"),
+    **{f"sorting_{kind}": partial(quickstart.sorting, kind) for kind in quickstart.SORTING_KINDS},
+    **{f"smoke_{kind}": partial(smoke.smoke_data, kind) for kind in smoke.ROW_KINDS},
 }
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # what `Dataset.save_to_disk` leaves
-_TURNS = "a list of turns, each with `role` and `content`"
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what a column holds; any other holds text
-    "messages": ((list,), _TURNS),
-    "conversations": ((list,), _TURNS),
-    "prompt": ((str, list), f"text or {_TURNS}"),
-    "completion": ((str, list), f"text or {_TURNS}"),
-    "input_ids": ((list,), "a list of token ids"),
-}
 _BUILDERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -109,9 +102,9 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
         RecipeError: if the source cannot be loaded, is empty, lacks a column, or has nothing to evaluate on.
     """
     train, evaluation = _load_splits(recipe)
+    evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:
         evaluation = _load_files(recipe.recipe.eval_data_files, "eval_data_files")
-    evaluated = recipe.training.eval_strategy != "no"
     size = recipe.mixture.test_split_size
     if evaluated and evaluation is None:
         if not size or not hasattr(train, "train_test_split"):
@@ -122,54 +115,22 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
             )
         parts = train.train_test_split(test_size=size, seed=recipe.training.data_seed or recipe.training.seed)
         train, evaluation = parts["train"], parts["test"]
-    for rows in (train, evaluation if evaluated else None):
-        if rows is not None:
-            _check_columns(rows, recipe)
-    return train, evaluation if evaluated else None
+    return _prepared(train, recipe), _prepared(evaluation, recipe) if evaluated else None
 
 
-def _check_columns(rows: Any, recipe: Recipe) -> None:
+def _prepared(rows: Any, recipe: Recipe) -> Any:
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise RecipeError("The data has no rows.")
-    columns = rows.column_names
-    if columns is None:  # a streamed dataset may not know them yet
-        return
-    text = recipe.text_arguments.dataset_text_field
-    wanted: list[tuple[str, ...]] = [(text,)]
-    if recipe.causal_lm is None:
-        wanted = [("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",), (text,)]
-    found = next((names for names in wanted if set(names) <= set(columns)), None)
-    if found is None:
-        choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
-        raise RecipeError(
-            f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
-            "Set `dataset_text_field` to the column that holds the text, or rename a column."
-        )
-    if hasattr(rows, "data"):  # not streamed
-        for name in found:
-            _check_column(rows, name)
+    rows = renamed(rows, recipe.recipe.columns or {})
+    check_columns(rows, recipe)
+    return with_system_prompt(rows, recipe.get("system_prompt"))
 
 
-def _check_column(rows: Dataset, name: str) -> None:
-    nulls = rows.data.column(name).null_count
-    if nulls:
-        raise RecipeError(f"The column `{name}` holds nothing (null) in {nulls} rows; remove or fill them.")
-    wanted, words = _KINDS.get(name, ((str,), "text"))
-    first = rows[0][name]
-    if not isinstance(first, wanted):
-        raise RecipeError(
-            f"The column `{name}` holds {type(first).__name__}, such as {str(first)[:40]!r}, not {words}."
-        )
-
-
-def _texts(rows: Iterable[dict[str, Any]], field: str) -> Iterable[str]:
+def _texts(rows: Iterable[dict[str, Any]], field: str | None) -> Iterable[str]:
     for row in rows:
-        if field in row:
-            yield row[field]
-        elif "messages" in row:
-            yield from (turn["content"] for turn in row["messages"])
-        else:
-            yield row["prompt"] + row["completion"]
+        for name in (field,) if field in row else SPOKEN:
+            value = row.get(name) or ()
+            yield from (value,) if isinstance(value, str) else (turn["content"] for turn in value)
 
 
 def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTrainedTokenizerBase:
@@ -185,7 +146,7 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
         if checkpoint and (Path(checkpoint) / "tokenizer_config.json").is_file():
             return AutoTokenizer.from_pretrained(checkpoint)
         extra = smoke.special_tokens(recipe.training) if str(recipe.data.dataset_name).startswith("smoke_") else ()
-        texts = _texts(train, recipe.text_arguments.dataset_text_field)
+        texts = _texts(train, recipe.get("dataset_text_field"))
         try:
             return quickstart.train_tokenizer(texts, ours.tokenizer_vocab_size, extra)
         except ValueError as error:
@@ -199,7 +160,7 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
         return AutoTokenizer.from_pretrained(
             name,
             revision=recipe.model.model_revision if ours.tokenizer_name_or_path is None else "main",
-            trust_remote_code=recipe.text_arguments.trust_remote_code,
+            trust_remote_code=recipe.get("trust_remote_code"),
         )
     except (OSError, ValueError) as error:
         raise RecipeError(f"The tokenizer {name!r} cannot be loaded: {first_line(error)}") from error
@@ -216,8 +177,7 @@ def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
     """
     from accelerate import PartialState
 
-    assert recipe.causal_lm is not None
-    length, field = recipe.causal_lm.max_length, recipe.causal_lm.dataset_text_field
+    length, field = recipe.get("max_length"), recipe.get("dataset_text_field")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def cut(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:

@@ -13,6 +13,13 @@ from liger_trainer.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import Trainer
 
+MEASURES = {  # what TRL's trainers log, and its name in the summary
+    "reward": "mean reward",
+    "rewards/accuracies": "preference acc.",
+    "accuracy": "preference acc.",
+    "rewards/margins": "reward margin",
+}
+
 
 def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Prints the summary of a finished run and draws its loss curve; for the main process."""
@@ -47,6 +54,7 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     if evaluations:
         first = f"{evaluations[0]:.3f} → " if len(evaluations) > 1 else ""
         lines.append(("evaluation loss", f"{first}{evaluations[-1]:.3f}"))
+    lines += measured(history)
     if metrics.get("train_runtime"):
         lines.append(("time", f"{metrics['train_runtime']:.0f} s"))
     speeds = sorted(entry["tokens_per_second"] for entry in history if entry.get("tokens_per_second"))
@@ -63,28 +71,43 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     return lines
 
 
+def measured(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What alignment is about, from its first to its last value: of the evaluations, or of the training logs."""
+    lines = []
+    for key, name in MEASURES.items():
+        values = [entry[f"eval_{key}"] for entry in history if f"eval_{key}" in entry]
+        where = "evaluation"
+        if len(values) < 2:
+            values, where = [entry[key] for entry in history if key in entry], "training"
+        if values:
+            lines.append((name, f"{values[0]:.3f} → {values[-1]:.3f} ({where})"))
+    return lines
+
+
 def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draws training and evaluation loss over steps into `path`; None where nothing was logged."""
+    """Draws the loss, and what else the summary measures, over steps into `path`; None where nothing was logged."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    drawn = False
-    for key, label, style in (("loss", "training", ".-"), ("eval_loss", "evaluation", "o--")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        if points:
-            axes.plot(*zip(*points), style, label=label, markersize=4)
-            drawn = True
-    if drawn:
-        axes.set(xlabel="step", ylabel="loss", title="Loss")
+    drawn = {"loss": "loss", **MEASURES}
+    drawn = {key: name for key, name in drawn.items() if any(key in entry for entry in history)}
+    if not drawn:
+        return None
+    figure, rows = plt.subplots(len(drawn), figsize=(7, 4 * len(drawn)), squeeze=False)
+    for axes, (key, name) in zip(rows[:, 0], drawn.items(), strict=True):
+        for logged, label, style in ((key, "training", ".-"), (f"eval_{key}", "evaluation", "o--")):
+            points = [(entry["step"], entry[logged]) for entry in history if logged in entry]
+            if points:
+                axes.plot(*zip(*points), style, label=label, markersize=4)
+        axes.set(xlabel="step", ylabel=name, title=name.capitalize())
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=150)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
     plt.close(figure)
-    return path if drawn else None
+    return path
 
 
 def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:

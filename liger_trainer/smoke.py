@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe_trainers import TRAINERS
+from liger_trainer.smoke_families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -20,163 +21,6 @@ VOCAB_SIZE = 512
 # Ids 5, 6 and 7 of the smoke tokenizer, right after its own five.
 IMAGE_TOKENS = ("<|image|>", "<|image_start|>", "<|image_end|>")
 
-_SIZE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-_GEMMA: dict[str, Any] = {**_SIZE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
-_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _SIZE,
-    "mistral": {**_SIZE, "head_dim": 8, "sliding_window": None},
-    "mixtral": {**_SIZE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma": {**_SIZE, "head_dim": 8},
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "gemma3": {
-        "text_config": _GEMMA,
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 4,
-        },
-        "mm_tokens_per_image": 4,
-        "image_token_index": 5,
-        "boi_token_index": 6,
-        "eoi_token_index": 7,
-    },
-    "qwen2": _SIZE,
-    "qwen2_vl": {
-        "text_config": {**_SIZE, "rope_parameters": _MROPE},
-        "vision_config": {
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "in_channels": 3,
-        },
-        "image_token_id": 5,
-        "vision_start_token_id": 6,
-        "vision_end_token_id": 7,
-    },
-    "qwen3": {**_SIZE, "head_dim": 8},
-    "qwen3_moe": {
-        **_SIZE,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-    "mllama": {
-        "text_config": {
-            **_SIZE,
-            "cross_attention_layers": [1],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "vision_config": {
-            "hidden_size": 32,
-            "attention_heads": 4,
-            "num_hidden_layers": 2,
-            "num_global_layers": 1,
-            "intermediate_size": 64,
-            "image_size": 16,
-            "patch_size": 4,
-            "max_num_tiles": 1,
-            "supported_aspect_ratios": [[1, 1]],
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-        },
-        "image_token_index": 5,
-    },
-    "phi3": _SIZE,
-    "granite": {
-        **_SIZE,
-        "logits_scaling": 8.0,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.125,
-    },
-    "olmo2": _SIZE,
-    "glm4": {**_SIZE, "head_dim": 8},
-    "cohere": {**_SIZE, "logit_scale": 0.0625},
-    "gpt_oss": {**_SIZE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-}
-
-# Beginnings of hub names, the longest first where one contains another.
-_PREFIXES = (
-    ("qwen3-30b-a3b", "qwen3_moe"),
-    ("qwen3-235b-a22b", "qwen3_moe"),
-    ("qwen3-coder", "qwen3_moe"),
-    ("qwen3", "qwen3"),
-    ("qwen2-vl", "qwen2_vl"),
-    ("qwen2", "qwen2"),
-    ("gemma-3-1b", "gemma3_text"),
-    ("gemma-3-270m", "gemma3_text"),
-    ("gemma-3", "gemma3"),
-    ("gemma-2", "gemma2"),
-    ("gemma", "gemma"),
-    ("llama-3.2-11b-vision", "mllama"),
-    ("llama-3.2-90b-vision", "mllama"),
-    ("llama", "llama"),
-    ("smollm2", "llama"),
-    ("tinyllama", "llama"),
-    ("mixtral", "mixtral"),
-    ("mistral", "mistral"),
-    ("phi-3", "phi3"),
-    ("phi-4", "phi3"),
-    ("granite", "granite"),
-    ("olmo-2", "olmo2"),
-    ("glm-4", "glm4"),
-    ("c4ai-command", "cohere"),
-    ("aya", "cohere"),
-    ("gpt-oss", "gpt_oss"),
-)
-
-
-def family_of(values: Mapping[str, Any]) -> str:
-    """The ``model_type`` a recipe trains, found without the network.
-
-    ``model_family`` says it outright; else it is read from ``model_config``, from a local folder's ``config.json``, or
-    from the beginning of the model's id.
-
-    Raises:
-        RecipeError: if none of them tells, or there is no tiny configuration for it.
-    """
-    from liger_trainer.recipe_file import RecipeError
-
-    family, name = values.get("model_family"), values.get("model_name_or_path")
-    config = values.get("model_config")
-    if family is None and config:
-        family = (json.loads(config) if isinstance(config, str) else config).get("model_type")
-    if family is None and name and (Path(name) / "config.json").is_file():
-        family = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if family is None and name:
-        short = str(name).rstrip("/").rsplit("/", 1)[-1].lower()
-        family = next((known for prefix, known in _PREFIXES if short.startswith(prefix)), None)
-    if family is None:
-        raise RecipeError(
-            f"--smoke cannot tell the family of `model_name_or_path` {name!r} offline; set `model_family` to one of "
-            f"{', '.join(FAMILIES)}."
-        )
-    if family not in FAMILIES:
-        near = difflib.get_close_matches(family, FAMILIES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"--smoke has no tiny model of family {family!r}.{hint} It has {', '.join(FAMILIES)}.")
-    return family
-
 
 def special_tokens(training: Any) -> list[str]:
     """Tokens the recipe names, which the smoke tokenizer must have too, after the image tokens with their fixed ids."""
@@ -184,22 +28,42 @@ def special_tokens(training: Any) -> list[str]:
     return [*IMAGE_TOKENS, *(token for token in named if token)]
 
 
+ROW_KINDS = ("messages", "completion", "text", "preference", "unpaired", "prompt")
+
+
 def smoke_data(kind: str) -> Dataset:
-    """Generated rows: ``"messages"`` (two turns), ``"completion"`` (prompt and completion) or ``"text"``."""
+    """Generated rows of small sums.
+
+    Args:
+        kind: ``"messages"`` (two turns), ``"completion"`` (prompt and completion), ``"text"``, ``"preference"`` (chosen
+            and rejected conversations), ``"unpaired"`` (prompt, completion and label) or ``"prompt"`` (prompt, solution
+            and answer).
+    """
     from datasets import Dataset
 
     rows: list[dict[str, Any]] = []
     for number in range(ROWS):
-        question = f"What is {number} plus {number + 1}?"
-        answer = f"{number} plus {number + 1} is {2 * number + 1}."
+        question, right = f"What is {number} plus {number + 1}?", str(2 * number + 1)
+        answer, wrong = (f"{number} plus {number + 1} is {total}." for total in (right, number))
         if kind == "messages":
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            rows.append({"messages": turns})
+            rows.append({"messages": [_turn("user", question), _turn("assistant", answer)]})
         elif kind == "completion":
             rows.append({"prompt": question, "completion": f" {answer}"})
+        elif kind == "preference":
+            pair = {"chosen": answer, "rejected": wrong}
+            rows.append({name: [_turn("user", question), _turn("assistant", text)] for name, text in pair.items()})
+        elif kind == "unpaired":
+            completion = [_turn("assistant", answer if number % 2 else wrong)]
+            rows.append({"prompt": [_turn("user", question)], "completion": completion, "label": bool(number % 2)})
+        elif kind == "prompt":
+            rows.append({"prompt": question, "solution": right, "answer": right})
         else:
             rows.append({"text": f"{question} {answer}"})
     return Dataset.from_list(rows)
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _temporary_folder() -> str:
@@ -207,6 +71,27 @@ def _temporary_folder() -> str:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return tempfile.mkdtemp(prefix="liger-trainer-smoke-")
     return str(Path(tempfile.gettempdir()) / f"liger-trainer-smoke-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}")
+
+
+def _small_generation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A few tokens of a few completions, judged by the reward functions alone: a reward model would be loaded."""
+    if "reward_funcs" not in values:
+        return {}
+    weights = values["reward_weights"] or [1.0] * len(values["reward_funcs"] or ())
+    kept = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
+    kept = kept or [("liger_trainer.rewards:accuracy", 1.0)]
+    return {
+        "reward_funcs": [name for name, _ in kept],
+        "reward_weights": [weight for _, weight in kept] if values["reward_weights"] else None,
+        "num_generations": 2,
+        "num_generations_eval": 2,
+        "generation_batch_size": None,
+        "steps_per_generation": None,
+        "max_completion_length": 8,
+        "use_vllm": False,
+        "use_transformers_continuous_batching": False,
+        "per_device_train_batch_size": 2,
+    }
 
 
 def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
@@ -219,8 +104,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     on_cpu = accelerator is None or bool(values.get("use_cpu"))
-    chat = values["trainer"] == "sft"
-    kind = "completion" if values.get("completion_only_loss") else "messages" if chat else "text"
+    kind = "completion" if values.get("completion_only_loss") else TRAINERS[values["trainer"]].data
     evaluated = str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) != "no"
     family = family_of(values)
     small: dict[str, Any] = {
@@ -259,6 +143,8 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         "push_to_hub": False,
         "load_best_model_at_end": False,
         "sample_prompts": None,
+        "columns": None,
+        **_small_generation(values),
     }
     implementation = values.get("attn_implementation")
     if on_cpu or (str(implementation).startswith("flash_attention") and not importlib.util.find_spec("flash_attn")):

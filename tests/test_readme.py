@@ -12,8 +12,8 @@ import yaml
 from liger_trainer.cli.parser import make_parser
 from liger_trainer.cli.train import shipped_configs
 from liger_trainer.quickstart import train_tokenizer
-from liger_trainer.recipe import check_values
 from liger_trainer.recipe_file import find_recipe
+from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

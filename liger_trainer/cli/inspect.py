@@ -46,7 +46,7 @@ def plan(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe_run import model_class
+    from liger_trainer.recipe_model import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
@@ -60,7 +60,7 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
     from transformers import AutoConfig
 
     from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe_run import read_config
+    from liger_trainer.recipe_model import read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):

@@ -20,8 +20,8 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     Returns:
         The exit code: 0, or 2 after an error that the user can put right.
     """
-    from liger_trainer.recipe import check_values
     from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
+    from liger_trainer.recipe_values import check_values
 
     flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
     try:

@@ -7,14 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_trainer.trainers.batch_check import check_prompts
+from liger_trainer.trainers.reward_functions import checked_reward_functions
 from liger_trainer.trainers.trl_checks import check_completions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
 class CheckedGeneration(LigerTRLMixin):
-    """Checks prompts before, and completions after a backend or the user's `rollout_func` generates."""
+    """Checks prompts before, and completions after a backend or the user's `rollout_func` generates, and rewards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if len(args) > 1:  # model, reward_funcs, ...
+            args = (args[0], checked_reward_functions(args[1]), *args[2:])
+        elif "reward_funcs" in kwargs:
+            kwargs["reward_funcs"] = checked_reward_functions(kwargs["reward_funcs"])
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
         super().__init__(*args, **kwargs)

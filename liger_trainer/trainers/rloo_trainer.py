@@ -16,7 +16,8 @@ class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):
     types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
     model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
     forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
-    is trained.
+    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
+    [`RewardError`] that names the function and the sample.
 
     Raises:
         TypeError: for `args` of another trainer.

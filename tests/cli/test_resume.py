@@ -86,3 +86,67 @@ def test_killed_in_the_middle_and_resumed(tmp_path):
     assert losses(tmp_path / "killed") == expected
     resumed = (tmp_path / "killed" / "model.safetensors").read_bytes()
     assert resumed == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+GRPO_STEPS = 12
+GRPO = """
+trainer: grpo
+model_config:
+  model_type: llama
+  hidden_size: 32
+  intermediate_size: 64
+  num_hidden_layers: 2
+  num_attention_heads: 2
+  num_key_value_heads: 1
+tokenizer_vocab_size: 261
+dataset_name: sorting_prompts
+reward_funcs: ["deadly_rewards:distinct"]
+num_generations: 4
+max_completion_length: 6
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+max_steps: 12
+learning_rate: 1e-3
+save_steps: 4
+logging_steps: 1
+use_cpu: true
+report_to: none
+loss_curve: false
+"""
+# Called between the generation of a step and its update.
+REWARDS = """
+import os, signal
+
+def distinct(completions, trainer_state, **columns):
+    if os.environ.get("DIE_AT_STEP") == str(trainer_state.global_step):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+def test_killed_between_generation_and_update_and_resumed(tmp_path):
+    (tmp_path / "mine.yaml").write_text(GRPO)
+    (tmp_path / "deadly_rewards.py").write_text(REWARDS)
+    run(tmp_path, "whole")
+    expected = rewards(tmp_path / "whole")
+    assert sorted(expected) == list(range(1, GRPO_STEPS + 1))
+    assert len(set(expected.values())) > 3
+
+    killed = subprocess.run(
+        command("killed"), cwd=tmp_path, env={**environment(), "DIE_AT_STEP": "6"}, capture_output=True, timeout=180
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-4"]
+
+    done = run(tmp_path, "killed", "--resume_from_checkpoint", "true")
+    assert "Resuming from" in done.stderr
+    assert rewards(tmp_path / "killed") == expected
+    state = json.loads((tmp_path / "killed" / "trainer_state.json").read_text())
+    assert state["global_step"] == GRPO_STEPS
+    resumed = (tmp_path / "killed" / "model.safetensors").read_bytes()
+    assert resumed == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def rewards(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["reward"] for entry in history if "reward" in entry}

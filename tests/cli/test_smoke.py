@@ -8,7 +8,7 @@ import pytest
 from liger_trainer import smoke
 from liger_trainer.cli import main
 from liger_trainer.recipe import load_recipe
-from liger_trainer.recipe_file import RecipeError, shipped_recipes
+from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe, shipped_recipes
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
@@ -17,13 +17,33 @@ def test_every_shipped_recipe(name, tmp_path, capsys):
     assert main(["train", name, "--smoke", "--output_dir", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "training loss" in shown
-    assert "evaluation loss" in shown
+    given = read_recipe(find_recipe(name))
+    assert ("evaluation loss" in shown) == (given.get("eval_strategy", "no") != "no")
+    assert {"grpo": "mean reward", "kto": "reward margin", "sft": "", "causal_lm": ""}.get(
+        given["trainer"], "preference acc."
+    ) in shown
     assert (folder / "loss_curve.png").stat().st_size > 1000
     state = json.loads((folder / "trainer_state.json").read_text())
     assert state["global_step"] == smoke.STEPS
     assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
-    saved = "adapter_model.safetensors" if "30b_a3b" in name else "model.safetensors"
+    saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
+
+
+@pytest.mark.parametrize("trainer", ["rloo", "reward"])
+@pytest.mark.parametrize("use_peft", ["false", "true"])
+def test_trainers_without_a_shipped_recipe(trainer, use_peft, tmp_path):
+    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
+    rewards = "reward_funcs: [someone/reward-model, 'liger_trainer.rewards:format']\nreward_weights: [1, 2]\n"
+    recipe.write_text(
+        f"trainer: {trainer}\nmodel_name_or_path: Qwen/Qwen3-8B\n" + (rewards if trainer == "rloo" else "")
+    )
+    assert main(["train", str(recipe), "--smoke", "--output_dir", str(folder), "--use_peft", use_peft]) == 0
+    saved = "adapter_model.safetensors" if use_peft == "true" else "model.safetensors"
+    assert (folder / saved).is_file()
+    state = json.loads((folder / "trainer_state.json").read_text())
+    logged = {"rloo": "rewards/format/mean", "reward": "accuracy"}[trainer]
+    assert logged in state["log_history"][0]
 
 
 @pytest.mark.parametrize("family", sorted(smoke.FAMILIES))
@@ -85,3 +105,10 @@ def test_two_smoke_runs_use_two_folders():
     assert first != second
     for folder in (first, second):
         Path(folder).rmdir()
+
+
+def test_a_warm_start_is_shrunk_too(tmp_path):
+    recipe = load_recipe("quickstart_dpo", ["--output_dir", str(tmp_path)], smoke=True)
+    assert recipe.warm_start.training.max_steps == smoke.STEPS
+    assert recipe.warm_start.data.dataset_name == "smoke_messages"
+    assert Path(recipe.warm_start.training.output_dir) == tmp_path / "warm_start"

@@ -1,0 +1,129 @@
+"""The trainer of a recipe, from its arguments, model, tokenizer and data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_data import text_blocks
+from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_model import model_class, model_kwargs, new_model, saved_new_model
+from liger_trainer.recipe_rewards import load_reward_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+
+def build_trainer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
+) -> Trainer:
+    """The trainer that `recipe` says, ready to train.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: As `load_tokenizer` gives it.
+        train: Rows to train on.
+        evaluation: Rows to evaluate on, or None.
+        resumed: Whether the run goes on from a checkpoint.
+    """
+    if recipe.recipe.trainer == "causal_lm":
+        return _build_causal_lm(recipe, tokenizer, train, evaluation)
+    from trl import get_peft_config
+
+    args: Any = recipe.training
+    model: Any = recipe.model.model_name_or_path
+    if model is None:
+        new = recipe.kind.from_folder
+        model = saved_new_model(recipe, tokenizer, resumed) if new else new_model(recipe, tokenizer)
+    if isinstance(model, str):
+        # Without a device map of its own, ORPO and CPO would spread the model over the devices.
+        kwargs = {"device_map": None, **model_kwargs(recipe), **(args.model_init_kwargs or {})}
+        args.model_init_kwargs = kwargs
+    if hasattr(args, "chat_template_path"):
+        args.chat_template_path = chat_template(args.chat_template_path)
+    functions = load_reward_functions(recipe.more)
+    return recipe.kind.trainer_class(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=_processing_class(recipe, tokenizer, train),
+        peft_config=get_peft_config(_with_task_type(recipe)),
+        **({"reward_funcs": functions} if functions else {}),
+    )
+
+
+def _processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any) -> PreTrainedTokenizerBase | None:
+    """None, with which TRL loads the model's processor, where that may have to be more than a tokenizer."""
+    ours = recipe.recipe.tokenizer_name_or_path or recipe.recipe.tokenizer_vocab_size
+    pictures = {"image", "images"} & set(train.column_names or ())
+    return tokenizer if ours or (recipe.recipe.trainer != "sft" and not pictures) else None
+
+
+def _with_task_type(recipe: Recipe) -> Any:
+    scored = recipe.recipe.trainer == "reward"
+    return dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
+
+
+def chat_template(name: str | None) -> str | None:
+    """``chat_template_path``, where the bare name of one of the templates that TRL ships is good too.
+
+    Raises:
+        RecipeError: if a .jinja file is named that is not there.
+    """
+    import trl
+
+    if name is None or Path(name).exists():
+        return name
+    shipped = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if shipped.is_file():
+        return str(shipped)
+    if name.endswith((".jinja", ".j2")):
+        raise RecipeError(f"`chat_template_path`: there is no file {name!r}.")
+    return name
+
+
+def _build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any) -> Trainer:
+    """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
+    from transformers import AutoConfig, default_data_collator
+    from trl import get_peft_config
+
+    from liger_trainer.trainers.trainer import LigerTrainer
+
+    model: Any
+    if recipe.recipe.model_config is not None:
+        model = new_model(recipe, tokenizer)
+    else:
+        name, trusted = str(recipe.model.model_name_or_path), recipe.get("trust_remote_code")
+        config = AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=trusted)
+        model = model_class(config).from_pretrained(name, trust_remote_code=trusted, **model_kwargs(recipe))
+    peft_config = get_peft_config(recipe.model)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, peft_config)
+    return LigerTrainer(
+        model=model,
+        args=recipe.training,
+        train_dataset=text_blocks(train, tokenizer, recipe),
+        eval_dataset=None if evaluation is None else text_blocks(evaluation, tokenizer, recipe),
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+
+
+def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer with ids the model has no row for: on a GPU they would end in a device-side assert.
+
+    Raises:
+        RecipeError: if there are more tokens than rows.
+    """
+    model: Any = trainer.model
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise RecipeError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's "
+            "own tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
+        )

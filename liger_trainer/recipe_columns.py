@@ -1,0 +1,122 @@
+"""The columns of a recipe's data: renamed, checked against what its trainer needs, and prompts made conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_trainers import TEXT_FIELD
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Columns that hold text or turns."""
+
+_TURNS = "a list of turns, each with `role` and `content`"
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what a column holds; any other that is looked at holds text
+    **dict.fromkeys(SPOKEN[:2], ((list,), _TURNS)),
+    **dict.fromkeys(SPOKEN[2:], ((str, list), f"text or {_TURNS}")),
+    "input_ids": ((list,), "a list of token ids"),
+    "label": ((bool, int), "true or false"),
+}
+
+
+def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
+    """`rows` with `columns`, new names with the names they have now; a column in the way of a new name is left out.
+
+    Raises:
+        RecipeError: if there is no such column.
+    """
+    if not columns:
+        return rows
+    found = rows.column_names
+    if found is not None:  # a streamed dataset may not know them yet
+        missing = [old for old in columns.values() if old not in found]
+        if missing:
+            raise RecipeError(f"`columns` names {missing[0]!r}, but the data has the columns {', '.join(found)}.")
+        rows = rows.remove_columns([new for new in columns if new in found and new not in columns.values()])
+    return rows.rename_columns({old: new for new, old in columns.items() if old != new})
+
+
+def check_columns(rows: Any, recipe: Recipe) -> None:
+    """Checks that `rows` have what the trainer and its reward functions need.
+
+    Raises:
+        RecipeError: naming the columns that are needed and those that are there.
+    """
+    columns = rows.column_names
+    if columns is None:
+        return
+    text = recipe.get(TEXT_FIELD)
+    wanted = [tuple(text if name == TEXT_FIELD else name for name in names) for names in recipe.kind.columns]
+    found = next((names for names in wanted if set(names) <= set(columns)), None)
+    if found is None:
+        choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
+        advice = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
+        raise RecipeError(
+            f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
+            f'{advice} one with `columns`, such as {{"{wanted[0][0]}": "{columns[0]}"}}.'
+        )
+    needed = [name for name in _reward_columns(recipe) if name not in columns]
+    if needed:
+        raise RecipeError(
+            f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
+            f'one with `columns`, such as {{"{needed[0]}": "{columns[0]}"}}.'
+        )
+    if hasattr(rows, "data"):  # not streamed
+        if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
+            found = ("prompt", *found)
+        for name in found:
+            _check_column(rows, name)
+        _check_alike(rows, [name for name in found if name in SPOKEN])
+
+
+def _reward_columns(recipe: Recipe) -> list[str]:
+    from liger_trainer.recipe_rewards import load_reward_functions
+    from liger_trainer.trainers.reward_functions import needed_columns
+
+    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
+    return sorted({name for function in functions for name in needed_columns(function)})
+
+
+def _check_column(rows: Dataset, name: str) -> None:
+    nulls = rows.data.column(name).null_count
+    if nulls:
+        raise RecipeError(f"The column `{name}` holds nothing (null) in {nulls} rows; remove or fill them.")
+    wanted, words = _KINDS.get(name, ((str,), "text"))
+    first = rows[0][name]
+    if not isinstance(first, wanted):
+        raise RecipeError(
+            f"The column `{name}` holds {type(first).__name__}, such as {str(first)[:40]!r}, not {words}."
+        )
+
+
+def _check_alike(rows: Dataset, names: list[str]) -> None:
+    """TRL takes text with text and turns with turns."""
+    text = [name for name in names if isinstance(rows[0][name], str)]
+    turns = [name for name in names if name not in text]
+    if text and turns:
+        raise RecipeError(
+            f"The column `{text[0]}` holds text and `{turns[0]}` turns; both must be of one kind. Where the turns "
+            "begin with the prompt, remove the column `prompt`."
+        )
+
+
+def with_system_prompt(rows: Any, system_prompt: str | None) -> Any:
+    """`rows` whose prompts are conversations that begin with `system_prompt`; as they are where that is None."""
+    from accelerate import PartialState
+
+    if system_prompt is None:
+        return rows
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+
+    def converse(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"prompt": turns if turns and turns[0]["role"] == "system" else [*system, *turns]}
+
+    with PartialState().local_main_process_first():
+        return rows.map(converse)

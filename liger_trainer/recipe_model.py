@@ -1,0 +1,144 @@
+"""The model of a recipe: found, checked, or made new."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_file import RecipeError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def read_config(name: str, key: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the model `name`, which the user gave as `key`.
+
+    Raises:
+        RecipeError: if there is no such folder, or no such model on the Hub.
+    """
+    from transformers import AutoConfig
+
+    if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
+        if not Path(name).exists():
+            raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise RecipeError(f"{key}: the folder {name!r} holds no config.json.")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{key}: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a config.json; a name on "
+            "the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
+        ) from error
+
+
+def check_model(recipe: Recipe) -> None:
+    """Checks, before any data is loaded, that the model is named once and its configuration can be read.
+
+    Raises:
+        RecipeError: if it is not.
+    """
+    from transformers import AutoConfig
+
+    name, config = recipe.model.model_name_or_path, recipe.recipe.model_config
+    if (name is None) == (config is None):
+        raise RecipeError(
+            f"{recipe.source}: give either `model_name_or_path` or `model_config`, not {'both' if name else 'neither'}."
+        )
+    if config is not None:
+        try:
+            AutoConfig.for_model(**config)
+        except Exception as error:  # a configuration class checks its values in its own way
+            raise RecipeError(f"{recipe.source}: `model_config`: {error}") from error
+        return
+    assert name is not None
+    read_config(name, "`model_name_or_path`", recipe.model.model_revision, recipe.get("trust_remote_code"))
+
+
+def attention(recipe: Recipe) -> str | None:
+    """``attn_implementation``; ``"auto"`` is flash attention where its package and a GPU are there, else SDPA."""
+    import torch
+
+    asked = recipe.model.attn_implementation
+    if asked != "auto":
+        return asked
+    half = recipe.model.dtype in ("bfloat16", "float16")
+    flash = half and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    chosen = "flash_attention_2" if flash and not recipe.training.use_cpu else "sdpa"
+    logger.info("`attn_implementation: auto` takes %s.", chosen)
+    return chosen
+
+
+def model_kwargs(recipe: Recipe) -> dict[str, Any]:
+    """What ``from_pretrained`` gets beside the name."""
+    from trl import get_quantization_config
+
+    kwargs: dict[str, Any] = {
+        "revision": recipe.model.model_revision,
+        "dtype": recipe.model.dtype,
+        "attn_implementation": attention(recipe),
+    }
+    quantization = get_quantization_config(recipe.model)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    return kwargs
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The auto class for `config`: a multimodal configuration stands for the whole model, not for its text part."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    multimodal = config.get_text_config() is not config
+    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model with random weights from ``model_config``; the tokenizer gives the vocabulary where that is not set."""
+    import torch
+    from transformers import AutoConfig
+
+    settings = dict(recipe.recipe.model_config or {})
+    config = AutoConfig.for_model(**settings)
+    text = config.get_text_config()
+    if "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
+        text.vocab_size = len(tokenizer)
+    for owner in {id(config): config, id(text): text}.values():
+        owner.pad_token_id = tokenizer.pad_token_id
+        owner.bos_token_id = tokenizer.bos_token_id
+        owner.eos_token_id = tokenizer.eos_token_id
+    dtype = recipe.model.dtype if recipe.model.dtype not in (None, "auto") else "float32"
+    return model_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
+
+
+def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
+    """The folder in ``output_dir`` that holds the model of ``model_config``; a resumed run takes the one it had.
+
+    A trainer with a reference model loads it from where the policy came from.
+
+    Raises:
+        RecipeError: if a resumed run finds none.
+    """
+    from accelerate import PartialState
+
+    folder = Path(str(recipe.training.output_dir)) / "initial_model"
+    state = PartialState()
+    if not resumed and state.is_main_process:
+        unfinished = folder.with_name("initial_model.unfinished")
+        for stale in (folder, unfinished):
+            shutil.rmtree(stale, ignore_errors=True)
+        new_model(recipe, tokenizer).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    state.wait_for_everyone()
+    if not folder.is_dir():
+        raise RecipeError(f"The model that the run began with is not in {str(folder)!r} any more; start the run again.")
+    return str(folder)

@@ -1,0 +1,154 @@
+"""Reward functions whose mistakes are told with the function's name and the sample."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from liger_trainer.rewards import completion_text
+
+RewardFunction = Callable[..., Any]
+
+_checked: weakref.WeakSet[RewardFunction] = weakref.WeakSet()
+
+
+class RewardError(ValueError):
+    """A reward function raised, or returned something that is not one number (or None) a completion."""
+
+
+def checked_reward_functions(functions: Any) -> Any:
+    """What a trainer takes as `reward_funcs`, with every function checked; models and their names stay as they are.
+
+    Args:
+        functions: A function, a model, the name of one, a list of these, or None.
+    """
+    if isinstance(functions, list):
+        return [checked_reward_functions(function) for function in functions]
+    if functions is None or isinstance(functions, (str, nn.Module)):
+        return functions
+    return checked_reward_function(functions)
+
+
+def checked_reward_function(function: RewardFunction, name: str | None = None) -> RewardFunction:
+    """`function`, raising [`RewardError`] with its name and the sample where it fails.
+
+    Args:
+        function: Called with `prompts`, `completions` and the columns of the data, by keyword; may be async. The
+            keywords of a `functools.partial` win over columns of the same name.
+        name: What the messages call it; its own name where it is not given. Logs keep its own name.
+    """
+    if function in _checked:
+        return function
+    own_name = get_callable_name(function)
+    name = name or own_name
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+
+    if is_async_callable(function):
+
+        async def checked(**given: Any) -> list[float | None]:
+            given = {key: value for key, value in given.items() if key not in fixed}
+            try:
+                rewards = await function(**given)
+            except Exception as error:
+                raise _failure(name, error, await _first_that_raises_async(function, given), given) from error
+            return _checked_rewards(name, rewards, given["completions"])
+
+    else:
+
+        def checked(**given: Any) -> list[float | None]:  # type: ignore[misc]
+            given = {key: value for key, value in given.items() if key not in fixed}
+            try:
+                rewards = function(**given)
+            except Exception as error:
+                raise _failure(name, error, _first_that_raises(function, given), given) from error
+            return _checked_rewards(name, rewards, given["completions"])
+
+    checked = functools.wraps(function, updated=())(checked)
+    checked.__name__ = own_name
+    _checked.add(checked)
+    return checked
+
+
+def needed_columns(function: RewardFunction) -> set[str]:
+    """The columns without which `function` cannot be called: its parameters that have no default."""
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have none
+        return set()
+    return {item.name for item in parameters if item.kind in named and item.default is item.empty} - given
+
+
+def _samples(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a call with one sample each: every list of the batch's length holds one value a sample."""
+    count = len(given["completions"])
+    batched = {key for key, value in given.items() if isinstance(value, (list, tuple)) and len(value) == count}
+    for position in range(count):
+        yield {key: value[position : position + 1] if key in batched else value for key, value in given.items()}
+
+
+def _first_that_raises(function: RewardFunction, given: Mapping[str, Any]) -> int | None:
+    for position, sample in enumerate(_samples(given)):
+        try:
+            function(**sample)
+        except Exception:
+            return position
+    return None
+
+
+async def _first_that_raises_async(function: Callable[..., Awaitable[Any]], given: Mapping[str, Any]) -> int | None:
+    for position, sample in enumerate(_samples(given)):
+        try:
+            await function(**sample)
+        except Exception:
+            return position
+    return None
+
+
+def _excerpt(completion: Any) -> str:
+    text = completion_text(completion)
+    return repr(text if len(text) <= 80 else text[:79] + "…")
+
+
+def _failure(name: str, error: Exception, guilty: int | None, given: Mapping[str, Any]) -> RewardError:
+    completions = given["completions"]
+    where = f"a batch of {len(completions)}, but on none of its samples alone"
+    if guilty is not None:
+        where = f"sample {guilty} of {len(completions)}, the completion {_excerpt(completions[guilty])}"
+    return RewardError(f"The reward function `{name}` raised {type(error).__name__} ({error}) on {where}.")
+
+
+def _checked_rewards(name: str, rewards: Any, completions: Sequence[Any]) -> list[float | None]:
+    if hasattr(rewards, "tolist"):  # a tensor or an array
+        rewards = rewards.tolist()
+    if not isinstance(rewards, (list, tuple)):
+        raise RewardError(
+            f"The reward function `{name}` returned {type(rewards).__name__}, not a list with one number (or None) a "
+            "completion."
+        )
+    if len(rewards) != len(completions):
+        raise RewardError(
+            f"The reward function `{name}` returned {len(rewards)} rewards for {len(completions)} completions; it must "
+            "return one for each, or None where it has none."
+        )
+    values: list[float | None] = []
+    for position, reward in enumerate(rewards):
+        try:
+            value = None if reward is None else float(reward)
+        except (TypeError, ValueError):
+            value = math.inf
+        if value is not None and math.isinf(value):
+            raise RewardError(
+                f"The reward function `{name}` returned {reward!r} for sample {position} of {len(completions)}, the "
+                f"completion {_excerpt(completions[position])}; it must return a finite number or None."
+            )
+        values.append(value)
+    return values

@@ -1,0 +1,183 @@
+"""What is wrong with a recipe of an alignment trainer is told in one message with exit code 2."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import datasets  # noqa: F401 (first imported inside a test, it would log to the captured stderr of that test)
+import pytest
+
+from liger_trainer.cli import main
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+PAIR = {"prompt": "a b", "chosen": "c", "rejected": "d"}
+SUM = {"question": "one and one", "result": "2"}
+REWARDS = """
+def crash(completions, result, **columns):
+    return [1 / (int(value) - 2) for value in result]
+
+def short(completions, **columns):
+    return [1.0]
+
+def strict(completions, gold):
+    return [1.0] * len(completions)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Writes a small recipe of a trainer with changes (None removes a key) and its rows, and gives its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    Path("my_rewards.py").write_text(REWARDS)
+    Path("broken_rewards.py").write_text("import no_such_package\n")
+
+    def write(trainer, row, **changes):
+        values = {
+            "trainer": trainer,
+            "model_config": TINY,
+            "tokenizer_vocab_size": 300,
+            "data_files": "data.jsonl",
+            "max_steps": 1,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "output_dir": "run",
+            "report_to": "none",
+            "save_strategy": "no",
+            "loss_curve": False,
+            "kernel_report": False,
+            **changes,
+        }
+        if trainer in ("grpo", "rloo"):
+            small = {"num_generations": 2, "max_completion_length": 2, "per_device_train_batch_size": 2}
+            values = {"columns": {"prompt": "question"}, **small, **values}
+            values.setdefault("reward_funcs", ["my_rewards:crash"])
+        rows = row if isinstance(row, list) else [row] * 8
+        Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("mine.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+        return str(tmp_path / "mine.yaml")
+
+    return write
+
+
+def refused(capsys, *arguments):
+    assert main(["train", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    last = message.rstrip().splitlines()[-1]
+    assert last.startswith("liger-trainer: ")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("trainer", "known"),
+    [
+        ("dpo", "'sigmoid', 'hinge'"),
+        ("grpo", "'grpo', 'dr_grpo'"),
+        ("kto", "'kto', 'apo_zero_unpaired'"),
+        ("cpo", "'ipo', 'simpo'"),
+    ],
+)
+def test_unknown_loss_type(recipe, capsys, trainer, known):
+    message = refused(capsys, recipe(trainer, PAIR, loss_type="sigmoidal"))
+    assert "`loss_type` is" in message
+    assert "sigmoidal" in message
+    assert known in message
+
+
+@pytest.mark.parametrize(
+    ("trainer", "needed"),
+    [
+        ("dpo", "`chosen` and `rejected`"),
+        ("orpo", "`chosen` and `rejected`"),
+        ("cpo", "`chosen` and `rejected`"),
+        ("reward", "`chosen` and `rejected`"),
+        ("kto", "`prompt` and `completion` and `label` or `chosen` and `rejected`"),
+        ("grpo", "`prompt`"),
+        ("rloo", "`prompt`"),
+    ],
+)
+def test_missing_columns(recipe, capsys, trainer, needed):
+    message = refused(capsys, recipe(trainer, {"query": "a", "good": "b"}, columns=None))
+    assert "The data has the columns query, good; " in message
+    assert f"`trainer: {trainer}` needs {needed}. " in message
+    assert '"query"}' in message
+
+
+def test_columns_of_different_kinds(recipe, capsys):
+    turns = [{"role": "assistant", "content": "c"}]
+    message = refused(capsys, recipe("dpo", {**PAIR, "chosen": turns, "rejected": turns}))
+    assert "The column `prompt` holds text and `chosen` turns" in message
+    assert "The column `label` holds str" in refused(
+        capsys, recipe("kto", {"prompt": "a", "completion": "b", "label": "good"})
+    )
+
+
+def test_columns_are_renamed(recipe, capsys):
+    row = {"question": "a b", "good": "c", "bad": "d", "prompt": 5}
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    assert main(["train", recipe("dpo", row, columns=columns)]) == 0
+    message = refused(capsys, recipe("dpo", row, columns={"chosen": "best"}, output_dir="other"))
+    assert "`columns` names 'best', but the data has the columns question, good, bad, prompt." in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "'no_such_module:f' names no module that can be imported"),
+        ("broken_rewards:f", "importing 'broken_rewards' failed: No module named 'no_such_package'"),
+        ("my_rewards:accuracy", "'my_rewards' has no `accuracy`; it has crash, short, strict."),
+        ("my_rewards:NUMBER", "'my_rewards:NUMBER' is int, not a function. Write `package.module:function`"),
+        ("my_rewards:strict", "a function in `reward_funcs` needs `gold`"),
+    ],
+)
+def test_reward_functions_that_cannot_be_called(recipe, capsys, name, message):
+    assert message in refused(capsys, recipe("grpo", SUM, reward_funcs=[name]))
+
+
+def test_no_reward_functions_and_wrong_options(recipe, capsys):
+    assert "`reward_funcs` is empty; name at least one" in refused(capsys, recipe("grpo", SUM, reward_funcs=[]))
+    options = {"liger_trainer.rewards:length": {"most_tokens": 3}}
+    message = refused(capsys, recipe("grpo", SUM, reward_options=options))
+    assert "its keys are names in `reward_funcs` (here my_rewards:crash)" in message
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_a_reward_function_that_fails(recipe, capsys, trainer):
+    message = refused(capsys, recipe(trainer, SUM))
+    assert (
+        "The reward function `my_rewards:crash` raised ZeroDivisionError (division by zero) on sample 0 of" in message
+    )
+    message = refused(capsys, recipe(trainer, SUM, reward_funcs=["my_rewards:short"], output_dir="other"))
+    assert "The reward function `my_rewards:short` returned 1 rewards for" in message
+
+
+def test_accuracy_without_answers(recipe, capsys):
+    message = refused(capsys, recipe("grpo", SUM, reward_funcs=["liger_trainer.rewards:accuracy"]))
+    assert "`accuracy` needs the data to have a column `solution` or `answer`" in message
+
+
+def test_warm_start_has_the_models_of_the_recipe(recipe, capsys):
+    message = refused(capsys, recipe("dpo", PAIR, warm_start={"dataset_name": "x", "seed": 3}))
+    assert "`warm_start` sets `seed`, which is that of the recipe" in message
+    message = refused(capsys, recipe("dpo", PAIR, warm_start={"max_stepz": 3}))
+    assert "mine.yaml: warm_start: unknown key `max_stepz` for `trainer: sft`" in message
+
+
+def test_a_resumed_run_needs_the_model_it_began_with(recipe, capsys):
+    assert main(["train", recipe("dpo", PAIR, save_strategy="steps", save_steps=1)]) == 0
+    shutil.rmtree("run/initial_model")
+    message = refused(capsys, "mine.yaml", "--max_steps", "2", "--resume_from_checkpoint", "true")
+    assert "The model that the run began with is not in 'run/initial_model' any more" in message
