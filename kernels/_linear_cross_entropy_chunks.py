@@ -45,8 +45,6 @@ def run_chunks(
     assert coefficient is not None
     part = slice(0, plan.tokens)
     upstream = coefficient[part] if coefficient.dim() else coefficient
-    run = functools.partial(
-        *(run_panels, plan, hidden[part], weight, target[part], bias, options, stats.rows(0, plan.tokens)),
-        *(upstream, recompute),
-    )
+    chunk = hidden[part], weight, target[part], bias, options, stats.rows(0, plan.tokens), upstream, recompute
+    run = functools.partial(run_panels, plan, *chunk)
     return run_head_chunks(hidden, weight, bias, rows, needs, step, FirstChunk(plan.tokens, run))
