@@ -86,6 +86,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
 def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:
     """`recipe` with the model that its warm start has trained; a resumed run takes the one it had."""
+    from accelerate import PartialState
+
     assert recipe.warm_start is not None
     folder = str(recipe.warm_start.training.output_dir)
     if not resumed:
@@ -94,6 +96,7 @@ def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:
             True  # it is ours, and an earlier try may have left it half done
         )
         train_recipe(recipe.warm_start)
+        PartialState().wait_for_everyone()  # one process writes what all of them load
     elif not Path(folder).is_dir():
         raise RecipeError(f"The model of the warm start is not in {folder!r} any more; start the run again.")
     return dataclasses.replace(

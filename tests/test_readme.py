@@ -11,8 +11,10 @@ import yaml
 
 from liger_trainer.cli.parser import make_parser
 from liger_trainer.cli.train import shipped_configs
+from liger_trainer.configs.recipe_arguments import RewardArguments
 from liger_trainer.quickstart import train_tokenizer
-from liger_trainer.recipe_file import find_recipe
+from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe_rewards import load_reward_functions
 from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
@@ -35,18 +37,22 @@ def hub(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("hub")
     text = [f"The answer to question {number} is {number * 3}." for number in range(50)]
+    turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": line}] for line in text]
     tokenizer = train_tokenizer(text, 300)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**size, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    folder = root / "meta-llama" / "Llama-3.1-8B"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
+        LlamaForCausalLM(config).save_pretrained(root / "meta-llama" / name)
+        tokenizer.save_pretrained(root / "meta-llama" / name)
     for name, rows in (
         ("my/texts", [{"text": line} for line in text]),
+        ("trl-lib/Capybara", [{"messages": row} for row in turns]),
+        ("trl-lib/ultrafeedback_binarized", [{"chosen": row, "rejected": bad} for row, bad in zip(turns, turns[::-1])]),
         (
-            "trl-lib/Capybara",
-            [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": line}]} for line in text],
+            "trl-lib/kto-mix-14k",
+            [{"prompt": row[:1], "completion": row[1:], "label": row in turns[::2]} for row in turns],
         ),
+        ("trl-lib/DeepMath-103K", [{"prompt": row[:1], "solution": "$3$"} for row in turns]),
     ):
         (root / name).mkdir(parents=True)
         (root / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,7 +72,7 @@ def test_python(number, hub, monkeypatch, device):
 def test_command(command, tmp_path):
     words = shlex.split(command)
     if words[0] == "make":
-        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+        assert re.search(rf"^(\w+ )*{words[1]}( \w+)*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     elif words[:2] == ["pip", "install"]:
         assert words[-1] == "."
         assert all((ROOT / word).is_file() for word in words if word.endswith(".txt"))
@@ -79,17 +85,31 @@ def test_command(command, tmp_path):
         arguments, rest = make_parser().parse_known_args(words[1:])
         if arguments.command == "train":
             path = find_recipe(arguments.recipe)
-            check_values({"trainer": "sft"}, rest, path)
+            check_values(read_recipe(path), rest, path)
             assert arguments.accelerate_config in (None, *shipped_configs())
         else:
             assert rest == []
 
 
 def test_yaml(tmp_path):
-    (block,) = blocks("yaml")
-    values, _ = check_values(yaml.safe_load(block), [], tmp_path / "readme.yaml")
-    assert values["learning_rate"] == 2e-4
-    assert values["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    first, second = (check_values(yaml.safe_load(block), [], tmp_path / "readme.yaml")[0] for block in blocks("yaml"))
+    assert first["learning_rate"] == 2e-4
+    assert first["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    arguments = RewardArguments(*(second[name] for name in ("reward_funcs", "reward_options", "system_prompt")))
+    assert arguments.system_prompt == "Put the final answer in \\boxed{}."
+    arguments.reward_funcs = [name for name in arguments.reward_funcs if name.startswith("liger_trainer.")]
+    assert all(callable(function) for function in load_reward_functions(arguments))
+
+
+def test_recipes_are_those_of_the_table():
+    lines = re.findall(r"^\| `(\w+_)` \|(.*)\|$", README, flags=re.MULTILINE)
+    methods = ("sft", "dpo", "kto", "orpo", "simpo", "grpo")
+    named = set(re.findall(r"`(quickstart\w*)`", README))
+    for prefix, cells in lines:
+        *ticks, more = cells.split("|")
+        named |= {prefix + method for method, tick in zip(methods, ticks, strict=True) if "✓" in tick}
+        named |= {prefix + method for method in re.findall(r"`(\w+)`", more)}
+    assert named == set(shipped_recipes())
 
 
 def test_options_are_all_there_with_their_defaults():
@@ -102,7 +122,8 @@ def test_options_are_all_there_with_their_defaults():
     assert set(rows) == set(fields)
     for name, shown in rows.items():
         if name != "liger_kernel_config":
-            assert shown.strip("` ") == str(fields[name]).replace("True", "true").replace("False", "false")
+            default = str(fields[name])
+            assert shown.strip("` ") in (default, default.lower())
     assert all(f"`{key}`" in table for key in KERNEL_KEYS)
 
 

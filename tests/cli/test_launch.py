@@ -42,11 +42,12 @@ def test_accelerate_launch_runs_a_block_style_recipe_as_a_module(start, tmp_path
     assert steps(tmp_path / "run") == 3
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b_sft", "gemma3_4b_sft"])  # adapters; a vision tower left unused
+# Adapters; a vision tower left unused; a new model and a reference from one folder; a warm start and generation.
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b_sft", "gemma3_4b_sft", "llama3_8b_dpo", "quickstart_grpo"])
 def test_two_processes(start, tmp_path, recipe):
     """Each rank finds the same temporary folder, data and tokenizer; gloo on the CPU."""
     launcher = [*LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    done = start(*launcher, ROOT / "recipes" / f"{recipe}.yaml", "--smoke", "--use_cpu", "true")
+    done = start(*launcher, ROOT / "recipes" / f"{recipe}.yaml", "--smoke", "--use_cpu", "true", timeout=240)
     assert done.stdout.count("training loss") == 1
     folder = Path(next(line.split(None, 2)[2] for line in done.stdout.splitlines() if "saved model" in line))
     assert steps(folder) == 3

@@ -227,6 +227,24 @@ def test_a_copy_is_a_patched_model():
     assert copied(**inputs).loss != model(**inputs).loss
 
 
+def test_an_adapter_around_a_head_that_is_patched(monkeypatch):
+    """The linear inside would defer its logits, too."""
+    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
+    native = adapted(False, "llama")
+    torch.manual_seed(3)
+    inner = TINY_MODELS["llama"]().train()
+    patch_head(inner, fused=True, logits_memory=MEMORY)
+    ours = peft.get_peft_model(inner, copy.deepcopy(native.peft_config["default"]))
+    ours.load_state_dict(native.state_dict())
+    patch_head(ours, fused=True, logits_memory=MEMORY)
+    inputs = tiny_batch("llama", native)
+    results = []
+    for model in (native, ours):
+        loss = model(**inputs).loss
+        results.append([loss.detach(), *gradients(loss, model)])
+    assert_close(*results)
+
+
 class Quantised(nn.Linear):
     """A head that a library of quantisation would make: a linear with a forward of its own."""
 

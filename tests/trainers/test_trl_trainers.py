@@ -41,6 +41,15 @@ def test_no_logits_are_built(kind, tmp_path, folders, never_built):
     assert trainer.state.global_step == 2
 
 
+def test_no_logits_are_built_for_an_fp32_head(tmp_path, folders, never_built):
+    trainer = build(
+        "GRPO", True, tmp_path, folders["llama"],
+        cast_lm_head_to_fp32=True, beta=0.1, model_init_kwargs={"dtype": "bfloat16"},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 @EVERY
 def test_globals_are_as_before(kind, tmp_path, folders, monkeypatch):
     before = [dict(vars(module)) for module in (*MODULES, trl.trainer.utils)]
