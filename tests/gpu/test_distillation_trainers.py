@@ -18,10 +18,15 @@ def on_device(batch):
     return {name: value.to("cuda") for name, value in batch.items()}
 
 
+def other_capped():
+    """The student's class with other weights: between equal models the gradient is rounding alone."""
+    return capped(seed=9)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRAINERS)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("teacher", [student, capped, granite])
+@pytest.mark.parametrize("teacher", [student, other_capped, granite])
 def test_gradients_are_those_of_trl(kind, beta, teacher, tmp_path):
     (stock_loss, stock), (loss, ours) = (
         gradients(

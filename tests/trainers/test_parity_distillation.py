@@ -74,9 +74,9 @@ def granite():
     return made(GraniteForCausalLM, GraniteConfig(**LIVELY, logits_scaling=0.5), seed=3)
 
 
-def capped():
+def capped(seed=4):
     sizes = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "final_logit_softcapping": 2.0}
-    return made(Gemma2ForCausalLM, Gemma2Config(**LIVELY, **sizes), seed=4)
+    return made(Gemma2ForCausalLM, Gemma2Config(**LIVELY, **sizes), seed=seed)
 
 
 def frozen_head():
