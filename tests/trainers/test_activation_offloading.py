@@ -189,6 +189,23 @@ def test_what_is_offloaded_is_spread_evenly():
         assert abs(sum(moved(sizes, fraction)) - fraction * sum(sizes)) <= max(sizes) / 2
 
 
+def test_a_fraction_of_trls_own(monkeypatch):
+    """TRL's class itself, with the CPU for its accelerator."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cpu"))
+    offload = OffloadActivations(use_pin_memory=False, use_streams=False)
+    factors = [torch.rand(1024, requires_grad=True) for _ in range(8)]
+    context = PartialOffload(offload, 0.5)
+    for step in range(1, 3):
+        with context:
+            total = sum(factor.square().sum() for factor in factors)
+            assert sum(modified for _, modified, *_ in offload.tracker.values()) == 4
+            total.backward()
+        assert not offload.tracker
+        torch.testing.assert_close([factor.grad for factor in factors], [2 * step * factor for factor in factors])
+
+
 def test_parameters_are_not_counted_and_views_share_a_fate():
     model = llama()
     offload, weight = Offload(model), torch.nn.Parameter(torch.rand(4, 4))
