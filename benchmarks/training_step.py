@@ -13,6 +13,8 @@ a trainer from a `Setup`, here or in a file of yours:
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import statistics
 import sys
@@ -26,7 +28,7 @@ import torch
 from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS, Model
-from liger_trainer.benchmarks.registry import load_provider_file
+from liger_trainer.benchmarks.registry import BenchmarkError, closest, load_provider_file
 from liger_trainer.benchmarks.trainer_setups import Setup, tokens_of_step
 
 
@@ -99,8 +101,28 @@ def ours(setup: Setup) -> Trainer:
 
 
 @training_provider("liger_trainer tiled_mlp activation_offloading")
-def ours_for_long_sequences(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, activation_offloading=True)
+def ours_for_long_sequences(setup: Setup, fraction: float = 1.0) -> Trainer:
+    offloading = {"activation_offloading": True, "activation_offloading_fraction": fraction}
+    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, **offloading)
+
+
+def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
+    """The provider of a name; of ``NAME=NUMBER``, the provider NAME with that number for its second argument.
+
+    Raises:
+        BenchmarkError: where there is none of the name, or it takes no number.
+    """
+    known, equals, number = name.partition("=")
+    function = TRAINING_PROVIDERS[closest(known, TRAINING_PROVIDERS, "provider")]
+    if not equals:
+        return function
+    settings = list(inspect.signature(function).parameters)[1:]
+    if not settings:
+        raise BenchmarkError(f"Provider {known!r} takes no number; leave out {equals + number!r}.")
+    try:
+        return functools.partial(function, **{settings[0]: float(number)})
+    except ValueError:
+        raise BenchmarkError(f"Provider {name!r}: {number!r} is no number.") from None
 
 
 def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
@@ -181,7 +203,7 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     }
     # What a token costs with a frozen model, or with a reference model beside it, is not what the formula counts.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
-    trainer = TRAINING_PROVIDERS[provider](Setup(task, model, arguments, [times]))
+    trainer = find_training_provider(provider)(Setup(task, model, arguments, [times]))
     if memory is not None:
         memory.reset_peak_memory_stats()
         weights = memory.memory_allocated() / 2**30

@@ -51,10 +51,15 @@ class KernelFlags:
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether what the forward keeps for the backward waits in the CPU's memory: with gradient checkpointing, the
             inputs of the layers. Needs an accelerator. TRL's, in the trainers that do not have it too.
+        activation_offloading_fraction (`float`, *optional*, defaults to `1.0`):
+            Of those bytes the fraction that is offloaded, above 0 and at most 1: every second layer's input with 0.5.
+            The rest stays on the accelerator, for a host with less memory than all of them would take. Pinned memory
+            may be handed out in powers of two, so that a tensor takes up to twice its size there.
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
-            configuration that is not a JSON object, or a `logits_memory` or `retain_logits_memory` that is no size.
+            configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is no size, or an
+            `activation_offloading_fraction` that is out of range, or given without `activation_offloading`.
     """
 
     use_liger_kernel: bool = field(
@@ -94,11 +99,18 @@ class KernelFlags:
         default=False,
         metadata={"help": "Whether what is kept for the backward waits in the CPU's memory, as for long sequences."},
     )
+    activation_offloading_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Of what is kept for the backward, the fraction of bytes that is offloaded: above 0, up to 1."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
+        _check_offloading_fraction(self.activation_offloading_fraction, self.activation_offloading)
         self.kernel_config()  # errors belong here, where the user wrote the value
         retained_bytes_of(self)
         check_loss_type(self)
@@ -113,6 +125,16 @@ class KernelFlags:
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
         return kernel_config_of(self)
+
+
+def _check_offloading_fraction(fraction: Any, offloading: bool) -> None:
+    given = f"`activation_offloading_fraction` is {fraction!r}"
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(
+            f"{given}; it must be a number above 0 and at most 1. For none, set `activation_offloading` to false."
+        )
+    if fraction != 1 and not offloading:
+        raise ValueError(f"{given}, but `activation_offloading` is false; set it to true, or leave the fraction out.")
 
 
 def kernel_config_of(args: Any) -> KernelConfig:

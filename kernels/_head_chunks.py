@@ -50,9 +50,9 @@ def chunk_rows(
     units, most = tokens // unit, rows // unit
     if most == 0:
         return 0
-    even = max(1, cdiv(units, max(cdiv(units, most), 1)))
+    even = cdiv(units, max(cdiv(units, most), 1))
     whole_tiles = round_up(even, max(1, ROW_MULTIPLE // unit))
-    return (whole_tiles if whole_tiles <= most else even) * unit
+    return max(1, whole_tiles if whole_tiles <= most else even) * unit
 
 
 def allocate_gradients(

@@ -218,11 +218,12 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
     """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
-    from liger_trainer.benchmarks.registry import closest
-    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS
+    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, find_training_provider
 
     if arguments.providers:
-        return [closest(name, list(TRAINING_PROVIDERS), "provider") for name in arguments.providers]
+        for name in arguments.providers:
+            find_training_provider(name)  # an unknown one is an error before anything is measured
+        return arguments.providers
     if arguments.operations == ["longest"]:
         return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
     return [name for name in TRAINING_PROVIDERS if " " not in name]

@@ -24,6 +24,7 @@ from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.offloading import PartialOffload
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -78,18 +79,27 @@ class LigerTrainerMixin(_Base):
                 "`liger_trainer.revert_liger_kernel(model)` takes them out."
             )
         self._announce_kernels()
-        self._offloading = self._offloading_context()
+        self._set_up_offloading()
 
-    def _offloading_context(self) -> contextlib.AbstractContextManager:
-        """TRL's activation offloading, where it is wanted and the trainer below does not see to it itself."""
-        if not getattr(self.args, "activation_offloading", False) or hasattr(self, "maybe_activation_offload_context"):
-            return contextlib.nullcontext()
+    def _set_up_offloading(self) -> None:
+        """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""
+        self._offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if not getattr(self.args, "activation_offloading", False):
+            return
+        fraction = getattr(self.args, "activation_offloading_fraction", 1.0)
+        trainer: Any = self
+        if hasattr(trainer, "maybe_activation_offload_context"):  # TRL's own, which its training step enters
+            if fraction < 1:
+                context = trainer.maybe_activation_offload_context
+                trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
+            return
         if self.args.device.type == "cpu":
             raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
         from trl.models import get_act_offloading_ctx_manager
 
         assert isinstance(self.model, nn.Module)
-        return get_act_offloading_ctx_manager(self.model)
+        context = get_act_offloading_ctx_manager(self.model)
+        self._offloading = PartialOffload(context, fraction) if fraction < 1 else context
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class or a new one, put first: what it adds to a log reaches all reporters."""

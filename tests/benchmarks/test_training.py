@@ -6,9 +6,10 @@ from transformers import AutoModelForCausalLM
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Run
+from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, tokens_of_step
 from liger_trainer.benchmarks.training import _reason
-from liger_trainer.benchmarks.training_step import Task, model_config, run
+from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, model_config, run
 from liger_trainer.cli import main
 
 MINE = """
@@ -32,6 +33,23 @@ def test_losses_agree(trainer, lora):
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
     assert len(set(results["hf"]["losses"])) > 1
+
+
+def test_a_provider_with_a_number():
+    name = "liger_trainer tiled_mlp activation_offloading"
+    assert find_training_provider(name) is TRAINING_PROVIDERS[name]
+
+    class Taken:
+        def trainer(self, **arguments):
+            return arguments
+
+    assert find_training_provider(name)(Taken())["activation_offloading_fraction"] == 1
+    taken = find_training_provider(f"{name}=0.5")(Taken())
+    assert taken["activation_offloading"] is True
+    assert taken["activation_offloading_fraction"] == 0.5
+    for wrong, message in {f"{name}=half": "no number", "hf=0.5": "takes no number", "hg": "Did you mean 'hf'"}.items():
+        with pytest.raises(BenchmarkError, match=message):
+            find_training_provider(wrong)
 
 
 def test_pairs_and_completions():

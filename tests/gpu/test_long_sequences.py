@@ -13,6 +13,7 @@ from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, SIZES, WORDS, llama, text_dataset, token_rows, tokenizer
@@ -61,11 +62,19 @@ def test_losses_are_the_same(build, make, tmp_path):
     expected = losses(build(make(), tmp_path))
     assert losses(build(make(), tmp_path, **LONG)) == pytest.approx(expected, rel=1e-3)
     assert losses(build(make(), tmp_path, activation_offloading=True)) == pytest.approx(expected, rel=1e-3)
+    half = {"activation_offloading_fraction": 0.5}
+    assert losses(build(make(), tmp_path, **LONG, **half)) == pytest.approx(expected, rel=1e-3)
 
 
-def peak(tokens, tiled=False, offload=False):
+def peak(tokens, tiled=False, offload=0.0):
     """Bytes above the weights of a step on one sequence: a Llama with layers worth offloading and wide MLPs."""
     from trl.models import get_act_offloading_ctx_manager
+
+    def offloading():
+        if not offload:
+            return contextlib.nullcontext()
+        context = get_act_offloading_ctx_manager(model)
+        return context if offload == 1 else PartialOffload(context, offload)
 
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 12}
     with torch.device("cuda"):
@@ -73,12 +82,12 @@ def peak(tokens, tiled=False, offload=False):
     apply_liger_kernel(model, {"tiled_mlp": tiled})
     model.train().activation_checkpointing_enable()
     ids = torch.randint(3, 120, (1, tokens), device="cuda")
-    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
+    with offloading():
         model(input_ids=ids, labels=ids).loss.backward()  # gradients exist from here on
         torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with get_act_offloading_ctx_manager(model) if offload else contextlib.nullcontext():
+    with offloading():
         model(input_ids=ids, labels=ids).loss.backward()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
@@ -86,9 +95,11 @@ def peak(tokens, tiled=False, offload=False):
 
 def test_memory_of_a_long_sequence():
     """32768 tokens: an MLP's gate, up and product are 0.5 GiB each, a layer's input 32 MiB."""
-    nothing, tiled, both = peak(32768), peak(32768, tiled=True), peak(32768, tiled=True, offload=True)
+    nothing, tiled, both = peak(32768), peak(32768, tiled=True), peak(32768, tiled=True, offload=1.0)
+    part = peak(32768, tiled=True, offload=0.5)
     assert nothing - tiled > 0.75 * 2**30
     assert tiled - both > 3 * 32 * 2**20  # of the inputs of 12 layers all but those on their way
+    assert both < part < tiled
 
 
 def test_tiles_on_the_device_are_the_mlp():

@@ -1,6 +1,8 @@
 """`activation_offloading`: who sees to it, and that our operators' saved tensors may be taken away and brought back."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.mixin import LigerTrainerMixin
+from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
@@ -120,8 +124,121 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
     assert len(made) == 1
     monkeypatch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
     trainer.args.activation_offloading = True
-    assert trainer._offloading_context().enter_result is trainer.model
+    trainer._set_up_offloading()
+    assert trainer._offloading.enter_result is trainer.model
     assert len(made) == 2
+
+
+def offloading(build, tmp_path, monkeypatch, **options):
+    """A trainer whose activations are offloaded by the stand-in, which it takes for TRL's; and the stand-in."""
+    made = []
+
+    def make(model):
+        made.append(Offload(model))
+        return made[0]
+
+    for place in ("models", "trainer.sft_trainer", "trainer.dpo_trainer"):
+        monkeypatch.setattr(f"trl.{place}.get_act_offloading_ctx_manager", make)
+    with monkeypatch.context() as patch:
+        patch.setattr(LigerTrainerMixin, "_set_up_offloading", lambda self: None)  # refuses the CPU
+        trainer = build(llama(num_hidden_layers=6), tmp_path, activation_offloading=True, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
+        trainer._set_up_offloading()
+    (offload,) = made
+    return trainer, offload
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("build", [plain, sft, dpo])
+def test_a_fraction_is_offloaded(build, checkpointing, tmp_path, monkeypatch):
+    def trained(fraction):
+        options = {"gradient_checkpointing": checkpointing, "activation_offloading_fraction": fraction}
+        trainer, offload = offloading(build, tmp_path, monkeypatch, **options)
+        return weights_after(trainer), sum(torch.Size(shape).numel() for shape in offload.shapes), offload
+
+    expected, everything, _ = trained(1.0)
+    ours, half, offload = trained(0.5)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    assert not [tensor.shape for tensor in offload.away.values() if HIDDEN in tensor.shape]
+    assert half == pytest.approx(everything / 2, rel=0.2)  # what is saved twice counts once
+
+
+def moved(sizes, fraction):
+    """Which of the weighted sums' saved vectors of those sizes a fraction moves."""
+    model = llama()
+    offload = Offload(model)
+    factors = [torch.rand(size, requires_grad=True) for size in sizes]
+    for _ in range(2):  # the same at every step
+        offload.shapes.clear()
+        with PartialOffload(offload, fraction):
+            sum(factor.square().sum() for factor in factors).backward()
+    taken = [size for (size,) in offload.shapes]
+    for factor in factors:
+        torch.testing.assert_close(factor.grad, 4 * factor, rtol=0, atol=0)
+    return taken
+
+
+def test_what_is_offloaded_is_spread_evenly():
+    assert moved(range(100, 110), 0.5) == [100, 102, 104, 106, 108]
+    assert moved([100] * 32, 0.75) == [100] * 24
+    assert moved(range(1000, 1010), 1 / 3) == [1001, 1004, 1007]
+    sizes = [1, 500, 3, 200, 700, 2, 1, 50]
+    for fraction in (0.1, 0.4, 0.8):
+        assert abs(sum(moved(sizes, fraction)) - fraction * sum(sizes)) <= max(sizes) / 2
+
+
+def test_a_fraction_of_trls_own(monkeypatch):
+    """TRL's class itself, with the CPU for its accelerator."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cpu"))
+    offload = OffloadActivations(use_pin_memory=False, use_streams=False)
+    factors = [torch.rand(1024, requires_grad=True) for _ in range(8)]
+    context = PartialOffload(offload, 0.5)
+    for step in range(1, 3):
+        with context:
+            total = sum(factor.square().sum() for factor in factors)
+            assert sum(modified for _, modified, *_ in offload.tracker.values()) == 4
+            total.backward()
+        assert not offload.tracker
+        torch.testing.assert_close([factor.grad for factor in factors], [2 * step * factor for factor in factors])
+
+
+def test_parameters_are_not_counted_and_views_share_a_fate():
+    model = llama()
+    offload, weight = Offload(model), torch.nn.Parameter(torch.rand(4, 4))
+    offload.parameters.add(weight.data_ptr())
+    with PartialOffload(offload, 0.5):
+        for each in [torch.rand(4, 4, requires_grad=True) for _ in range(4)]:
+            loss = each.view(2, 8).square().sum() + (each @ weight).view(16).square().sum()
+            loss.backward()
+    # Saved are a view, its base, the weight, and a view of the product: two decisions, in turns.
+    assert offload.shapes == [(2, 8), (4, 4)] * 4
+
+
+def test_what_is_kept_goes_with_its_graph():
+    with PartialOffload(Offload(llama()), 1e-9):
+        output = torch.rand(8, requires_grad=True).exp()
+    alive = weakref.ref(output)
+    gc.disable()
+    try:
+        del output
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), True, "0.5", None])
+def test_a_fraction_out_of_range_is_refused(fraction, tmp_path):
+    with pytest.raises(ValueError, match=r"`activation_offloading_fraction` is .*above 0 and at most 1"):
+        LigerDPOConfig(str(tmp_path), bf16=False, activation_offloading=True, activation_offloading_fraction=fraction)
+
+
+def test_a_fraction_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"is 0\.5, but `activation_offloading` is false; set it to true"):
+        LigerTrainingArguments(str(tmp_path), activation_offloading_fraction=0.5)
 
 
 def test_without_an_accelerator_it_is_refused(tmp_path):
