@@ -16,7 +16,7 @@ from typing import Any
 from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
-from liger_trainer.benchmarks.training_tables import alignment_table, training_table
+from liger_trainer.benchmarks.training_tables import alignment_steps_table, alignment_table, training_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
@@ -27,6 +27,8 @@ _README_ROWS = (
     ("layer_norm", "llama3-8b", 16384, ""),
     ("cross_entropy", "llama3-8b", 8192, ""),
     ("linear_cross_entropy", "llama3-8b", 8192, ""),
+    ("dpo_loss", "llama3-8b", 8192, ""),
+    ("fused_grpo_loss", "llama3-8b", 16384, ""),
 )
 
 Cases = Mapping[tuple, Sequence[Record]]
@@ -181,6 +183,7 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
     "alignment": alignment_table,
+    "alignment-steps": alignment_steps_table,
     "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),

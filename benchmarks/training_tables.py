@@ -36,10 +36,16 @@ def training_table(results: Results) -> str:
 
 def alignment_table(results: Results) -> str:
     """The section on DPO, GRPO and the longest sequences, with its tables; empty without results."""
-    groups = [group for group in results.tasks if _is_alignment(results, group)]
-    made = [_steps_table(results, groups)] if groups else []
+    steps = alignment_steps_table(results)
+    made = [steps] if steps else []
     made += [longest_table(results)] if results.longest else []
     return "\n\n".join([_ALIGNMENT_TEXT, *made]) if made else ""
+
+
+def alignment_steps_table(results: Results) -> str:
+    """Tokens/s / peak GiB / GiB above the weights of DPO and of GRPO's loss; empty without results."""
+    groups = [group for group in results.tasks if _is_alignment(results, group)]
+    return _steps_table(results, groups) if groups else ""
 
 
 def _is_alignment(results: Results, group: tuple) -> bool:
@@ -82,7 +88,8 @@ def longest_table(results: Results) -> str:
 def task_title(record: TrainingRecord) -> str:
     """A task in words."""
     alignment = record.trainer in _ALIGNMENT
-    sizes = f"{record.batch} {'pairs ' if record.trainer == 'dpo' else ''}× {record.length}" if alignment else ""
+    unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer == "dpo" else ""
+    sizes = f"{record.batch} {unit}× {record.length}" if alignment else ""
     return _title(
         *(record.model, record.layers, record.trainer, record.lora, sizes),
         "" if record.checkpointing else "nothing checkpointed",

@@ -68,7 +68,10 @@ def exact(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor
 def liger(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, target: Tensor) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
-    return LigerFusedLinearDPOLoss()(weight, hidden, target, ref_input=ref_hidden, ref_weight=ref_weight)[0]
+    # A tensor of its own: Liger marks a dimension of its labels as dynamic, which stays with the tensor, and
+    # torch.compile's turn would fail on it.
+    labels = target.view_as(target)
+    return LigerFusedLinearDPOLoss()(weight, hidden, labels, ref_input=ref_hidden, ref_weight=ref_weight)[0]
 
 
 @provider("dpo_loss", "trl")
