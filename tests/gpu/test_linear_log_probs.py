@@ -130,6 +130,22 @@ def test_peak_memory_is_what_the_budgets_say(way: str) -> None:
     assert peak <= rows * row + d_hidden + d_weight + 4 * MIB
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_pair_of_32k_tokens_fits_the_default_budget(trained: bool) -> None:
+    """Gemma's vocabulary: all logits would be 32 GiB."""
+    hidden, weight, target = _case(2 * 32768, 2560, 262208)
+    weight.requires_grad_(trained)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _loss(linear_log_probs(hidden, weight, target, softcap=30.0, outputs=("entropy",))).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    d_weight = 2 * weight.numel() if trained else 0
+    assert peak - d_weight <= 1536 * MIB
+    assert hidden.grad is not None
+    assert bool(hidden.grad.isfinite().all())
+
+
 def test_kept_logits_beyond_two_billion_elements() -> None:
     hidden, weight, target = _case(8400, 64, 262208)
     target[:-2] = IGNORE
