@@ -1,4 +1,4 @@
-"""A model that another trainer has left its marks on: ours, accelerate's mixed precision, arguments of a stock trainer."""
+"""A model, or arguments, that another trainer has had before: what it left there does no harm."""
 
 import pytest
 import trl
