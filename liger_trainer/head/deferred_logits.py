@@ -11,7 +11,6 @@ meets the autograd node of the wrapper itself, whose backward recomputes the log
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,7 @@ from torch.utils._pytree import tree_map
 
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
-
-logger = logging.getLogger(__name__)
+from liger_trainer.head.warn_once import warn_once
 
 unwrapped = torch._C.DisableTorchFunctionSubclass
 """Inside, functions see the wrapper's own metadata instead of our ``__torch_function__``."""
@@ -32,8 +30,6 @@ RECORDERS: dict[Callable, Callable] = {}
 
 METADATA: dict[Callable, Callable] = {}
 """Functions of the metadata alone, right also when the logits are built."""
-
-_announced: set[str] = set()
 
 
 class _LogitsNode(torch.autograd.Function):
@@ -297,10 +293,3 @@ def _announce(name: str, logits: DeferredLogits) -> None:
         f"`{name}` needs the logits, so all {tuple(logits.meta.shape)} of them were built and the fused cross entropy "
         "is not used for them. The result is right; it takes the memory of unfused training. (Said once.)",
     )
-
-
-def warn_once(key: str, message: str) -> None:
-    """Logs `message`, unless something was logged under `key` before."""
-    if key not in _announced:
-        _announced.add(key)
-        logger.warning(message)

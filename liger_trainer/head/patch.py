@@ -176,7 +176,7 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     whole_module = not all(map(is_plain_linear, heads))
     if whole_module and not fused:
         return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
-    ours = any(layer in _model_forwards for layer in _layers(model))
+    ours = tells_its_head(model)
     foreign = None if ours else _foreign_forward(model)
     for head in heads:
         foreign = foreign or overriding_forward(head)
@@ -208,7 +208,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)
 
 
-def _layers(model: nn.Module) -> Iterator[Callable]:
+def tells_its_head(model: nn.Module) -> bool:
+    """Whether the model's forward is one of [`make_model_forward`], or wraps one."""
+    return any(layer in _model_forwards for layer in forward_layers(model))
+
+
+def forward_layers(model: nn.Module) -> Iterator[Callable]:
     """The functions of the instance's own forward, outermost first: accelerate wraps ours for mixed precision."""
     function: Any = model.__dict__.get("forward")
     while function is not None:
@@ -223,7 +228,7 @@ def _foreign_forward(model: nn.Module) -> str | None:
     """Why the model's forward is not ours to take, or None."""
     if "forward" not in model.__dict__ or is_bound_by_us(model):
         return None
-    for function in _layers(model):
+    for function in forward_layers(model):
         # Not `__module__`: functools.wraps copies that of the class's forward.
         where = getattr(function, "__globals__", {}).get("__name__", "?")
         if where == "trl.trainer.utils":

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogits, unwrapped, warn_once
+from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogits, unwrapped
 from liger_trainer.head.fused_loss import deferred_cross_entropy
 from liger_trainer.head.indexing import leaves_vocab_whole, reaches_last
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES, Cast, Scale, Tanh
+from liger_trainer.head.warn_once import warn_once
 
 T = torch.Tensor
 

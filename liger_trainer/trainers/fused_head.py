@@ -22,8 +22,9 @@ import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.head.patch import forward_layers, tells_its_head
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
@@ -62,9 +63,7 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
     owner = threading.get_ident()
     names: dict[str, Any] = vars(module)
     with _swapping:
-        replaced: dict[str, Any] = {
-            name: names[name] for name in ("add_fused_lm_head", "BaseTunerLayer") if name in names
-        }
+        replaced: dict[str, Any] = {name: names[name] for name in _SWAPPED if name in names}
 
         def dispatch(*args: Any, **kwargs: Any) -> None:
             ours = threading.get_ident() == owner
@@ -86,16 +85,9 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
         options: What the trainer asks of the head.
     """
-    # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
-    inner = getattr(model.forward, "__func__", None)
-    native = type(model).forward if is_bound_by_us(model) else inner
-    if inner is None or native is None:
-        raise ValueError(
-            f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
-            "fused head cannot wrap it. Give the trainer the model as it was loaded."
-        )
-
-    inner, native = _fused_over.get(inner, (inner, native))  # an earlier trainer's of the same model
+    inner, native = _forwards_of(model)
+    own = native is type(model).forward  # another library's builds its logits, compiled or not
+    native_uncompiled = uncompiled(native) if own else native
 
     @functools.wraps(inner)  # `generate` and the Trainer look at the signature, the patching at what is inside
     def forward(
@@ -108,12 +100,34 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         **kwargs: Any,
     ) -> Any:
         if fused_lm_head:
-            return _fused_output(self, native, args, kwargs, labels, shift_labels, num_items_in_batch, options)
+            call = (args, kwargs, labels, shift_labels, num_items_in_batch, options)
+            if own and torch.compiler.is_compiling() and CAN_DEFER_COMPILED and not whole_graph_wanted():
+                return _fused_output_uncompiled(self, native_uncompiled, *call)
+            return _fused_output(self, native, *call)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
 
     _fused_over[forward] = inner, native
     model.forward = types.MethodType(forward, model)
+
+
+def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
+    """What a call without the flag runs, and the model's own forward for one with it: both take the model first.
+
+    Raises:
+        ValueError: for a forward that is not a method.
+    """
+    for layer in forward_layers(model):
+        if layer in _fused_over:  # an earlier trainer's of the same model, in what accelerate has put around it
+            return _fused_over[layer]
+    inner = getattr(model.forward, "__func__", None)
+    if inner is None:
+        raise ValueError(
+            f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
+            "fused head cannot wrap it. Give the trainer the model as it was loaded."
+        )
+    # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
+    return inner, type(model).forward if tells_its_head(model) else inner
 
 
 def _fused_output(
@@ -131,9 +145,13 @@ def _fused_output(
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
-    with forward_context(context_of(model, has_labels=True)):
-        outputs = native(model, *args, **kwargs)
-    return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
+    with compiler_restored():
+        with forward_context(context_of(model, has_labels=True)):
+            outputs = native(model, *args, **kwargs)
+        return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
+
+
+_fused_output_uncompiled = torch.compiler.disable(_fused_output, recursive=False)
 
 
 def fused_output(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,14 @@ def wants_kernels(args: TrainingArguments) -> bool:
     a Liger trainer is the wish.
     """
     return args.use_liger_kernel if isinstance(args, KernelFlags) else True
+
+
+def own_arguments(args: TrainingArguments) -> TrainingArguments:
+    """`args` whose `use_liger_kernel` a Liger trainer may set: a copy of Hugging Face's own, where the flag is a wish.
+
+    With the flag set by us, a stock trainer that is given the same object next would get kernels nobody asked for.
+    """
+    return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
 class LigerTrainerMixin(_Base):

@@ -63,4 +63,4 @@ class OnePassModel:
 
     @property
     def _changed(self) -> bool:
-        return self._version is not None and self._outputs.logits._version != self._version
+        return self._version is not None and self._logits is not None and self._logits._version != self._version

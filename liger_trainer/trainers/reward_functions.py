@@ -16,7 +16,7 @@ from liger_trainer.rewards import completion_text
 
 RewardFunction = Callable[..., Any]
 
-_checked: weakref.WeakSet[RewardFunction] = weakref.WeakSet()
+_checked: weakref.WeakSet[RewardFunction] = weakref.WeakSet()  # plain functions: a callable object may have no hash
 
 
 class RewardError(ValueError):
@@ -44,7 +44,7 @@ def checked_reward_function(function: RewardFunction, name: str | None = None) -
             keywords of a `functools.partial` win over columns of the same name.
         name: What the messages call it; its own name where it is not given. Logs keep its own name.
     """
-    if function in _checked:
+    if inspect.isfunction(function) and function in _checked:
         return function
     own_name = get_callable_name(function)
     name = name or own_name

@@ -16,7 +16,7 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
-from liger_trainer.trainers.mixin import LigerTrainerMixin, wants_kernels
+from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.token_statistics import StatisticsOptions
 from liger_trainer.trainers.trl_checks import check_reference, check_rows
 
@@ -42,7 +42,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
-        config = given.arguments["args"] = self._configured(given.arguments.get("args"), model)
+        config = given.arguments["args"] = own_arguments(self._configured(given.arguments.get("args"), model))
         check_loss_type(config)
         wants = wants_kernels(config)
         head = self._own_fused_head(config)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.head import DeferredLogits, deferred_logits
+from liger_trainer.head import DeferredLogits, warn_once
 from tests.head.deferring import B, H, S, V
 
 
 @pytest.fixture(autouse=True)
 def _nothing_announced():
-    deferred_logits._announced.clear()
+    warn_once._said.clear()
 
 
 @pytest.fixture

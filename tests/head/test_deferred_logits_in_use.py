@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.head import DeferredLogits, deferred_logits
+from liger_trainer.head import DeferredLogits, warn_once
 from liger_trainer.head.context import ForwardContext, forward_context
 from liger_trainer.head.patch import make_head_forward
 from liger_trainer.patching.binding import bind_forward
@@ -223,7 +223,7 @@ def test_gradient_of_the_logits_asked_for_too_late(head, hidden, caplog):
     target = torch.zeros(B * S, dtype=torch.long)
     with caplog.at_level(logging.WARNING, "liger_trainer"):
         for ask in (lambda x: x.retain_grad(), lambda x: x.register_hook(lambda grad: None)):
-            deferred_logits._announced.clear()
+            warn_once._said.clear()
             early, late = defer(head, hidden), defer(head, hidden)
             ask(early)
             assert not [record for record in caplog.records if "asked for after a loss" in record.message]

@@ -1,6 +1,7 @@
 """A reward function that fails is told with its name and the sample; a good one runs as it is."""
 
 import asyncio
+import dataclasses
 import functools
 
 import pytest
@@ -29,6 +30,19 @@ def test_a_good_function_runs_as_it_is():
     checked = checked_reward_function(long_enough)
     assert checked(completions=TEXTS, least=[1, 3, 3]) == [1.0, 0.0, 1.0]
     assert get_callable_name(checked) == "long_enough"
+    assert checked_reward_function(checked) is checked
+
+
+def test_a_callable_object_without_a_hash():
+    @dataclasses.dataclass
+    class Length:
+        scale: float
+
+        def __call__(self, completions, **columns):
+            return [self.scale * len(text) for text in completions]
+
+    checked = checked_reward_function(Length(2.0))
+    assert checked(completions=TEXTS) == [2.0, 4.0, 6.0]
     assert checked_reward_function(checked) is checked
 
 

@@ -1,0 +1,32 @@
+"""TRL's trainers with `torch_compile`: the numbers of TRL, no logits, and a backbone that is compiled."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.trainers import token_statistics
+from tests.trainers.parity import assert_same_logs, build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_compiled_trainer(kind, tmp_path, folders, monkeypatch):
+    case = {"beta": 0.1} if kind == "GRPO" else {}
+    stock = build(kind, False, tmp_path / "stock", folders["llama"], **case)
+    stock.train()
+    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
+    monkeypatch.setattr(token_statistics, "log_probs", lambda *args, **kwargs: pytest.fail("the model built logits"))
+    ours = build(kind, True, tmp_path, folders["llama"], torch_compile=True, torch_compile_backend="eager", **case)
+    ours.train()
+    assert_same_logs(stock, ours)
+    assert counters["stats"]["calls_captured"] > 40, "two layers have more operations"
