@@ -27,6 +27,7 @@ from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions,
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels._head_chunks import Needs, chunk_rows, run_head_chunks
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_linear, check_transform
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 
@@ -78,7 +79,8 @@ class _GradientInForward(torch.autograd.Function):
 
         check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
         needs = Needs(*ctx.needs_input_grad[:3])
-        gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
+        with fp32_reductions(weight):
+            gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
         log_probs = 0.0 - stats.nll
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_probs, extra.mean_logit)
