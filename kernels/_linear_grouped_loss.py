@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels._head_chunks import Needs, chunk_rows, run_head_chunks
@@ -71,7 +71,7 @@ class _GradientInForward(torch.autograd.Function):
             row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
             nll = part.nll.detach().requires_grad_()
             # Hooks around the call, such as those of a checkpoint, have no business with this graph: it ends here.
-            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.enable_grad(), saved_as_is():
                 loss = formula(0.0 - nll, start, stop)
             (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
             total.add_(loss.detach())
