@@ -41,6 +41,22 @@ def _terms(x, y, beta, eps, DIVERGENCE: tl.constexpr, LG2: tl.constexpr):
 
 
 @triton.jit
+def _is_power_of_two(number):
+    """Whether a multiplication by the fp32 `number` changes exponents alone; not for 0, infinity and NaN."""
+    bits = tl.abs(number).to(tl.int32, bitcast=True)
+    return ((bits & 0x007FFFFF) == 0) & (bits != 0) & (bits != 0x7F800000)
+
+
+@triton.jit
+def _multiply_row(row_ptr, factor, vocab_size, BLOCK: tl.constexpr):
+    for start in tl.range(0, vocab_size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < vocab_size
+        value = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(row_ptr + columns, value.to(row_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _elementwise_divergence_kernel(
     x_ptr,
     x_inner_rows,
@@ -65,6 +81,7 @@ def _elementwise_divergence_kernel(
     BLOCK: tl.constexpr,
 ):
     """One row; what of `grad`, `scale`, `expected`, `sum` and `out` there is says what is done, as in `launch`."""
+    row = tl.program_id(0).to(tl.int64)
     coefficient = 1.0
     if scale_ptr is not None:
         upstream = tl.load(grad_ptr).to(tl.float32)
@@ -72,8 +89,12 @@ def _elementwise_divergence_kernel(
             expected = tl.load(expected_ptr)
             if upstream == expected:
                 return
+            if out_ptr.dtype.element_ty != tl.float16:  # where small gradients have lost bits
+                ratio = tl.div_rn(upstream, expected)
+                if _is_power_of_two(ratio):
+                    _multiply_row(out_ptr + row * vocab_size, ratio, vocab_size, BLOCK)
+                    return
         coefficient = upstream * tl.load(scale_ptr)
-    row = tl.program_id(0).to(tl.int64)
     x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
     y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
     if out_ptr is not None:
@@ -129,8 +150,9 @@ def launch(
     """Fills `sums` `(N,)` with the divergences of the rows, and `out` `(N, V)`.
 
     `out` becomes the summands, or with `grad`, shaped as it, the gradient of x for that of the summands. With `scale`,
-    where both are 0-d, it becomes the gradient of x for that of ``sums.sum() * scale``, and where `grad` is `expected`,
-    nothing is done at all.
+    where both are 0-d, it becomes the gradient of x for that of ``sums.sum() * scale``. With `expected` it is that for
+    `expected` already: where `grad` is the same nothing is done, where it is 2**k times that, fp16 aside, `out` is
+    multiplied, and elsewhere it is made anew.
     """
     vocab_size = x.shape[-1]
     rows = x.numel() // vocab_size

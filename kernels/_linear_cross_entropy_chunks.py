@@ -10,6 +10,7 @@ from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels._head_chunks import FirstChunk, Needs, chunk_rows, run_head_chunks
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels._weight_gradient_panels import plan_panels, run_panels
 
 
@@ -40,11 +41,12 @@ def run_chunks(
 
     rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
     plan = plan_panels(hidden, weight, rows) if needs.weight and class_weights is None else None
-    if plan is None:
-        return run_head_chunks(hidden, weight, bias, rows, needs, step)
-    assert coefficient is not None
-    part = slice(0, plan.tokens)
-    upstream = coefficient[part] if coefficient.dim() else coefficient
-    chunk = hidden[part], weight, target[part], bias, options, stats.rows(0, plan.tokens), upstream, recompute
-    run = functools.partial(run_panels, plan, *chunk)
-    return run_head_chunks(hidden, weight, bias, rows, needs, step, FirstChunk(plan.tokens, run))
+    first = None
+    if plan is not None:
+        assert coefficient is not None
+        part = slice(0, plan.tokens)
+        upstream = coefficient[part] if coefficient.dim() else coefficient
+        chunk = hidden[part], weight, target[part], bias, options, stats.rows(0, plan.tokens), upstream, recompute
+        first = FirstChunk(plan.tokens, functools.partial(run_panels, plan, *chunk))
+    with fp32_reductions(weight):
+        return run_head_chunks(hidden, weight, bias, rows, needs, step, first)

@@ -34,6 +34,7 @@ from liger_trainer.kernels._divergence_options import (
 from liger_trainer.kernels._divergence_rows import divergence_rows_
 from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_logits_memory, check_num_items, check_tokens
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels._weight_gradient import WeightGradientSum
 
@@ -124,7 +125,8 @@ def _linear_divergence(*arguments: Any) -> Any:
     options, needs = DivergenceOptions(*fields), Needs(*arguments[-3:])
     stats = DivergenceStats.allocate(student[0], student[0].shape[0], hard, entropy)
     coefficient = scale * expected if token_weights is None else scale * expected * token_weights
-    gradients = _run_chunks(student, teacher, labels, coefficient, options, vocab_size, logits_memory, stats, needs)
+    with fp32_reductions(student[1][:vocab_size]):
+        gradients = _run_chunks(student, teacher, labels, coefficient, options, vocab_size, logits_memory, stats, needs)
     losses = options.soft_weight * stats.soft
     if options.hard_weight != 0.0:
         losses = losses + options.hard_weight * stats.hard

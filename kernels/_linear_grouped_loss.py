@@ -21,12 +21,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels._head_chunks import Needs, chunk_rows, run_head_chunks
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_linear, check_transform
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.linear_log_probs import LogProbsOutput, linear_log_probs
 
@@ -70,7 +71,7 @@ class _GradientInForward(torch.autograd.Function):
             row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
             nll = part.nll.detach().requires_grad_()
             # Hooks around the call, such as those of a checkpoint, have no business with this graph: it ends here.
-            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.enable_grad(), saved_as_is():
                 loss = formula(0.0 - nll, start, stop)
             (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
             total.add_(loss.detach())
@@ -78,7 +79,8 @@ class _GradientInForward(torch.autograd.Function):
 
         check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
         needs = Needs(*ctx.needs_input_grad[:3])
-        gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
+        with fp32_reductions(weight):
+            gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
         log_probs = 0.0 - stats.nll
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_probs, extra.mean_logit)

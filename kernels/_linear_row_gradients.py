@@ -10,6 +10,7 @@ from liger_trainer.kernels._autograd import refuse_double_backward
 from liger_trainer.kernels._cross_entropy_options import OPTIONS_SCHEMA, RowOptions, RowStats, Shard
 from liger_trainer.kernels._head_chunks import Needs, allocate_gradients
 from liger_trainer.kernels._linear_rows import linear_gradients
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels.runtime import graph_is_kept
 
 _GRADIENT_ARGUMENTS = (
@@ -22,10 +23,11 @@ _NEEDS = "bool hidden_gradient, bool weight_gradient, bool bias_gradient"
 def _run_gradients(overwrite: bool, grad: Any, grad_entropy: Any, *arguments: Any) -> Any:
     hidden, weight, target, bias, nll, lse, entropy, kept, *rest = arguments
     stats = RowStats(nll, nll, lse, entropy if entropy.numel() else lse, lse)
-    return linear_gradients(
-        grad, grad_entropy, hidden, weight, target, bias, stats, kept, RowOptions(*rest[:6]), rest[6],
-        Needs(*rest[9:]), Shard(*rest[7:9]), overwrite,
-    )  # fmt: skip
+    with fp32_reductions(weight):
+        return linear_gradients(
+            grad, grad_entropy, hidden, weight, target, bias, stats, kept, RowOptions(*rest[:6]), rest[6],
+            Needs(*rest[9:]), Shard(*rest[7:9]), overwrite,
+        )  # fmt: skip
 
 
 @torch.library.custom_op(

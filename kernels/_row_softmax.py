@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels._autograd import refuse_second_derivative
-from liger_trainer.kernels._row_softmax_kernels import launch_backward, launch_forward
+from liger_trainer.kernels._row_softmax_launch import launch_backward, launch_forward
 
 
 @torch.library.custom_op("liger_trainer::row_softmax", mutates_args=())

@@ -20,6 +20,7 @@ from liger_trainer.kernels._cross_entropy_options import (
 )
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_partials_
 from liger_trainer.kernels._linear_rows import allocate_kept, linear_partials_
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,9 +37,10 @@ _SHARD = "SymInt vocab_start, SymInt vocab_size"
 def linear_partials(hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
     """The `(N, 8)` partials of this shard of a head, and the logits of the last `keep` tokens."""
     partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
-    kept = linear_partials_(
-        hidden, weight, target, bias, RowOptions(*rest[:6]), rest[6], rest[7], Shard(*rest[8:]), partials
-    )
+    with fp32_reductions(weight):
+        kept = linear_partials_(
+            hidden, weight, target, bias, RowOptions(*rest[:6]), rest[6], rest[7], Shard(*rest[8:]), partials
+        )
     return partials, kept
 
 

@@ -240,9 +240,14 @@ class WeightGradientSum:
             self.weight_gradient.copy_(self.total)
 
 
+def uses_cublas(device: torch.device) -> bool:
+    """Whether cuBLAS runs the matmuls of `device`."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def multiplies_into_fp32(device: torch.device) -> bool:
     """Whether `matmul_into` rounds no product of half-precision operands to half precision before an fp32 sum."""
-    return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None)
+    return device.type == "cpu" or uses_cublas(device)
 
 
 def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
@@ -253,7 +258,7 @@ def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add:
         else:
             torch.mm(left, right, out=out)
         return
-    if out.device.type == "cuda" and torch.version.hip is None:
+    if uses_cublas(out.device):
         if add:
             torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
         else:

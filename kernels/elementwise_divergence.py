@@ -12,10 +12,11 @@ divergence is the sum over the classes of
 and only x gets a gradient. A class of probability 0 in both contributes 0, as lim p*log(p) does.
 
 A loss, of reduction "sum", "mean" or "batchmean", makes its gradient in the forward, for the upstream gradient that is
-expected, 1 unless the caller says otherwise. In the backward each row's program compares the two, on the device, and
-makes the gradient anew where they differ, so it is rounded once whatever comes. Bytes moved for (N, V) of b bytes:
-3*N*V*b in all, 6 where another upstream gradient comes (5 for KL, whose gradient does not need x); 5 (4) where none is
-expected, in compiled graphs, and with reduction "none". Saved: the inputs and the gradient.
+expected, 1 unless the caller says otherwise. In the backward each row's program compares the two, on the device. It
+multiplies the gradient where one is 2**k times the other, as with gradients that are accumulated over 2**k steps, and
+makes it anew where they differ otherwise, or in fp16, so it is rounded once whatever comes. Bytes moved for (N, V) of b
+bytes: 3*N*V*b in all, 5 where it is multiplied, 6 where it is made anew (5 for KL, whose gradient does not need x); 5
+(4) where none is expected, in compiled graphs, and with reduction "none". Saved: the inputs and the gradient.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _(grad: torch.Tensor, scale: torch.Tensor | None, x: torch.Tensor, *rest: An
     schema=f"(Tensor(a!) gradient, Tensor grad, Tensor expected, Tensor scale, {_ARGUMENTS}) -> ()",
 )
 def _correct_(gradient: torch.Tensor, grad: torch.Tensor, expected: torch.Tensor, *rest: Any) -> None:
-    """Makes the `gradient` of `_loss` that for `grad`, if it is not `expected`."""
+    """Makes the `gradient` of `_loss`, which is that for `expected`, the one for `grad`."""
     scale, *arguments = rest
     launch(*arguments, out=gradient, grad=grad, scale=scale, expected=expected)
 
@@ -215,8 +216,8 @@ def kl_div(
         labels: `(...)` of int64 or int32; rows of label `ignore_index` do not count.
         ignore_index: See `labels`.
         expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor, such as the weight of
-            this loss in a sum. For it the forward makes the gradient; where another one comes, the backward makes it
-            anew. None leaves it to the backward. Not used by reduction "none".
+            this loss in a sum. For it the forward makes the gradient; where another one comes, the backward multiplies
+            it if that is exact, or makes it anew. None leaves it to the backward. Not used by reduction "none".
 
     Returns:
         The fp32 loss (float64 for float64 inputs).

@@ -36,6 +36,7 @@ from liger_trainer.kernels._linear_rows import (
     linear_statistics_,
 )
 from liger_trainer.kernels._loss_checks import check_linear, check_outputs
+from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels.log_probs import (
     LOG_PROBS_OUTPUTS,
     LogProbsOutput,
@@ -54,9 +55,10 @@ from liger_trainer.kernels.log_probs import (
 def _rows(hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
     """nll, lse, entropy and predicted of `RowStats`, both of `ExtraStats`, the kept logits and dnll/dhidden."""
     stats, extra, unit_gradient = _allocate_rows(hidden, target, *rest[8:])
-    kept = linear_statistics_(
-        hidden, weight, target, bias, RowOptions(*rest[:6]), rest[6], rest[7], stats, extra, unit_gradient
-    )
+    with fp32_reductions(weight):
+        kept = linear_statistics_(
+            hidden, weight, target, bias, RowOptions(*rest[:6]), rest[6], rest[7], stats, extra, unit_gradient
+        )
     return (*stats[1:], *extra, kept, unit_gradient)
 
 

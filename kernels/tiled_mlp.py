@@ -44,6 +44,14 @@ class _Call(nn.Module):
         super().__init__()
         self.module = module
         self.__dict__["mlp_forward"] = mlp_forward
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # Each place once, as functional_call leaves other tensors in a module that it meets under two names.
+        self.places = {
+            f"{path}.{key}": names[id(parameter)]
+            for path, part in module.named_modules(prefix="module")
+            for key, parameter in part._parameters.items()
+            if parameter is not None
+        }
 
     def forward(self, x: torch.Tensor, finish: Callable[[torch.Tensor], Any]) -> Any:
         y = self.mlp_forward(self.module, x)
@@ -59,7 +67,8 @@ class _Call(nn.Module):
         finish: Callable[[torch.Tensor], Any] = lambda y: y,
     ) -> Any:
         """`finish` of the result for one tile, with other tensors in the places of the module's parameters."""
-        return functional_call(self, {f"module.{name}": value for name, value in parameters.items()}, (tile, finish))
+        tensors = {place: parameters[name] for place, name in self.places.items() if name in parameters}
+        return functional_call(self, tensors, (tile, finish), tie_weights=False)
 
 
 def _tiles(x: torch.Tensor, length: int) -> Iterator[torch.Tensor]:

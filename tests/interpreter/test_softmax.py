@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 from liger_trainer.kernels import _row_softmax as operators
-from liger_trainer.kernels import _row_softmax_kernels as kernels
+from liger_trainer.kernels import _row_softmax_launch as launches
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.kernels.softmax import softmax, softmax_reference
@@ -31,8 +31,8 @@ def _kernels_run(device):
 @pytest.fixture(params=[False, True], ids=["in registers", "tile by tile"])
 def _both_kernels(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(kernels, "MAX_IN_REGISTERS", 0)
-        monkeypatch.setattr(kernels, "_LONG_TILE", 32)
+        monkeypatch.setattr(launches, "MAX_IN_REGISTERS", 0)
+        monkeypatch.setattr(launches, "_LONG_TILE", 32)
 
 
 def value_and_gradient(function, x, dy):
@@ -234,8 +234,8 @@ def test_any_shape_stride_dtype_and_value(rows, columns, lead, name, dtype, gap,
     dy = torch.randn(lead, rows, columns, device=device).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         if long:
-            patch.setattr(kernels, "MAX_IN_REGISTERS", 0)
-            patch.setattr(kernels, "_LONG_TILE", 64)
+            patch.setattr(launches, "MAX_IN_REGISTERS", 0)
+            patch.setattr(launches, "_LONG_TILE", 64)
         ours = value_and_gradient(function, x, dy)
     y, dx = value_and_gradient(reference, x.double(), dy)
     eps = torch.finfo(dtype).eps

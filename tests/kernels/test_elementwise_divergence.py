@@ -185,4 +185,6 @@ def test_kernels_read_128_bits_at_a_time() -> None:
             assert launch.arguments["DIVERGENCE"] == divergence
             assembly = compile_launch(launch, "sm_90").asm["ptx"]
             zeros = int(launch.arguments["out_ptr"] is not None)  # the gradient of an ignored row
-            assert assembly.count("ld.global.v4.b32") + assembly.count("st.global.v4.b32") == accesses + zeros
+            multiplied = 2 * (launch.arguments["expected_ptr"] is not None)  # the gradient, where that is exact
+            wide = assembly.count("ld.global.v4.b32") + assembly.count("st.global.v4.b32")
+            assert wide == accesses + zeros + multiplied

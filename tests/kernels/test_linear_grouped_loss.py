@@ -49,6 +49,13 @@ def _reference(hidden: Any, weight: Any, bias: Any, target: Any, temperature: fl
     return _formula(log_probs, 0, len(target))
 
 
+def test_saved_tensor_hooks_may_be_forbidden() -> None:
+    hidden, weight, bias, target = _case()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        loss = _run(hidden, weight, bias, target).loss
+    torch.testing.assert_close(loss, _reference(hidden, weight, bias, target))
+
+
 @given(
     groups=st.integers(1, 6),
     rows=st.integers(1, 20),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import _row_softmax_kernels as kernels
+from liger_trainer.kernels._row_softmax_launch import launch_backward, launch_forward
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.softmax import softmax
 from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
@@ -132,11 +132,11 @@ def _launches(columns: int, dtype: torch.dtype) -> list[Launch]:
     x = torch.empty(3, columns, dtype=dtype)
     with recorded_launches() as launches:
         for option in (False, True):  # plain softmax, causal sparsemax
-            kernels.launch_forward(x, x, sparse=option, causal=option)
-            kernels.launch_backward(x, x, x, sparse=option, causal=option)
+            launch_forward(x, x, sparse=option, causal=option)
+            launch_backward(x, x, x, sparse=option, causal=option)
         lse = torch.empty(3)
-        kernels.launch_forward(x, x, sparse=False, causal=True, lse=lse)
-        kernels.launch_backward(x, x, x, sparse=False, causal=True, lse=lse)
+        launch_forward(x, x, sparse=False, causal=True, lse=lse)
+        launch_backward(x, x, x, sparse=False, causal=True, lse=lse)
     return launches
 
 

@@ -109,6 +109,14 @@ def test_tied_parameters():
     torch.testing.assert_close(gradients(in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
 
 
+def test_a_layer_under_two_names():
+    mlp, x = MLP(), torch.randn(7, HIDDEN, requires_grad=True)
+    mlp.up_proj = mlp.gate_proj
+    parameters = list(mlp.parameters())
+    torch.testing.assert_close(gradients(in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
+    assert all(ours is theirs for ours, theirs in zip(mlp.parameters(), parameters, strict=True))
+
+
 def test_only_x_and_the_weights_are_saved():
     mlp, x, saved = MLP(), torch.randn(7, HIDDEN, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
