@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.recipe_checks import generation_advice
 from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe_trainers import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe_values import check_values
@@ -67,7 +68,7 @@ def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Checked values with the defaults that a machine without an accelerator needs: no bf16, no pinned memory.
 
     Raises:
-        RecipeError: if the recipe itself asks for bf16 or fp16 where there is no accelerator.
+        RecipeError: if the recipe itself asks for bf16, fp16 or offloading where there is no accelerator.
     """
     import torch
 
@@ -77,6 +78,10 @@ def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     values["dataloader_pin_memory"] = False
     if values["bf16"] is None:
         values["bf16"] = False
+    if values.get("activation_offloading"):
+        raise RecipeError(
+            f"{source}: `activation_offloading` is true, but there is no accelerator to offload from; set it to false."
+        )
     asked = [name for name in ("bf16", "fp16") if values[name]]
     if asked and not values["use_cpu"]:
         raise RecipeError(
@@ -101,7 +106,7 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
         try:
             built.append(cls(**chosen))
         except (ValueError, TypeError, ImportError) as error:
-            raise RecipeError(f"{source}: {error}") from error
+            raise RecipeError(f"{source}: {error}{generation_advice(error, values)}") from error
     return Recipe(source, *built)  # type: ignore[arg-type]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_trainers import TEXT_FIELD
+from liger_trainer.recipe_trainers import TEXT_FIELD, TRAINERS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,10 +55,9 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
     found = next((names for names in wanted if set(names) <= set(columns)), None)
     if found is None:
         choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
-        advice = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
-            f'{advice} one with `columns`, such as {{"{wanted[0][0]}": "{columns[0]}"}}.'
+            f"{_advice(columns, wanted[0], text)}"
         )
     needed = [name for name in _reward_columns(recipe) if name not in columns]
     if needed:
@@ -72,6 +71,22 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         for name in found:
             _check_column(rows, name)
         _check_alike(rows, [name for name in found if name in SPOKEN])
+
+
+def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> str:
+    others = [name for name in columns if name not in (*wanted, *SPOKEN)]
+    fitting = [
+        kind
+        for kind, known in TRAINERS.items()
+        if any(TEXT_FIELD not in names and set(names) == set(columns) for names in known.columns)
+    ]
+    if fitting:
+        return f"These are the columns of `trainer: {fitting[0]}`: take other data, or that trainer."
+    if not others:
+        return "Take other data, or add what is missing."
+    missing = next(name for name in wanted if name not in columns)
+    start = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
+    return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
 
 
 def _reward_columns(recipe: Recipe) -> list[str]:

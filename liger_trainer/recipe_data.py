@@ -82,7 +82,7 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
                 loaded = get_dataset(recipe.mixture)
         except (OSError, ValueError, ImportError) as error:
             raise RecipeError(
-                f"`dataset_name`: {name!r} cannot be loaded: {first_line(error)} Built in are {', '.join(BUILT_IN)}; "
+                f"`{chosen[0]}`: {name!r} cannot be loaded: {first_line(error)} Built in are {', '.join(BUILT_IN)}; "
                 "a name on the Hub needs the network, and `HF_TOKEN` where it is private."
             ) from error
     if isinstance(loaded, (Dataset, IterableDataset)):

@@ -62,6 +62,25 @@ def check_model(recipe: Recipe) -> None:
     read_config(name, "`model_name_or_path`", recipe.model.model_revision, recipe.get("trust_remote_code"))
 
 
+def lora_advice(error: Exception, recipe: Recipe) -> str:
+    """What `lora_target_modules` may name, where PEFT says that it names nothing; else nothing."""
+    import torch
+    from transformers import AutoConfig
+
+    if "arget modules" not in str(error) or not recipe.model.use_peft:
+        return ""
+    trusted = recipe.get("trust_remote_code")
+    if recipe.recipe.model_config is not None:
+        config: Any = AutoConfig.for_model(**recipe.recipe.model_config)
+    else:
+        config = read_config(str(recipe.model.model_name_or_path), "`model_name_or_path`", "main", trusted)
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, trust_remote_code=trusted)
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    return f" `lora_target_modules` is {recipe.model.lora_target_modules}; its linear layers are {', '.join(names)}."
+
+
 def attention(recipe: Recipe) -> str | None:
     """``attn_implementation``; ``"auto"`` is flash attention where its package and a GPU are there, else SDPA."""
     import torch

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_file import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_NO_ROOM_WORDS = ("PytorchStreamWriter failed writing", *(f"(os error {number})" for number in _NO_ROOM))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -94,3 +100,24 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
             "Give one, or true for the last one in `output_dir`."
         )
     return asked
+
+
+@contextlib.contextmanager
+def room_for(folder: str) -> Iterator[None]:
+    """Around what writes to `folder`: a disk without room is told as such.
+
+    Raises:
+        RecipeError: for any library's error that means so; the formats of checkpoints have errors of their own.
+    """
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) not in _NO_ROOM and not any(words in str(error) for words in _NO_ROOM_WORDS):
+            raise
+        raise RecipeError(
+            f"Writing failed: {first_line(error)} Make room for `output_dir` {folder!r} (`save_total_limit` keeps "
+            "fewer checkpoints), then `--resume_from_checkpoint true` goes on from the last complete one; or give "
+            "another `--output_dir`."
+        ) from error

@@ -11,8 +11,9 @@ from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_file import RecipeError, first_line
-from liger_trainer.recipe_model import check_model
-from liger_trainer.recipe_output import prepare_output_dir
+from liger_trainer.recipe_model import check_model, lora_advice
+from liger_trainer.recipe_output import prepare_output_dir, room_for
+from liger_trainer.recipe_rewards import check_reward_models
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -27,13 +28,15 @@ def run_recipe(recipe: Recipe) -> Trainer:
         The trainer, after training.
 
     Raises:
-        RecipeError: for anything in the recipe or its data that is found wrong before training starts.
+        RecipeError: for anything in the recipe or its data that is found wrong before training starts, and for a disk
+            that is full.
     """
     from liger_trainer.recipe_summary import summarize
 
-    trainer, metrics = train_recipe(recipe)
-    if trainer.is_world_process_zero():
-        summarize(recipe, trainer, metrics)
+    with room_for(str(recipe.training.output_dir)):
+        trainer, metrics = train_recipe(recipe)
+        if trainer.is_world_process_zero():
+            summarize(recipe, trainer, metrics)
     return trainer
 
 
@@ -52,6 +55,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             "CUDA_VISIBLE_DEVICES=0."
         )
     check_model(recipe)
+    check_reward_models(recipe.more)
     checkpoint = prepare_output_dir(recipe)
     train, evaluation = load_data(recipe)
     if recipe.warm_start is not None:
@@ -63,7 +67,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     except RecipeError:
         raise
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
+        raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
 
     try:

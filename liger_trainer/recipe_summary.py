@@ -46,11 +46,11 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
 
 def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], device: str) -> list[tuple[str, str]]:
     """Name and value of each line of the summary, from the Trainer's log and final metrics."""
-    losses = [entry["loss"] for entry in history if "loss" in entry]
+    losses = _values(history, "loss")
     lines = [("steps", str(history[-1]["step"] if history else 0))]
     if losses:
         lines.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
-    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    evaluations = _values(history, "eval_loss")
     if evaluations:
         first = f"{evaluations[0]:.3f} → " if len(evaluations) > 1 else ""
         lines.append(("evaluation loss", f"{first}{evaluations[-1]:.3f}"))
@@ -71,14 +71,19 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     return lines
 
 
+def _values(history: list[dict[str, Any]], key: str) -> list[float]:
+    """What was logged as `key`; the Trainer logs None for what is not finite."""
+    return [entry[key] for entry in history if entry.get(key) is not None]
+
+
 def measured(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """What alignment is about, from its first to its last value: of the evaluations, or of the training logs."""
     lines = []
     for key, name in MEASURES.items():
-        values = [entry[f"eval_{key}"] for entry in history if f"eval_{key}" in entry]
+        values = _values(history, f"eval_{key}")
         where = "evaluation"
         if len(values) < 2:
-            values, where = [entry[key] for entry in history if key in entry], "training"
+            values, where = _values(history, key), "training"
         if values:
             lines.append((name, f"{values[0]:.3f} → {values[-1]:.3f} ({where})"))
     return lines
@@ -92,13 +97,13 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
     import matplotlib.pyplot as plt
 
     drawn = {"loss": "loss", **MEASURES}
-    drawn = {key: name for key, name in drawn.items() if any(key in entry for entry in history)}
+    drawn = {key: name for key, name in drawn.items() if _values(history, key)}
     if not drawn:
         return None
     figure, rows = plt.subplots(len(drawn), figsize=(7, 4 * len(drawn)), squeeze=False)
     for axes, (key, name) in zip(rows[:, 0], drawn.items(), strict=True):
         for logged, label, style in ((key, "training", ".-"), (f"eval_{key}", "evaluation", "o--")):
-            points = [(entry["step"], entry[logged]) for entry in history if logged in entry]
+            points = [(entry["step"], entry[logged]) for entry in history if entry.get(logged) is not None]
             if points:
                 axes.plot(*zip(*points), style, label=label, markersize=4)
         axes.set(xlabel="step", ylabel=name, title=name.capitalize())

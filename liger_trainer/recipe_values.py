@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from liger_trainer.recipe_checks import check_agreement, check_ranges
 from liger_trainer.recipe_file import RecipeError
 from liger_trainer.recipe_trainers import TRAINERS, argument_classes
 
@@ -102,7 +103,7 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
         All fields with their values, and the names that `overrides` set.
 
     Raises:
-        RecipeError: for an unknown key or a value of the wrong type.
+        RecipeError: for an unknown key, a value of the wrong type or out of its range, and keys that contradict.
     """
     trainer = values.get("trainer", "sft")
     for position, option in enumerate(overrides):
@@ -139,4 +140,7 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
         raise RecipeError(f"On the command line: {rest[0]!r} follows no option; options are `--key value`.")
     written = {option.split("=")[0].lstrip("-").replace("-", "_") for option in overrides if option.startswith("--")}
     given = {name for name in actions if name in written or f"no_{name}" in written}
-    return vars(namespace), given
+    checked = vars(namespace)
+    check_ranges(checked, source)
+    check_agreement(checked, source)
+    return checked, given

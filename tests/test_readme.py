@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import liger_trainer
 from liger_trainer.cli.parser import make_parser
 from liger_trainer.cli.train import shipped_configs
 from liger_trainer.configs.recipe_arguments import RewardArguments
 from liger_trainer.quickstart import train_tokenizer
 from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe_rewards import load_reward_functions
+from liger_trainer.recipe_trainers import TRAINERS
 from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
@@ -41,9 +43,10 @@ def hub(tmp_path_factory):
     tokenizer = train_tokenizer(text, 300)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**size, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
-        LlamaForCausalLM(config).save_pretrained(root / "meta-llama" / name)
-        tokenizer.save_pretrained(root / "meta-llama" / name)
+    llamas = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct")
+    for name in (*llamas, "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"):  # of one architecture, which the blocks do not look at
+        LlamaForCausalLM(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
     for name, rows in (
         ("my/texts", [{"text": line} for line in text]),
         ("trl-lib/Capybara", [{"messages": row} for row in turns]),
@@ -125,6 +128,13 @@ def test_options_are_all_there_with_their_defaults():
             default = str(fields[name])
             assert shown.strip("` ") in (default, default.lower())
     assert all(f"`{key}`" in table for key in KERNEL_KEYS)
+
+
+def test_every_public_name_is_documented():
+    siblings = ("apply_liger_kernel_to_", "__version__")
+    configs = {f"Liger{kind.name}Config" for kind in TRAINERS.values()}  # "each with its config"
+    names = {name for name in liger_trainer.__all__ if not name.startswith(siblings)} - configs
+    assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", README)]
 
 
 def test_links_lead_somewhere():

@@ -136,6 +136,19 @@ def test_trl_mixture_of_datasets(tmp_path):
             [],
             "mine.yaml: unknown key `learning_rat` for `trainer: sft`; did you mean `learning_rate`?",
         ),
+        ("max_steps: 0", [], "mine.yaml: `max_steps` is 0; it must be 1 or more, or -1 for"),
+        (
+            "use_cpu: true",
+            ["--per_device_train_batch_size", "0"],
+            "`per_device_train_batch_size` is 0; it must be",
+        ),
+        ("learning_rate: -1e-4", [], "`learning_rate` is -0.0001; it must be 0 or more"),
+        ("trainer: grpo\ntemperature: 0", [], "`temperature` is 0; it must be above 0"),
+        ("trainer: grpo\nnum_generations: 1", [], "`num_generations` is 1; it must be 2 or more"),
+        ("trainer: grpo\nscale_rewards: std", [], "`scale_rewards` is 'std'; it must be one of 'group', 'batch'"),
+        ("trainer: dpo\nf_divergence_type: kl", [], "`f_divergence_type` is 'kl'; it must be one of 'reverse_kl'"),
+        ("use_cpu: true\nbf16: false\nactivation_offloading: true", [], "there is no accelerator to offload from"),
+        ("use_peft: true\nlora_r: 0", [], "`lora_r` is 0; it must be 1 or more"),
         ("max_steps: many", [], "mine.yaml: `max_steps` is 'many'; it must be int"),
         ("max_steps: [1]", [], "`max_steps` is [1]; it must be int"),
         ("max_steps: true", [], "`max_steps` is True; it must be int"),
@@ -163,6 +176,15 @@ def test_what_is_wrong_is_told_in_one_message(tmp_path, text, options, message):
         load_recipe(write(tmp_path, text), options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_lora_that_is_not_switched_on_is_told(tmp_path, caplog):
+    path = write(tmp_path, "use_cpu: true\nbf16: false\nlora_target_modules: [q_proj]\n")
+    load_recipe(path)
+    assert "`use_peft` is false: the whole model is trained" in caplog.text
+    caplog.clear()
+    load_recipe(path, ["--use_peft", "true"])
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("use_cpu", [True, False])

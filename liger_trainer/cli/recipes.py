@@ -13,8 +13,10 @@ def recipes(name: str | None) -> int:
     from liger_trainer.recipe_file import RecipeError, find_recipe, shipped_recipes
 
     if name is None:
-        for known, file in shipped_recipes().items():
-            print(f"{known:<22} {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+        shipped = shipped_recipes()
+        width = max(map(len, shipped))
+        for known, file in shipped.items():
+            print(f"{known:<{width}} {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
         return 0
     try:
         source = find_recipe(name)

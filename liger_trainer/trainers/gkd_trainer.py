@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,12 @@ class _GKD(GKDTrainer):
 
     @functools.wraps(GKDTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(GKDTrainer.__init__).bind(self, *args, **kwargs).arguments
+        if given.get("processing_class") is None and given.get("data_collator") is None:
+            raise ValueError(
+                "`processing_class` is None; TRL's GKDTrainer does not load it. Give the student's tokenizer, such as "
+                "`AutoTokenizer.from_pretrained(...)`."
+            )
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
         rebound(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)
 
@@ -39,9 +46,9 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
     which TRL refuses, is trained, one chunk of tokens at a time.
 
     Raises:
-        ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process
-            (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that cannot be
-            applied to the student.
+        ValueError: without a tokenizer or a teacher, for a teacher of another vocabulary, for several GPUs in one
+            process (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that
+            cannot be applied to the student.
     """
 
     trl_module = trl_sft_trainer  # its `__init__` installs the fused head of a GKDTrainer too

@@ -201,6 +201,19 @@ def test_output_folder_that_cannot_be_written(recipe, capsys, monkeypatch):
     assert "'run' cannot be written to" in refused(capsys, recipe())
 
 
+def test_a_full_disk(recipe, tmp_path):
+    path = recipe(model_config={**TINY, "hidden_size": 64})  # more bytes than a file may have
+    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)); from liger_trainer.cli import main; "
+    command = [sys.executable, "-c", f"{limited}raise SystemExit(main({['train', path]!r}))"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 2, result.stderr[-2000:]
+    last = result.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("liger-trainer: Writing failed: ")
+    assert "`output_dir`" in last
+
+
 def test_overwriting_deletes_only_checkpoints(recipe):
     for name in ("checkpoint-7", "checkpoint-mine", "old"):
         Path("run", name).mkdir(parents=True)

@@ -27,8 +27,14 @@ def crash(completions, result, **columns):
 def short(completions, **columns):
     return [1.0]
 
-def strict(completions, gold):
+def strict(completions, gold, **columns):
     return [1.0] * len(completions)
+
+def narrow(completions):
+    return [1.0] * len(completions)
+
+def silent(completions, **columns):
+    return [None] * len(completions)
 
 NUMBER = 3
 """
@@ -138,9 +144,14 @@ def test_columns_are_renamed(recipe, capsys):
     [
         ("no_such_module:f", "'no_such_module:f' names no module that can be imported"),
         ("broken_rewards:f", "importing 'broken_rewards' failed: No module named 'no_such_package'"),
-        ("my_rewards:accuracy", "'my_rewards' has no `accuracy`; it has crash, short, strict."),
+        ("my_rewards:accuracy", "'my_rewards' has no `accuracy`; it has crash, short, strict, narrow, silent."),
         ("my_rewards:NUMBER", "'my_rewards:NUMBER' is int, not a function. Write `package.module:function`"),
         ("my_rewards:strict", "a function in `reward_funcs` needs `gold`"),
+        ("my_rewards:narrow", "'my_rewards:narrow' takes completions, but is called with `prompts` and all columns"),
+        ("my_rewards:", "'my_rewards:' is no module and function. Write `package.module:function`"),
+        ("./my_rewards.py:crash", "'./my_rewards.py:crash' is no module and function."),
+        ("my_rewards.crash", "is a reward model: write its Hub id or, for a function, 'my_rewards:crash'."),
+        ("liger_trainer.rewards:acuracy", "it has completion_text, accuracy, format, length."),
     ],
 )
 def test_reward_functions_that_cannot_be_called(recipe, capsys, name, message):
@@ -152,6 +163,56 @@ def test_no_reward_functions_and_wrong_options(recipe, capsys):
     options = {"liger_trainer.rewards:length": {"most_tokens": 3}}
     message = refused(capsys, recipe("grpo", SUM, reward_options=options))
     assert "its keys are names in `reward_funcs` (here my_rewards:crash)" in message
+    name = "liger_trainer.rewards:length"
+    message = refused(capsys, recipe("grpo", SUM, reward_funcs=[name], reward_options={name: {"most": 3}}))
+    assert (
+        "has no parameter `most`; its parameters are completions, completion_ids, free_tokens, most_tokens." in message
+    )
+    message = refused(capsys, recipe("rloo", SUM, reward_weights=[1.0, 0.5]))
+    assert "`reward_weights` has 2 numbers and `reward_funcs` 1 names (my_rewards:crash)" in message
+
+
+def test_rewards_that_are_all_none_do_not_break_the_summary(recipe, capsys):
+    path = recipe("grpo", SUM, reward_funcs=["my_rewards:silent"], logging_steps=1, loss_curve=True)
+    assert main(["train", path]) == 0
+    assert "mean reward" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "advice"),
+    [
+        ("num_generations", {"num_generations": 3}, "`per_device_train_batch_size` (2) times the processes"),
+        (
+            "num_generations_eval",
+            {"num_generations_eval": 3, "eval_strategy": "steps", "test_split_size": 0.5},
+            "`per_device_eval_batch_size` (8) times the processes",
+        ),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_generations_that_do_not_divide_the_batch(recipe, capsys, trainer, key, values, advice):
+    message = refused(capsys, recipe(trainer, SUM, **values))
+    assert advice in message
+    assert f"set `{key}` to a divisor" in message
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto", "orpo", "cpo", "grpo", "rloo"])
+def test_a_negative_beta(recipe, capsys, trainer):
+    assert "mine.yaml: `beta` is -0.1; it must be 0 or more." in refused(capsys, recipe(trainer, PAIR, beta=-0.1))
+
+
+def test_data_of_another_trainer(recipe, capsys):
+    message = refused(capsys, recipe("dpo", {"prompt": "a", "completion": "b"}))
+    assert "These are the columns of `trainer: sft`: take other data, or that trainer." in message
+    message = refused(capsys, recipe("dpo", {"prompt": "a", "question": "b"}))
+    assert 'Rename one with `columns`, such as {"chosen": "question"}.' in message
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_lora_targets_that_are_not_there(recipe, capsys, trainer):
+    row = {"prompt": "a", "completion": "b"} if trainer == "sft" else PAIR
+    message = refused(capsys, recipe(trainer, row, use_peft=True, lora_target_modules=["q_projj"]))
+    assert "`lora_target_modules` is q_projj; its linear layers are q_proj, k_proj, v_proj, o_proj," in message
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

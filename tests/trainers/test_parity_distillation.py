@@ -331,6 +331,12 @@ def test_no_teacher_is_an_error(kind, tmp_path):
         build(kind, True, tmp_path, teacher=lambda: None)
 
 
+def test_gkd_without_a_tokenizer_is_an_error(tmp_path):
+    args = LigerGKDConfig(str(tmp_path), bf16=False, use_cpu=True)
+    with pytest.raises(ValueError, match="`processing_class` is None"):
+        LigerGKDTrainer(student(), student(), args)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_stock_trainers_stay_as_they_are(kind, tmp_path):

@@ -1,0 +1,107 @@
+"""Values of a recipe that have the right type and still cannot be meant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.recipe_file import RecipeError
+
+logger = logging.getLogger(__name__)
+
+_AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is given
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 1,
+    "max_completion_length": 1,
+    "num_generations": 2,
+    "num_generations_eval": 1,
+    "num_iterations": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 1,
+    "lora_r": 1,
+    "sample_tokens": 1,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "beta": 0,
+    "desirable_weight": 0,
+    "undesirable_weight": 0,
+    "epsilon": 0,
+    "label_smoothing": 0,
+}
+_ABOVE_ZERO = ("temperature", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
+_ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "importance_sampling_level": ("token", "sequence"),
+}
+
+
+def check_ranges(values: Mapping[str, Any], source: Path) -> None:
+    """Checks numbers against the range in which training with them can be meant.
+
+    Args:
+        values: All keys of a recipe, of the right types; None is good everywhere.
+        source: The file, for the messages.
+
+    Raises:
+        RecipeError: naming the key, what was given and what is allowed.
+    """
+    for key, value in values.items():
+        allowed = None if value is None else _allowed(key, value)
+        if allowed is not None:
+            raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {allowed}.")
+
+
+def _allowed(key: str, value: Any) -> str | None:
+    """What `key` may hold, where `value` is not that."""
+    if key in _AT_LEAST and not value >= _AT_LEAST[key]:
+        return f"{_AT_LEAST[key]} or more"
+    if key in _ABOVE_ZERO and not value > 0:
+        return "above 0"
+    if key == "max_steps" and value != -1 and value < 1:
+        return "1 or more, or -1 for the steps of `num_train_epochs`"
+    if key in _ONE_OF and value not in _ONE_OF[key]:
+        return "one of " + ", ".join(repr(choice) for choice in _ONE_OF[key])
+    return None
+
+
+def check_agreement(values: Mapping[str, Any], source: Path) -> None:
+    """Checks keys that stand for one thing against each other.
+
+    Raises:
+        RecipeError: for `reward_weights` that are not as many as `reward_funcs`.
+    """
+    functions, weights = values.get("reward_funcs"), values.get("reward_weights")
+    if functions and weights is not None and len(weights) != len(functions):
+        raise RecipeError(
+            f"{source}: `reward_weights` has {len(weights)} numbers and `reward_funcs` {len(functions)} names "
+            f"({', '.join(functions)}); give one weight for each function, or leave `reward_weights` out."
+        )
+    if values.get("lora_target_modules") and not values.get("use_peft"):
+        logger.warning(
+            "%s: `lora_target_modules` is given, but `use_peft` is false: the whole model is trained. Set `use_peft: "
+            "true` for LoRA.",
+            source,
+        )
+
+
+def generation_advice(error: Exception, values: Mapping[str, Any]) -> str:
+    """What to change where TRL says that batches cannot be divided into groups of generations; else nothing."""
+    batch = "`per_device_{0}_batch_size` ({1}) times the processes"
+    if "divisible by num_generations" in str(error):
+        rounds = values["steps_per_generation"] or values["gradient_accumulation_steps"]
+        made_of = batch.format("train", values["per_device_train_batch_size"])
+        return (
+            f" The generation batch is {made_of} times `steps_per_generation` ({rounds}; by default "
+            "`gradient_accumulation_steps`): change one of them, or set `num_generations` to a divisor."
+        )
+    if "generations used for evaluation" in str(error):
+        made_of = batch.format("eval", values["per_device_eval_batch_size"])
+        return f" That batch is {made_of}: change it, or set `num_generations_eval` to a divisor."
+    return ""
