@@ -40,11 +40,16 @@ _FOREACH = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 1}  # temporaries of a st
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes of the states, and of what one step adds; `known` is whether `optim` was looked up and not guessed."""
+    """Bytes of the states, and of what one step adds."""
 
     states: float
     step: float
-    known: bool = True
+
+
+def is_known(optim: str) -> bool:
+    """Whether the states of `optim` are looked up and not guessed."""
+    name = optim.removeprefix("paged_")
+    return name == "adafactor" or name in _IN_DTYPE or name in _FIXED
 
 
 def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | None = None) -> OptimizerMemory:
@@ -66,4 +71,4 @@ def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | 
         return OptimizerMemory(4.0 * parameters.factored, 8.0 * parameters.largest)
     if name in _IN_DTYPE:
         return OptimizerMemory(_IN_DTYPE[name] * size, _FOREACH.get(name, 0) * size)
-    return OptimizerMemory(_FIXED.get(name, _UNKNOWN) * total.trained, 0.0, name in _FIXED)
+    return OptimizerMemory(_FIXED.get(name, _UNKNOWN) * total.trained, 0.0)
