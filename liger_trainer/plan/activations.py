@@ -136,6 +136,7 @@ def layer_memory(
     if tiled_mlp and shape.intermediate and not shape.experts_per_token:
         mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient
         tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
+        tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # sums of its gradients, in fp32
     in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
     in_attention = tokens * (attention + upstream + _attention_backward(shape, compute))
     moments = [(in_mlp, shape.hidden * shape.intermediate if shape.trained else 0), (in_attention, 0)]

@@ -12,9 +12,9 @@ A step is at its fullest at one of these moments, and which one depends on the m
 FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
 the GPUs; whole, in the compute dtype, are two layers (one at work, one on its way), two layers' gradients (one being
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
-ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients, split,
-and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. Autocast over fp32 weights that nobody splits
-caches a half-precision copy of them until the forward is over.
+ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
+split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. Autocast over fp32 weights that
+nobody splits caches a half-precision copy of them until the forward is over.
 
 The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the GPU is kept free for it.
 """
@@ -56,7 +56,7 @@ class Work:
     rows: int = 1
     length: int = 1024
     loss_length: int = 1024
-    head: HeadSettings = HeadSettings()
+    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     reference_bytes: float = 0.0
     generated: int = 0
     all_micro_batches: bool = True
@@ -135,6 +135,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     accumulated = step if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, parameters.layers)
     embedding = parameters.groups["embedding"].trained_bytes
+    idle = 0.0 if setting.sharded else kept.buffers
     late = head.weight_gradient if not setting.sharded else 0.0  # of a sharded head it is a buffer, below
     copies = 2.0 * parameters.total.trained if precision_of(run, setting).autocast else 0.0
     backward = kept.buffers + (copies if not setting.checkpointing else 0.0)
@@ -146,7 +147,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
             "loss",
             gradients=accumulated,
             activations=during_forward,
-            logits=head.peak,
+            logits=head.peak - (head.weight_gradient - late),  # that of a sharded head is a buffer
             buffers=kept.buffers + copies,
         ),
         kept.at(
@@ -164,7 +165,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
             buffers=backward,
         ),
         kept.at("embedding", gradients=step + again, activations=layer.input),
-        kept.at("optimizer", gradients=step, buffers=kept.buffers + states),
+        kept.at("optimizer", gradients=step, buffers=idle + states),
     ]
     if run.work.generated:
         found.append(kept.at("generation", generation=_generation(run, setting, compute), buffers=_whole(run, setting)))

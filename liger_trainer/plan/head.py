@@ -1,8 +1,8 @@
 """What the LM head and its loss hold beside the hidden states.
 
 The fused head of V words over N hidden states of size H keeps one chunk of logits (`logits_memory`, or N V numbers if
-those are fewer). A cross entropy makes both gradients in the forward: dX (N H) and, for a trained head, dW (V H). Losses
-of log-probabilities make dX and dW in the backward; for a frozen head the forward keeps the gradient of each
+those are fewer). A cross entropy makes both gradients in the forward: dX (N H) and, for a trained head, dW (V H).
+Losses of log-probabilities make dX and dW in the backward; for a frozen head the forward keeps the gradient of each
 log-probability to its hidden state, (N, H) in fp32, and the backward makes dX of it. Logits that are kept longer
 (`retain_logits_memory`) come on top of a chunk.
 

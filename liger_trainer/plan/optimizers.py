@@ -56,7 +56,7 @@ def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | 
     """The memory of an optimizer over all trained parameters.
 
     torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 number and 4 for a
-    bf16 one. Adafactor keeps rows and columns of a matrix, in fp32, and needs two fp32 copies of the parameter it is at.
+    bf16 one. Adafactor keeps rows and columns of a matrix, in fp32, and needs two fp32 copies of the one it is at.
     A page that a paged optimizer moves to the host is counted as if it had stayed.
 
     Args:

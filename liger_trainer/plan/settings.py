@@ -11,7 +11,7 @@ CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsd
 
 STEP_OVERHEAD_TOKENS = {"single": 250, "ddp": 500, "zero2": 750, "fsdp2": 1000}
 """What a micro-step costs beside its tokens, in tokens: launches, and for FSDP2 two gathers and one reduction of the
-weights, 6 bytes a parameter at some 300 GB/s against 8 FLOP a parameter and token at some 400 TFLOP/s. It only ranks."""
+weights, 6 bytes a parameter at some 300 GB/s against 8 FLOP a parameter and token at some 400 TFLOP/s. For ranking."""
 
 OFFLOADING_COST = 1.05
 TILED_COST = 1.02

@@ -16,7 +16,7 @@ GIB = 2**30
 
 @functools.cache
 def counted(name, layers=0, rank=0):
-    """Parameters and layer shape of a benchmarked model, with adapters of `rank` on all linear layers if it is not 0."""
+    """Parameters and layer shape of a benchmarked model, with adapters on all linear layers if `rank` is not 0."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
