@@ -99,11 +99,12 @@ def _too_big(arguments: Namespace, inputs: Any, size: int) -> str:
     row = least(inputs, arguments.gpus)
     needed = row.memory.total / room_of(1.0, inputs.run)
     gpus = gpus_that_fit(inputs, arguments.gpus, size)
+    adapters = "" if inputs.values["use_peft"] else ", `--use_peft true`"
     more = f", or {gpus} GPUs of this size" if gpus else ""
     return (
         f"Nothing fits on {arguments.gpus} × {size / GIB:.1f} GiB. The least is {way(row.setting)}, batch "
         f"{row.setting.batch}, with {row.memory.total / GIB:.1f} GiB: take GPUs of at least {needed / GIB:.1f} GiB"
-        f"{more}, `--use_peft true`, or a shorter `--max_length`."
+        f"{more}{adapters}, or shorter sequences."
     )
 
 

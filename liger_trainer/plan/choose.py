@@ -109,7 +109,7 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
 def _row(run: Run, setting: Setting, room: float) -> Row:
     memory = estimate(run, setting)
     tokens = run.work.rows * run.work.length * setting.batch
-    return Row(setting, memory, memory.total <= room, relative_cost(setting, tokens, run.shape.trained))
+    return Row(setting, memory, memory.total <= room, relative_cost(setting, tokens, run.parameters, run.shape))
 
 
 def _preferred(rows: list[Row]) -> Row:

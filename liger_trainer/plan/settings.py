@@ -6,12 +6,19 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from liger_trainer.plan.parameters import Parameters
+from liger_trainer.plan.shapes import LayerShape
+
 CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2"}
 """Strategy to the name of its accelerate configuration."""
 
-STEP_OVERHEAD_TOKENS = {"single": 250, "ddp": 500, "zero2": 750, "fsdp2": 1000}
-"""What a micro-step costs beside its tokens, in tokens: launches, and for FSDP2 two gathers and one reduction of the
-weights, 6 bytes a parameter at some 300 GB/s against 8 FLOP a parameter and token at some 400 TFLOP/s. For ranking."""
+LAUNCH_TOKENS = 250
+"""What launching a micro-step costs, in tokens."""
+
+COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750}
+"""What its communication costs, in tokens of a dense model that is trained whole: FSDP2 gathers the weights twice and
+reduces their gradients, 6 bytes a parameter at some 400 GB/s, against 8 FLOP a parameter and token at some 400 TFLOP/s;
+ZeRO-2 sends gradients, and weights once a step; DDP gradients once a step. For ranking alone."""
 
 OFFLOADING_COST = 1.05
 TILED_COST = 1.02
@@ -46,22 +53,28 @@ class Setting:
         return self.strategy == "fsdp2"
 
 
-def relative_cost(setting: Setting, tokens: int, weights_trained: bool) -> float:
+def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: LayerShape) -> float:
     """Time a token takes, relative to the same model on one GPU without checkpointing; for ranking alone.
 
     A trained matrix costs three products a token, one in the forward and two in the backward; a frozen one under
-    adapters costs two; checkpointing adds one.
+    adapters costs two; checkpointing adds one. What is sent weighs more where a token meets few of the parameters
+    (experts), and less where few are trained, but that FSDP2 gathers frozen ones too.
 
     Args:
         setting: How it runs.
         tokens: Of a micro-batch on one GPU.
-        weights_trained: Whether the layers' own weights are trained.
+        parameters: The model's.
+        shape: Its largest layer.
     """
-    products = 3 if weights_trained else 2
+    products = 3 if shape.trained else 2
     cost = (products + setting.checkpointing) / products
     cost *= OFFLOADING_COST if setting.offloading else 1.0
     cost *= TILED_COST if setting.tiled_mlp else 1.0
-    return cost * (1 + STEP_OVERHEAD_TOKENS[setting.strategy] / max(tokens, 1))
+    total, experts = parameters.total, parameters.groups["experts"].elements
+    idle = experts * (1 - shape.experts_per_token / shape.experts) if shape.experts else 0.0
+    sent = total.elements if setting.sharded else total.trained
+    overhead = LAUNCH_TOKENS + COMMUNICATION_TOKENS[setting.strategy] * sent / (total.elements - idle)
+    return cost * (1 + overhead / max(tokens, 1))
 
 
 def candidates(

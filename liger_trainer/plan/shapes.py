@@ -21,6 +21,7 @@ class LayerShape:
         query: Width of all query heads.
         key_value: Width of all key heads; that of the value heads is the same.
         intermediate: Width I of the dense MLP, or of the expert that every token takes; 0 for none.
+        experts: How many experts it has; 0 in a dense layer.
         experts_per_token: How many experts a token takes; 0 in a dense layer.
         expert_intermediate: Width of each.
         heads: Query heads.
@@ -40,6 +41,7 @@ class LayerShape:
     query: int
     key_value: int
     intermediate: int
+    experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
     heads: int = 1
@@ -77,6 +79,7 @@ def read_layer_shape(model: Any) -> LayerShape:
         query=heads * head_dim,
         key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         intermediate=_shared_width(config) if sparse else _width(config),
+        experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts") if sparse else 0,
         experts_per_token=_first(config, "num_experts_per_tok", "num_experts_per_token", "top_k") if sparse else 0,
         expert_intermediate=_first(config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
         heads=heads,

@@ -65,7 +65,7 @@ def test_bad_options(capsys, arguments, words):
     [
         ("quickstrat", [], "quickstart"),
         ("quickstart", ["--learning_rat", "1"], "did you mean `learning_rate`"),
-        ("quickstart", ["--model_name_or_path", "./nowhere", "--model_config", "null"], "nowhere"),
+        ("llama3_8b_sft", ["--model_name_or_path", "./nowhere"], "there is no folder './nowhere'"),
         ("quickstart", ["--liger_kernel_config", '{"rop": true}'], "did you mean 'rope'"),
         ("quickstart_dpo", ["--max_length", "0"], "`max_length` is not set"),
     ],

@@ -55,7 +55,7 @@ def test_more_memory_is_never_slower(configs):
 
 
 def test_where_nothing_fits(configs):
-    inputs, plan = plan_of(configs, "qwen3_30b_a3b_sft", 2)
+    inputs, plan = plan_of(configs, "qwen3_30b_a3b_dpo", 2)
     assert plan.best is None
     assert least(inputs, 2).memory.total == min(row.memory.total for row in plan.rows)
     gpus = gpus_that_fit(inputs, 2, 80 * GB)

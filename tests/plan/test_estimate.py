@@ -7,7 +7,7 @@ import pytest
 from liger_trainer.plan.estimate import Work, estimate, host_bytes, moments
 from liger_trainer.plan.head import HeadSettings, head_memory
 from liger_trainer.plan.settings import Setting, candidates, relative_cost
-from tests.plan.cases import GIB, run_of
+from tests.plan.cases import GIB, counted, run_of
 
 RUN = run_of("llama3-8b", 4096)
 
@@ -98,10 +98,18 @@ def test_candidates_keep_the_samples_of_a_step():
     assert {one.batch for one in candidates(4, 2, 6, False, True, fixed_batch=True)} == {2}
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_what_costs_time(trained):
+@pytest.mark.parametrize("rank", [0, 16])
+def test_what_costs_time(rank):
     def cost(**setting):
-        return relative_cost(Setting(**setting), 4096, trained)
+        return relative_cost(Setting(**setting), 4096, *counted("llama3-8b", rank=rank))
 
     assert cost(checkpointing=False) < cost() < cost(tiled_mlp=True) < cost(offloading=1.0)
     assert cost() < cost(strategy="ddp") < cost(strategy="zero2") < cost(strategy="fsdp2")
+
+
+def test_experts_cost_more_to_send_than_they_compute():
+    def overhead(name, layers):
+        model = counted(name, layers)
+        return relative_cost(Setting("fsdp2", 8), 4096, *model) / relative_cost(Setting(), 4096, *model)
+
+    assert overhead("qwen3-30b-a3b", 12) > 1.5 > overhead("llama3-8b", 0)
