@@ -6,15 +6,15 @@ Losses of log-probabilities make dX and dW in the backward; for a frozen head th
 log-probability to its hidden state, (N, H) in fp32, and the backward makes dX of it. Logits that are kept longer
 (`retain_logits_memory`) come on top of a chunk.
 
-Without the fused head, logits are whole: 12 bytes each in half precision (they, their fp32 copy, and fp32 gradient or
-log-softmax at the fullest), 2 more copies of them where cross entropy alone is a kernel.
+Without the fused head, logits are whole: 12 bytes each in half precision (they, their fp32 copy, its gradient, and
+their own), or twice their size (they and their gradient) where cross entropy alone is a kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-UNFUSED_BYTES = 12  # a logit of eager cross entropy, as measured in docs/performance.md's terms: logits, fp32, fp32
+UNFUSED_BYTES = 12  # of one logit in eager cross entropy at its fullest: half precision, fp32, fp32, half precision
 
 
 @dataclasses.dataclass(frozen=True)
