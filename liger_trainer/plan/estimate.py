@@ -234,10 +234,10 @@ def _gradients(run: Run, setting: Setting) -> tuple[float, float]:
     """Gradients when the first layer's are made, and all of them."""
     parameters, total, gpus = run.parameters, run.parameters.total, setting.gpus
     if setting.strategy == "fsdp2":
-        return (whole := _upcast(run) / gpus), whole
+        return _upcast(run) / gpus, _upcast(run) / gpus
     if setting.strategy == "zero2":
-        compute = precision_of(run, setting).compute
-        return (whole := (compute + 4.0) * total.trained / gpus), whole  # and in fp32 for the master copy
+        whole = (precision_of(run, setting).compute + 4.0) * total.trained / gpus  # in fp32 too, for the master copy
+        return whole, whole
     missing = parameters.layer.trained_bytes
     if not parameters.tied:
         missing += parameters.groups["embedding"].trained_bytes
@@ -274,8 +274,7 @@ def _head(run: Run, setting: Setting) -> HeadMemory:
 def _activations(layer: LayerMemory, setting: Setting, layers: int) -> tuple[float, float, float]:
     """Activations when the last layer's backward begins, at the loss, and one that is loaded from the host."""
     if not setting.checkpointing:
-        # The layer at work is among those that are stored.
-        stored = layers * layer.saved
+        stored = layers * layer.saved  # the layer at work is among them
         return stored - (layer.saved - layer.input), stored, 0.0
     stored = layers * layer.input * (1 - setting.offloading)
     stash = min(layers, OFFLOAD_STASH) * layer.input * setting.offloading
