@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   liger-trainer train llama3_8b_sft --smoke                   try a recipe: tiny model, generated data, offline
   liger-trainer train my.yaml --learning_rate 2e-5            a recipe of your own, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
+  liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB what memory that takes, and the fastest way that fits
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated, without training
   liger-trainer bench rms_norm --model llama3-8b              an operation beside other libraries, on this machine
 """
@@ -76,9 +77,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
 
-    from liger_trainer.cli.bench import add_parser
+    from liger_trainer.cli import bench, plan
 
-    add_parser(commands)
+    plan.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 
@@ -92,12 +94,16 @@ def positive(text: str) -> int:
 def run(argv: Sequence[str]) -> int:
     """Parses `argv` and runs the subcommand; returns the exit code."""
     arguments, rest = make_parser().parse_known_args(argv)
-    if rest and arguments.command != "train":
+    if rest and arguments.command not in ("train", "plan"):
         make_parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "train":
         from liger_trainer.cli.train import train
 
         return train(arguments, rest)
+    if arguments.command == "plan":
+        from liger_trainer.cli.plan import plan
+
+        return plan(arguments, rest)
     if arguments.command == "doctor":
         from liger_trainer.cli.doctor import doctor
 

@@ -23,6 +23,9 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     which TRL refuses, is trained. Each log also holds `tokens_per_second`, `mfu` where the hardware's peak is known,
     and `peak_memory_gib`.
 
+    With `loss_type="nll"` the head's gradient is made in the forward, for labels that weigh alike: a subclass that
+    weighs the tokens' log-probabilities itself gets NaN gradients. A `compute_loss_func` is free to weigh them.
+
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
             `strict_kernels` for a kernel that cannot be applied.

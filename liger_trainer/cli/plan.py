@@ -1,0 +1,116 @@
+"""``liger-trainer plan``: the memory a recipe takes on each GPU, and the fastest setting that fits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from liger_trainer.cli.parser import complain, positive
+
+DEFAULT_GPU_MEMORY = "80GB"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    plan = commands.add_parser(
+        "plan",
+        help="how much memory a recipe takes, and how to run it",
+        description="Estimates the memory of each GPU from the model's configuration, without its weights, for every "
+        "way to split and recompute, and names the fastest that fits. Keys of the recipe are options too.",
+        usage="liger-trainer plan RECIPE --gpus N [--gpu_memory 141GB] [--smoke] [--key value ...]",
+        allow_abbrev=False,
+    )
+    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the bare name of a shipped recipe")
+    plan.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs to train on")
+    plan.add_argument(
+        "--gpu_memory",
+        type=_size,
+        metavar="SIZE",
+        help=f"memory of each GPU, such as 80GB or 24GiB; default: that of the first GPU here, or {DEFAULT_GPU_MEMORY}",
+    )
+    plan.add_argument(
+        "--prompt_length",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens of a prompt, for GRPO and RLOO, whose recipes do not say (default: 512)",
+    )
+    plan.add_argument("--smoke", action="store_true", help="plan the tiny model of `train --smoke`, offline")
+    plan.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def _size(text: str) -> int:
+    from liger_trainer.configs.kernel_config import parse_bytes
+
+    try:
+        return parse_bytes(text, "--gpu_memory")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 80GB or 24GiB") from None
+
+
+def plan(arguments: Namespace, options: Sequence[str]) -> int:
+    """Prints the plan of ``arguments.recipe`` with the `options` that win over it; returns the exit code.
+
+    Returns:
+        0, or 2 where nothing fits, or after an error that the user can put right.
+    """
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+    from liger_trainer.plan.choose import make_plan
+    from liger_trainer.plan.inputs import read_inputs
+    from liger_trainer.recipe_file import RecipeError
+
+    gpus, size = arguments.gpus, arguments.gpu_memory or _gpu_memory_here()
+    try:
+        inputs = read_inputs(arguments.recipe, options, gpus, arguments.smoke, arguments.prompt_length)
+        found = make_plan(inputs, gpus, size)
+    except RecipeError as error:
+        if arguments.debug:
+            raise
+        return complain(error)
+    return _show(arguments, inputs, found, size)
+
+
+def _show(arguments: Namespace, inputs: Any, found: Any, size: int) -> int:
+    from rich.console import Console
+
+    from liger_trainer.plan import report
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    title = f"{inputs.source.name}, GiB a GPU on {arguments.gpus} × {size / report.GIB:.1f} GiB"
+    console.print(report.parameters_line(inputs.run.parameters), soft_wrap=True, markup=False)
+    console.print(report.memory_table(found, title))
+    for note in inputs.notes:
+        console.print(note, soft_wrap=True, markup=False)
+    if found.best is None:
+        return complain(_too_big(arguments, inputs, size))
+    text = report.recommendation(inputs, found, found.best, arguments.recipe)
+    console.print(text, soft_wrap=True, markup=False)
+    return 0
+
+
+def _too_big(arguments: Namespace, inputs: Any, size: int) -> str:
+    from liger_trainer.plan.choose import gpus_that_fit, least, room_of
+    from liger_trainer.plan.report import GIB, way
+
+    row = least(inputs, arguments.gpus)
+    needed = row.memory.total / room_of(1.0, inputs.run)
+    gpus = gpus_that_fit(inputs, arguments.gpus, size)
+    adapters = "" if inputs.values["use_peft"] else ", `--use_peft true`"
+    more = f", or {gpus} GPUs of this size" if gpus else ""
+    return (
+        f"Nothing fits on {arguments.gpus} × {size / GIB:.1f} GiB. The least is {way(row.setting)}, batch "
+        f"{row.setting.batch}, with {row.memory.total / GIB:.1f} GiB: take GPUs of at least {needed / GIB:.1f} GiB"
+        f"{more}{adapters}, or shorter sequences."
+    )
+
+
+def _gpu_memory_here() -> int:
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return _size(DEFAULT_GPU_MEMORY)

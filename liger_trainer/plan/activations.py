@@ -1,0 +1,166 @@
+"""What one decoder layer keeps for its backward, and what its backward holds at its fullest.
+
+All widths are elements a token; bytes are those of `Precision`. With the kernels of this package a layer of hidden size
+H, query width Q, key (and value) width K and MLP width I keeps, where its weights are trained:
+
+    attention   norm input H, its output H, rotated q, k, v: Q + 2 K, attention output Q
+    MLP         norm input H, its output H, gate and up 2 I, their product I
+
+RoPE is linear and keeps nothing. QK norms keep q and k from before them (Q + K), norms behind attention and MLP their
+inputs (2 H). SDPA takes keys and values repeated to Q each where a mask rules out its own grouping. Frozen weights keep
+no input. A LoRA adapter keeps one copy of its input each, as PEFT's fp32 adapters cast it and autocast casts it back.
+
+The backward is fullest at one of two moments. In the down projection's, everything above is there, besides the
+incoming gradient H and that of the product, I; with an adapter its own bf16 share, I, and the same in fp32. In the
+attention's, the MLP is gone, and gradients of output, q, k, v stand beside what the attention keeps. The gated kernels'
+backward writes over gate and up, so it adds nothing.
+
+Experts run as transformers' grouped matmul: k rows of each token, gathered (k H), gate and up (2 k I), the activation
+and the product (2 k I), the output (k H), all kept; the backward begins with gradients of the weighted and the
+unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and the gradients of all experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from liger_trainer.plan.shapes import LayerShape
+
+TILE_BYTES = 512 * 2**20  # of `tiled_mlp`: intermediates of one tile
+ADAPTER_BYTES = 4  # PEFT's adapters are fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Bytes of a number.
+
+    Args:
+        compute: Of what linear layers and attention make.
+        stream: Of the residual stream and the norms; 4 under autocast over fp32 weights.
+    """
+
+    compute: int = 2
+    stream: int = 2
+
+    @property
+    def autocast(self) -> bool:
+        """Whether each linear layer makes its own half-precision copy of its input."""
+        return self.stream > self.compute
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer.
+
+    Args:
+        input: What checkpointing keeps of it.
+        saved: What it keeps without checkpointing, the input included.
+        working: The most that its recomputation and its backward hold beside that input.
+        gradients: Elements of weight gradients that exist at that moment and are not in `.grad` yet.
+    """
+
+    input: float
+    saved: float
+    working: float
+    gradients: int = 0
+
+
+def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:
+    """Bytes a token that the attention block keeps, its norm included.
+
+    Args:
+        shape: The layer.
+        precision: Bytes of a number.
+        length: Tokens of a sequence; eager attention keeps scores of them all.
+        implementation: ``"sdpa"``, ``"eager"`` or a flash attention.
+    """
+    masked = implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
+    repeated = masked or implementation == "eager"
+    keys = shape.query if repeated else shape.key_value
+    elements = shape.query + 2 * keys + shape.query + shape.adapted_attention + shape.adapted_output
+    if shape.trained:
+        elements += shape.hidden * (3 if precision.autocast else 1)
+    if shape.qk_norm:
+        elements += shape.query + shape.key_value
+    stream = shape.hidden * (3 if shape.post_norms else 2)  # both norms' inputs, and that of the one behind
+    scores = shape.heads * length * (4 + precision.compute) if implementation == "eager" else 0
+    return elements * precision.compute + stream * precision.stream + scores
+
+
+def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = False) -> float:
+    """Bytes a token that the MLP or the experts keep, their norm's input left to the attention block."""
+    elements = 0
+    if shape.trained:
+        elements += shape.hidden * (2 if precision.autocast else 1)
+    if shape.intermediate:
+        product = shape.intermediate if shape.trained else shape.adapted_down
+        elements += 2 * shape.intermediate + (0 if recompute_mlp and shape.trained else product) + shape.adapted_mlp
+    inner, rows = shape.experts_per_token * shape.expert_intermediate, shape.experts_per_token * shape.hidden
+    elements += 4 * inner + rows * (2 if shape.trained else 1)
+    behind = shape.hidden * precision.stream if shape.post_norms else 0
+    return elements * precision.compute + behind
+
+
+def layer_memory(
+    shape: LayerShape,
+    precision: Precision,
+    tokens: int,
+    length: int,
+    implementation: str = "sdpa",
+    recompute_mlp: bool = False,
+    tiled_mlp: bool = False,
+    expert_elements: int = 0,
+) -> LayerMemory:
+    """The memory of one layer.
+
+    Args:
+        shape: The layer.
+        precision: Bytes of a number.
+        tokens: Of a micro-batch on one GPU.
+        length: Of these, the tokens of one sequence.
+        implementation: Of the attention.
+        recompute_mlp: Whether the product of a gated MLP is built again in the backward.
+        tiled_mlp: Whether it runs in tiles of tokens; experts do not.
+        expert_elements: Trained elements of the experts of one layer.
+    """
+    compute, stream = precision.compute, precision.stream
+    layer_input = shape.hidden * stream
+    attention = attention_saved(shape, precision, length, implementation)
+    mlp = mlp_saved(shape, precision, recompute_mlp)
+    upstream = shape.hidden * stream  # gradient of the layer's output
+    tile = 0.0
+    down = shape.intermediate * compute
+    if shape.adapted_down:
+        down += shape.adapted_down * (compute + ADAPTER_BYTES)
+    experts = 2 * shape.experts_per_token * shape.hidden * compute
+    if tiled_mlp and shape.intermediate and not shape.experts_per_token:
+        mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient
+        tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
+        tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # sums of its gradients, in fp32
+    in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
+    in_attention = tokens * (attention + upstream + _attention_backward(shape, compute))
+    moments = [(in_mlp, shape.hidden * shape.intermediate if shape.trained else 0), (in_attention, 0)]
+    if expert_elements:
+        moments.append((tokens * (attention + upstream + _experts_end(shape, compute)), expert_elements))
+    fullest, gradients = max(moments, key=lambda moment: moment[0] + compute * moment[1])
+    mask = 0.0
+    if implementation == "sdpa" and shape.sliding_window and length > shape.sliding_window:
+        mask = length**2 * (1 + compute)  # as booleans, and as SDPA's kernel wants it
+    return LayerMemory(
+        tokens * layer_input, tokens * (attention + mlp), fullest - tokens * layer_input + mask, gradients
+    )
+
+
+def _attention_backward(shape: LayerShape, compute: int) -> float:
+    """Gradients in the attention's backward: at its output projection, in its middle, or at q, k and v."""
+    output = shape.query * compute + shape.adapted_output * (compute + ADAPTER_BYTES)
+    middle = (2 * shape.query + 2 * shape.key_value) * compute
+    adapted = shape.hidden * (compute + ADAPTER_BYTES) if shape.adapted_attention else 0
+    start = (shape.query + 2 * shape.key_value + 2 * shape.hidden) * compute + adapted
+    gone = 2 * shape.query * compute  # q and the output, before the projections' own backward
+    return max(output, middle, start - gone)
+
+
+def _experts_end(shape: LayerShape, compute: int) -> float:
+    inner, rows = shape.experts_per_token * shape.expert_intermediate, shape.experts_per_token * shape.hidden
+    return (2 * rows + 4 * inner) * compute

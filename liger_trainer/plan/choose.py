@@ -1,0 +1,119 @@
+"""Chooses among the settings: the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, Run, estimate
+from liger_trainer.plan.inputs import Inputs, kernels_of
+from liger_trainer.plan.settings import Setting, candidates, relative_cost
+
+MOST_GPUS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A setting with its memory; `cost` is its time a token beside that of other rows."""
+
+    setting: Setting
+    memory: Memory
+    fits: bool
+    cost: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Args:
+        rows: A row for each strategy and way: with the fastest batch that fits, or the smallest where none does.
+        best: The fastest row that fits; None where nothing does.
+        written: The recipe as it is, on the simplest strategy: one GPU, or DDP.
+        room: Bytes of a GPU that may be planned.
+    """
+
+    rows: tuple[Row, ...]
+    best: Row | None
+    written: Row
+    room: float
+
+
+def room_of(gpu_memory: float, run: Run) -> float:
+    """Bytes of a GPU of `gpu_memory` bytes that a plan may use: less the allocator's slack, and vLLM's share."""
+    return gpu_memory * (1 - ALLOCATOR_SLACK - run.work.reserved_fraction)
+
+
+def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
+    """Estimates every setting and chooses.
+
+    Args:
+        inputs: The recipe.
+        gpus: How many GPUs.
+        gpu_memory: Bytes of each.
+    """
+    run, room = inputs.run, room_of(gpu_memory, inputs.run)
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in _rows(inputs, gpus, room):
+        one = row.setting
+        groups.setdefault((one.strategy, one.checkpointing, one.tiled_mlp, one.offloading), []).append(row)
+    rows = tuple(map(_preferred, groups.values()))
+    fitting = [row for row in rows if row.fits]
+    best = min(fitting, key=lambda row: row.cost, default=None)
+    return Plan(rows, best, _row(run, written_setting(inputs, gpus), room), room)
+
+
+def written_setting(inputs: Inputs, gpus: int) -> Setting:
+    """The recipe's own keys as a setting."""
+    values = inputs.values
+    offloading = values["activation_offloading_fraction"] if values["activation_offloading"] else 0.0
+    checkpointing = bool(values["gradient_checkpointing"])
+    return Setting(
+        "single" if gpus == 1 else "ddp",
+        gpus,
+        values["per_device_train_batch_size"],
+        values["gradient_accumulation_steps"],
+        checkpointing,
+        kernels_of(values, inputs.source).tiled_mlp,
+        offloading if checkpointing else 0.0,
+    )
+
+
+def least(inputs: Inputs, gpus: int) -> Row:
+    """The setting that takes the least memory on `gpus` GPUs."""
+    return min(_rows(inputs, gpus, 0.0), key=lambda row: row.memory.total)
+
+
+def gpus_that_fit(inputs: Inputs, gpus: int, gpu_memory: float) -> int | None:
+    """The first of 2, 4, 8 ... times as many GPUs on which something fits; None where `MOST_GPUS` are too few."""
+    room = room_of(gpu_memory, inputs.run)
+    while (gpus := 2 * gpus) <= MOST_GPUS:
+        if any(row.fits for row in _rows(inputs, gpus, room)):
+            return gpus
+    return None
+
+
+def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
+    values, shape = inputs.values, inputs.run.shape
+    settings = candidates(
+        gpus,
+        values["per_device_train_batch_size"],
+        values["gradient_accumulation_steps"],
+        quantised=bool(values["load_in_4bit"] or values["load_in_8bit"]),
+        tiles=bool(shape.intermediate) and not shape.experts_per_token,
+        fixed_batch=inputs.batch_is_fixed,
+    )
+    return (_row(inputs.run, setting, room) for setting in settings)
+
+
+def _row(run: Run, setting: Setting, room: float) -> Row:
+    memory = estimate(run, setting)
+    tokens = run.work.rows * run.work.length * setting.batch
+    return Row(setting, memory, memory.total <= room, relative_cost(setting, tokens, run.parameters, run.shape))
+
+
+def _preferred(rows: list[Row]) -> Row:
+    fitting = [row for row in rows if row.fits]
+    if fitting:
+        return min(fitting, key=lambda row: row.cost)
+    return min(rows, key=lambda row: row.memory.total)

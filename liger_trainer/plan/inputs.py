@@ -1,0 +1,232 @@
+"""From a recipe to what a plan is made of. Of the model only its configuration is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.plan.estimate import Run, Work
+from liger_trainer.plan.head import HeadSettings
+from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.recipe_file import RecipeError, find_recipe, first_line, read_recipe
+from liger_trainer.recipe_values import check_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from liger_trainer.configs.kernel_config import KernelConfig
+
+_PAIRS = ("dpo", "orpo", "cpo", "reward")
+_POLICY = ("grpo", "rloo")
+_SUMMED = ("sft", "causal_lm")  # trainers whose loss is a cross entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A recipe as a plan sees it.
+
+    Args:
+        source: Its file.
+        values: All its keys.
+        run: Model and work.
+        notes: What was assumed, or is not counted.
+    """
+
+    source: Path
+    values: Mapping[str, Any]
+    run: Run
+    notes: tuple[str, ...]
+
+    @property
+    def batch_is_fixed(self) -> bool:
+        """Whether another micro-batch would be another loss: KTO estimates a mean over it, groups must be whole."""
+        return self.values["trainer"] in ("kto", *_POLICY)
+
+
+def read_inputs(
+    name: str, overrides: Sequence[str], gpus: int = 1, smoke: bool = False, prompt_length: int = 512
+) -> Inputs:
+    """Reads a recipe and builds its model on the meta device, without memory or weights.
+
+    Args:
+        name: Path of a recipe, or the bare name of a shipped one.
+        overrides: Command-line options that win over the file.
+        gpus: How many GPUs, for a ``generation_batch_size`` that counts all of them.
+        smoke: Plan the tiny model of ``--smoke``, offline.
+        prompt_length: Tokens of a prompt, for the trainers that generate.
+
+    Raises:
+        RecipeError: for anything wrong with the recipe, or a model that cannot be planned.
+    """
+    source = find_recipe(name)
+    values, given = check_values(read_recipe(source), overrides, source)
+    if smoke:
+        from liger_trainer.smoke import shrink
+
+        values = shrink(values, given)
+    config = _config(values, source)
+    try:
+        model, dtype = _build(values, config)
+        parameters = count_parameters(model, _bits(values))
+        shape = read_layer_shape(model)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise RecipeError(f"{source}: {first_line(error)}") from error
+    notes = _notes(values, config, prompt_length)
+    half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
+    mapping = kernels_of(values, source)
+    base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
+    run = Run(
+        parameters,
+        shape,
+        _work(values, source, mapping, base, gpus, prompt_length),
+        weight_bytes=dtype.itemsize,
+        mixed=half,
+        optim=str(getattr(values["optim"], "value", values["optim"])),
+        implementation=_attention(values),
+        recompute_mlp=mapping.recompute_mlp,
+    )
+    return Inputs(source, values, run, notes)
+
+
+def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    from liger_trainer.recipe_model import read_config
+
+    name, settings = values["model_name_or_path"], values["model_config"]
+    if (name is None) == (settings is None):
+        both = "both" if name else "neither"
+        raise RecipeError(f"{source}: give either `model_name_or_path` or `model_config`, not {both}.")
+    if name is not None:
+        trusted = bool(values.get("trust_remote_code"))
+        return read_config(name, "`model_name_or_path`", values["model_revision"], trusted)
+    settings = json.loads(settings) if isinstance(settings, str) else dict(settings)
+    try:
+        config = AutoConfig.for_model(**settings)
+    except Exception as error:  # a configuration class checks its values in its own way
+        raise RecipeError(f"{source}: `model_config`: {error}") from error
+    if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
+        config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
+    return config
+
+
+def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
+    """The model on meta, with adapters where the recipe wants them, and the dtype of its weights."""
+    import torch
+    from trl import ModelConfig, get_peft_config
+
+    from liger_trainer.recipe_model import model_class
+
+    dtype = values["dtype"]
+    if dtype in (None, "auto"):
+        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        dtype = stored if isinstance(stored, torch.dtype) and values["model_name_or_path"] else torch.float32
+    else:
+        dtype = getattr(torch, dtype)
+    scored = values["trainer"] == "reward"
+    if scored:
+        from transformers import AutoModelForSequenceClassification
+
+        kind: Any = AutoModelForSequenceClassification
+        config.num_labels = 1
+    else:
+        kind = model_class(config)
+    fields = {field.name: values[field.name] for field in dataclasses.fields(ModelConfig) if field.init}
+    lora = get_peft_config(ModelConfig(**{**fields, **({"lora_task_type": "SEQ_CLS"} if scored else {})}))
+    trusted = bool(values.get("trust_remote_code"))
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trusted)
+        if lora is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, lora)
+    return model, dtype
+
+
+def _bits(values: Mapping[str, Any]) -> int | None:
+    return 4 if values["load_in_4bit"] else 8 if values["load_in_8bit"] else None
+
+
+def _attention(values: Mapping[str, Any]) -> str:
+    asked = str(values["attn_implementation"])
+    return asked if asked == "eager" or "flash" in asked or "flex" in asked else "sdpa"
+
+
+def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:
+    """The recipe's `liger_kernel_config`, checked."""
+    from liger_trainer.configs.flags import kernel_config_of
+
+    try:
+        return kernel_config_of(SimpleNamespace(**values))
+    except ValueError as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def _work(
+    values: Mapping[str, Any], source: Path, kernels: KernelConfig, base_bytes: float, gpus: int, prompt_length: int
+) -> Work:
+    from liger_trainer.configs.flags import retained_bytes_of
+
+    trainer = values["trainer"]
+    ours = values["use_liger_kernel"]
+    head = HeadSettings(
+        loss="none" if trainer == "reward" else "cross_entropy" if trainer in _SUMMED else "log_probs",
+        fused=bool(ours and kernels.linear_cross_entropy),
+        cross_entropy=bool(ours and kernels.cross_entropy),
+        logits_memory=int(kernels.logits_memory),
+        retained=retained_bytes_of(SimpleNamespace(**values)),
+    )
+    reference = base_bytes if _has_reference(values) else 0.0
+    if trainer in _POLICY:
+        answer = values["max_completion_length"] or 0
+        length = answer + prompt_length
+        return Work(1, length, answer, head, reference, **_generation(values, gpus))
+    length = values["max_length"]
+    if not length:
+        raise RecipeError(
+            f"{source}: `max_length` is not set, so the longest sequence is not known; plan with `--max_length N`."
+        )
+    return Work(2 if trainer in _PAIRS else 1, length, length, head, reference)
+
+
+def _has_reference(values: Mapping[str, Any]) -> bool:
+    """Whether a second model is in memory: under adapters the policy without them is the reference."""
+    if values["use_peft"]:
+        return False
+    if values["trainer"] in _POLICY:
+        return values["beta"] != 0
+    return values["trainer"] in ("dpo", "kto") and not values["precompute_ref_log_probs"]
+
+
+def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    if values.get("use_vllm"):
+        here = values.get("vllm_mode") == "colocate" and not values.get("vllm_enable_sleep_mode")
+        return {"reserved_fraction": values["vllm_gpu_memory_utilization"] if here else 0.0}
+    if values["generation_batch_size"]:
+        each = values["per_device_train_batch_size"] * gpus
+        return {"generated": max(values["generation_batch_size"] // each, 1), "all_micro_batches": False}
+    steps = values["steps_per_generation"]
+    return {"generated": steps or 1, "all_micro_batches": not steps}
+
+
+def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
+    from liger_trainer.plan.optimizers import is_known
+
+    notes = []
+    if values["trainer"] in _POLICY:
+        notes.append(f"Prompts are taken to be {prompt_length} tokens long (`--prompt_length`).")
+    if not values["use_liger_kernel"]:
+        notes.append("`use_liger_kernel` is false: layers without the kernels take more than is planned.")
+    if config.get_text_config() is not config:
+        notes.append("Activations of images are not counted.")
+    if values["warm_start"]:
+        notes.append("The warm start, a run of its own, is not planned.")
+    optim = str(getattr(values["optim"], "value", values["optim"]))
+    if not is_known(optim):
+        notes.append(f"`optim: {optim}` is taken to keep 8 bytes for each trained number.")
+    return tuple(notes)

@@ -1,0 +1,74 @@
+"""What optimizers keep for each trained number, by the Trainer's ``optim``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from liger_trainer.plan.parameters import Parameters
+
+_IN_DTYPE = {  # states that torch keeps in the parameter's own dtype: how many
+    "adamw_torch": 2,
+    "adamw_torch_fused": 2,
+    "adamw_torch_xla": 2,
+    "adamw_apex_fused": 2,
+    "adamw_anyprecision": 2,
+    "stable_adamw": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "sgd": 0,
+}
+_FIXED = {  # bytes, whatever the dtype: bitsandbytes and torchao quantise their states, or keep them in fp32
+    "adamw_bnb_8bit": 2.0,
+    "adamw_8bit": 2.0,
+    "ademamix_8bit": 3.0,
+    "rmsprop_bnb_8bit": 1.0,
+    "lion_8bit": 1.0,
+    "adamw_torch_8bit": 2.0,
+    "adamw_torch_4bit": 1.0,
+    "adamw": 8.0,
+    "ademamix": 12.0,
+    "lion": 4.0,
+    "lion_32bit": 4.0,
+    "ademamix_32bit": 12.0,
+    "adamw_32bit": 8.0,
+    "rmsprop_bnb": 4.0,
+    "rmsprop_bnb_32bit": 4.0,
+}
+_UNKNOWN = 8.0
+_FOREACH = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 1}  # temporaries of a step over all parameters at once
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of the states, and of what one step adds."""
+
+    states: float
+    step: float
+
+
+def is_known(optim: str) -> bool:
+    """Whether the states of `optim` are looked up and not guessed."""
+    name = optim.removeprefix("paged_")
+    return name == "adafactor" or name in _IN_DTYPE or name in _FIXED
+
+
+def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | None = None) -> OptimizerMemory:
+    """The memory of an optimizer over all trained parameters.
+
+    torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 number and 4 for a
+    bf16 one. Adafactor keeps rows and columns of a matrix, in fp32, and needs two fp32 copies of the one it is at.
+    A page that a paged optimizer moves to the host is counted as if it had stayed.
+
+    Args:
+        optim: The Trainer's ``optim``.
+        parameters: The model's.
+        trained_bytes: Of all trained parameters as the optimizer sees them; those of `parameters` by default.
+    """
+    total = parameters.total
+    size = total.trained_bytes if trained_bytes is None else trained_bytes
+    name = optim.removeprefix("paged_")
+    if name == "adafactor":
+        return OptimizerMemory(4.0 * parameters.factored, 8.0 * parameters.largest)
+    if name in _IN_DTYPE:
+        return OptimizerMemory(_IN_DTYPE[name] * size, _FOREACH.get(name, 0) * size)
+    return OptimizerMemory(_FIXED.get(name, _UNKNOWN) * total.trained, 0.0)

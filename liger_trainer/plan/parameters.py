@@ -1,0 +1,153 @@
+"""How many parameters a model has, what they are, and which of them are trained; read from a model on meta."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale for every 64 of them
+INT8_BYTES = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Some parameters.
+
+    Args:
+        elements: How many numbers.
+        bytes: That they take.
+        trained: How many of the numbers are trained.
+        trained_bytes: That these take; their gradients take as much.
+    """
+
+    elements: int = 0
+    bytes: float = 0.0
+    trained: int = 0
+    trained_bytes: float = 0.0
+
+    def __add__(self, other: Group) -> Group:
+        return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of what is not trained."""
+        return self.bytes - self.trained_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model.
+
+    Args:
+        groups: By kind: ``"embedding"``, ``"head"``, ``"experts"``, ``"layers"`` (the rest of the decoder layers),
+            ``"adapters"`` (LoRA, and copies of ``modules_to_save``) and ``"other"`` (final norm, vision tower). A head
+            that is tied to the embedding is counted as the embedding.
+        layer: The largest decoder layer, adapters included.
+        layers: How many decoder layers.
+        tied: Whether head and embedding are one parameter.
+        head_trained: Whether the head's weight gets a gradient.
+        factored: Elements of Adafactor's state: rows and columns of each trained matrix instead of their product.
+        largest: Elements of the largest trained parameter.
+    """
+
+    groups: dict[str, Group]
+    layer: Group
+    layers: int
+    tied: bool
+    head_trained: bool
+    factored: int
+    largest: int
+
+    @property
+    def total(self) -> Group:
+        """All of them."""
+        return sum(self.groups.values(), Group())
+
+    @property
+    def root(self) -> Group:
+        """What FSDP keeps in its outermost unit: all that is in no decoder layer."""
+        return self.groups["embedding"] + self.groups["head"] + self.groups["other"]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a model: the list of modules that holds most parameters.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers, so its memory cannot be planned.")
+    return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
+
+
+def count_parameters(model: Any, bits: int | None = None) -> Parameters:
+    """Counts `model`, which may be on the meta device and wrapped by PEFT.
+
+    Args:
+        model: A Hugging Face model, or a PEFT model of one.
+        bits: 4 or 8 where the linear layers of the decoder will be quantised (bitsandbytes), None where not.
+    """
+    layers = decoder_layers(model)
+    inside = {id(parameter) for parameter in layers.parameters()}
+    embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
+    quantised = _quantised(layers) if bits else set()
+    width = NF4_BYTES if bits == 4 else INT8_BYTES
+    groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
+    factored = largest = 0
+    for name, parameter in model.named_parameters():
+        kind = _kind(name, parameter, embedding, head, inside)
+        groups[kind] += _group(parameter, width if id(parameter) in quantised else None)
+        if parameter.requires_grad:
+            shape = parameter.shape
+            factored += sum(shape[-2:]) * shape[:-2].numel() if len(shape) > 1 else shape.numel()
+            largest = max(largest, parameter.numel())
+    each = (_sum(layer, quantised, width) for layer in layers)
+    return Parameters(
+        groups=groups,
+        layer=max(each, key=lambda group: group.elements),
+        layers=len(layers),
+        tied=head is not None and head is embedding,
+        head_trained=head is not None and head.requires_grad,
+        factored=factored,
+        largest=largest,
+    )
+
+
+def _weight(module: Any) -> nn.Parameter | None:
+    saved = getattr(module, "modules_to_save", None)  # PEFT's trained copy of a whole module
+    if saved:
+        module = next(iter(saved.values()))
+    return getattr(getattr(module, "base_layer", module), "weight", None)
+
+
+def _kind(name: str, parameter: Any, embedding: Any, head: Any, inside: set[int]) -> str:
+    if parameter is embedding:
+        return "embedding"
+    if parameter is head:
+        return "head"
+    if ".lora_" in name or ".modules_to_save." in name:
+        return "adapters"
+    if id(parameter) not in inside:
+        return "other"
+    return "experts" if parameter.dim() == 3 or ".experts." in name else "layers"
+
+
+def _quantised(layers: nn.Module) -> set[int]:
+    """Identities of the weights that bitsandbytes quantises: those of linear layers that are no adapters."""
+    linear = ((name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear))
+    return {id(module.weight) for name, module in linear if "lora_" not in name}
+
+
+def _group(parameter: torch.Tensor, width: float | None) -> Group:
+    size = parameter.numel() * (parameter.element_size() if width is None else width)
+    trained = parameter.requires_grad
+    return Group(parameter.numel(), size, parameter.numel() if trained else 0, size if trained else 0.0)
+
+
+def _sum(module: nn.Module, quantised: set[int], width: float) -> Group:
+    groups = (_group(parameter, width if id(parameter) in quantised else None) for parameter in module.parameters())
+    return sum(groups, Group())

@@ -1,0 +1,115 @@
+"""What `liger-trainer plan` prints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from liger_trainer.plan.choose import Plan, Row, written_setting
+from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
+from liger_trainer.plan.inputs import Inputs, kernels_of
+from liger_trainer.plan.settings import CONFIGS, Setting
+
+if TYPE_CHECKING:
+    from liger_trainer.plan.parameters import Parameters
+
+GIB = 2**30
+_PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
+_NAMES = {"single": "one GPU", "ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
+
+
+def parameters_line(parameters: Parameters) -> str:
+    """How many parameters there are, by kind, and how many of them are trained."""
+    total = parameters.total
+    kinds = [f"{kind} {_count(group.elements)}" for kind, group in parameters.groups.items() if group.elements]
+    tied = ", head tied to the embedding" if parameters.tied else ""
+    trained = f"{_count(total.trained)} of {_count(total.elements)} parameters trained"
+    return f"{trained}: {', '.join(kinds)}{tied}; weights {total.bytes / GIB:.1f} GiB"
+
+
+def _count(elements: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if elements >= size:
+            return f"{elements / size:.2f}{unit}"
+    return str(elements)
+
+
+def memory_table(plan: Plan, title: str) -> Table:
+    """A line a setting: GiB a GPU at the fullest moment, by what they are for. Columns of zeros are left out."""
+    rows = [("as written", plan.written), *((way(row.setting), row) for row in plan.rows)]
+    parts = [part for part in _PARTS if any(getattr(row.memory, part) for _, row in rows)]
+    table = Table(title=title, title_justify="left")
+    table.add_column("setting", overflow="fold")
+    for heading in ("batch", *parts, "sum"):
+        table.add_column(heading, justify="right")
+    table.add_column("fullest at", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for name, row in rows:
+        sizes = [f"{getattr(row.memory, part) / GIB:.1f}" for part in parts]
+        verdict = "[bold green]best[/]" if row is plan.best else "fits" if row.fits else "[red]too big[/]"
+        batch = f"{row.setting.batch} × {row.setting.accumulation}"
+        table.add_row(name, batch, *sizes, f"{row.memory.total / GIB:.1f}", row.memory.moment, verdict)
+    return table
+
+
+def way(setting: Setting) -> str:
+    """A setting in words."""
+    options = ["checkpointing"] if setting.checkpointing else ["no checkpointing"]
+    options += ["tiled_mlp"] if setting.tiled_mlp else []
+    options += ["offloading"] if setting.offloading else []
+    return f"{_NAMES[setting.strategy]}, {', '.join(options)}"
+
+
+def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str) -> str:
+    """Why this setting, and the command that runs it."""
+    setting, fitting = best.setting, sum(row.fits for row in plan.rows)
+    free = (plan.room - best.memory.total) / GIB
+    text = (
+        f"Take {way(setting)}, batch {setting.batch} × {setting.accumulation} steps: by its products and its "
+        f"communication the fastest of the {fitting} ways that fit (of {len(plan.rows)}), with {free:.1f} GiB to spare "
+        f"beside the {ALLOCATOR_SLACK:.0%} of the GPU that are kept free for the allocator."
+    )
+    host = host_bytes(inputs.run, setting) / GIB
+    if host:
+        text += f" Offloading takes {host:.1f} GiB of pinned memory on this machine."
+    if setting.strategy == "zero2":
+        text += " It needs the deepspeed package."
+    return f"{text}\n\n  {shlex.join(command(inputs, setting, recipe))}"
+
+
+def command(inputs: Inputs, setting: Setting, recipe: str) -> list[str]:
+    """The command line that trains `recipe` in this setting; only keys that change are written."""
+    line = ["liger-trainer", "train", recipe, "--accelerate_config", CONFIGS[setting.strategy]]
+    if setting.gpus > 1:
+        line += ["--num_processes", str(setting.gpus)]
+    for key, value in changed_keys(inputs, setting).items():
+        text = json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
+        line += [f"--{key}", text]
+    return line
+
+
+def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
+    """The recipe's keys that `setting` changes, with their new values."""
+    values, old = inputs.values, written_setting(inputs, setting.gpus)
+    keys: dict[str, Any] = {}
+    if setting.batch != old.batch:
+        keys["per_device_train_batch_size"] = setting.batch
+        keys["gradient_accumulation_steps"] = setting.accumulation
+    if setting.checkpointing != old.checkpointing:
+        keys["gradient_checkpointing"] = setting.checkpointing
+    if bool(setting.offloading) != bool(values["activation_offloading"]):
+        keys["activation_offloading"] = bool(setting.offloading)
+    if values["activation_offloading_fraction"] != 1:  # a plan offloads all or nothing
+        keys["activation_offloading_fraction"] = 1.0
+    if setting.tiled_mlp != kernels_of(values, inputs.source).tiled_mlp:
+        written = values["liger_kernel_config"] or {}
+        written = json.loads(written) if isinstance(written, str) else written
+        keys["liger_kernel_config"] = {**written, "tiled_mlp": setting.tiled_mlp}
+    return keys
+
+
+def _fraction_differs(setting: Setting, old: Setting) -> bool:
+    return bool(setting.offloading and old.offloading) and setting.offloading != old.offloading

@@ -1,0 +1,99 @@
+"""The ways to run a recipe that a plan compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from liger_trainer.plan.parameters import Parameters
+from liger_trainer.plan.shapes import LayerShape
+
+CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2"}
+"""Strategy to the name of its accelerate configuration."""
+
+LAUNCH_TOKENS = 250
+"""What launching a micro-step costs, in tokens."""
+
+COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750}
+"""What its communication costs, in tokens of a dense model that is trained whole: FSDP2 gathers the weights twice and
+reduces their gradients, 6 bytes a parameter at some 400 GB/s, against 8 FLOP a parameter and token at some 400 TFLOP/s;
+ZeRO-2 sends gradients, and weights once a step; DDP gradients once a step. For ranking alone."""
+
+OFFLOADING_COST = 1.05
+TILED_COST = 1.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to run.
+
+    Args:
+        strategy: ``"single"``, ``"ddp"``, ``"zero2"`` or ``"fsdp2"`` (weights, gradients and states split, weights
+            freed after each layer).
+        gpus: How many GPUs.
+        batch: ``per_device_train_batch_size``.
+        accumulation: ``gradient_accumulation_steps``.
+        checkpointing: Whether every layer is computed again in the backward.
+        tiled_mlp: Whether gated MLPs run in tiles.
+        offloading: Of the layers' inputs, the fraction that waits in the host's memory; 0 without checkpointing.
+    """
+
+    strategy: str = "single"
+    gpus: int = 1
+    batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = True
+    tiled_mlp: bool = False
+    offloading: float = 0.0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights themselves are split."""
+        return self.strategy == "fsdp2"
+
+
+def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: LayerShape) -> float:
+    """Time a token takes, relative to the same model on one GPU without checkpointing; for ranking alone.
+
+    A trained matrix costs three products a token, one in the forward and two in the backward; a frozen one under
+    adapters costs two; checkpointing adds one. What is sent weighs more where a token meets few of the parameters
+    (experts), and less where few are trained, but that FSDP2 gathers frozen ones too.
+
+    Args:
+        setting: How it runs.
+        tokens: Of a micro-batch on one GPU.
+        parameters: The model's.
+        shape: Its largest layer.
+    """
+    products = 3 if shape.trained else 2
+    cost = (products + setting.checkpointing) / products
+    cost *= OFFLOADING_COST if setting.offloading else 1.0
+    cost *= TILED_COST if setting.tiled_mlp else 1.0
+    total, experts = parameters.total, parameters.groups["experts"].elements
+    idle = experts * (1 - shape.experts_per_token / shape.experts) if shape.experts else 0.0
+    sent = total.elements if setting.sharded else total.trained
+    overhead = LAUNCH_TOKENS + COMMUNICATION_TOKENS[setting.strategy] * sent / (total.elements - idle)
+    return cost * (1 + overhead / max(tokens, 1))
+
+
+def candidates(
+    gpus: int, batch: int, accumulation: int, quantised: bool, tiles: bool, fixed_batch: bool = False
+) -> Iterator[Setting]:
+    """All settings worth a look; each keeps the samples of an optimizer step.
+
+    Args:
+        gpus: How many GPUs.
+        batch: The recipe's ``per_device_train_batch_size``.
+        accumulation: The recipe's ``gradient_accumulation_steps``.
+        quantised: Whether the base is quantised, which is not split.
+        tiles: Whether the model has gated MLPs to tile.
+        fixed_batch: Whether the batch stays what it is.
+    """
+    strategies = ["single"] if gpus == 1 else ["ddp", "zero2", *([] if quantised else ["fsdp2"])]
+    samples = batch * accumulation
+    batches = [batch] if fixed_batch else [size for size in range(1, samples + 1) if samples % size == 0]
+    ways = [(False, False, 0.0), (True, False, 0.0), (True, False, 1.0)]
+    ways += [(True, True, 0.0), (True, True, 1.0)] if tiles else []
+    for strategy, (checkpointing, tiled, offloading), size in itertools.product(strategies, ways, batches):
+        yield Setting(strategy, gpus, size, samples // size, checkpointing, tiled, offloading)

@@ -1,0 +1,35 @@
+"""Models on meta whose memory was measured, as the benchmarks build them."""
+
+import functools
+
+import torch
+
+from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.training_step import model_config
+from liger_trainer.plan.estimate import Run, Work
+from liger_trainer.plan.head import HeadSettings
+from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.plan.shapes import read_layer_shape
+
+GIB = 2**30
+
+
+@functools.cache
+def counted(name, layers=0, rank=0):
+    """Parameters and layer shape of a benchmarked model, with adapters on all linear layers if `rank` is not 0."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers), dtype=torch.bfloat16)
+        if rank:
+            lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, lora)
+    return count_parameters(model), read_layer_shape(model)
+
+
+def run_of(name, length, layers=0, rank=0, loss="cross_entropy", rows=1, prompt=0, **work):
+    """A run of a benchmarked model on sequences of `prompt` + `length` tokens."""
+    parameters, shape = counted(name, layers, rank)
+    work = Work(rows=rows, length=prompt + length, loss_length=length, head=HeadSettings(loss=loss), **work)
+    return Run(parameters, shape, work)

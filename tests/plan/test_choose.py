@@ -1,0 +1,84 @@
+"""The recommended setting is the fastest that fits, and the command for it says so to the recipe."""
+
+import pytest
+
+from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_setting
+from liger_trainer.plan.inputs import read_inputs
+from liger_trainer.plan.report import changed_keys, command
+
+GB = 10**9
+
+
+def plan_of(configs, recipe, gpus=1, memory=80 * GB, *options):
+    model = configs[recipe.rsplit("_", 1)[0].removesuffix("_dpo").removesuffix("_grpo")]
+    inputs = read_inputs(recipe, ["--model_name_or_path", model, *options], gpus)
+    return inputs, make_plan(inputs, gpus, memory)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ("llama3_8b_sft", 1),
+        ("llama3_8b_sft", 4),
+        ("llama3_8b_dpo_lora", 1),
+        ("llama3_8b_grpo", 8),
+        ("gemma3_4b_kto", 2),
+    ],
+)
+def test_the_command_makes_the_recipe_what_was_recommended(configs, recipe, gpus):
+    inputs, plan = plan_of(configs, recipe, gpus, 100 * GB)
+    assert plan.best.memory.total <= plan.room
+    assert plan.best.cost == min(row.cost for row in plan.rows if row.fits)
+    line = command(inputs, plan.best.setting, recipe)
+    start = line.index("--num_processes") + 2 if gpus > 1 else line.index("--accelerate_config") + 2
+    changed = read_inputs(recipe, ["--model_name_or_path", inputs.values["model_name_or_path"], *line[start:]], gpus)
+    strategy = plan.best.setting.strategy
+    assert written_setting(changed, gpus).__dict__ | {"strategy": strategy} == plan.best.setting.__dict__
+
+
+def test_options_of_the_kernels_are_kept(configs):
+    options = ["--liger_kernel_config", '{"rope": false}', "--activation_offloading", "true"]
+    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 80 * GB, *options)
+    tiled = next(row.setting for row in plan.rows if row.setting.tiled_mlp and not row.setting.offloading)
+    keys = changed_keys(inputs, tiled)
+    assert keys["liger_kernel_config"] == {"rope": False, "tiled_mlp": True}
+    assert keys["activation_offloading"] is False
+
+
+def test_more_memory_is_never_slower(configs):
+    costs = []
+    for memory in (70, 80, 100, 141):
+        best = plan_of(configs, "llama3_8b_sft", 1, memory * GB)[1].best
+        costs.append(best.cost if best else float("inf"))
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > 1
+
+
+def test_where_nothing_fits(configs):
+    inputs, plan = plan_of(configs, "qwen3_30b_a3b_dpo", 2)
+    assert plan.best is None
+    assert least(inputs, 2).memory.total == min(row.memory.total for row in plan.rows)
+    gpus = gpus_that_fit(inputs, 2, 80 * GB)
+    assert make_plan(inputs, gpus, 80 * GB).best is not None
+    assert make_plan(inputs, gpus // 2, 80 * GB).best is None
+
+
+def test_batches_that_are_part_of_the_loss_stay(configs):
+    inputs, plan = plan_of(configs, "llama3_8b_grpo", 1)
+    assert {row.setting.batch for row in plan.rows} == {inputs.values["per_device_train_batch_size"]}
+
+
+def test_a_reference_is_a_second_model_but_under_adapters(configs):
+    full, _ = plan_of(configs, "llama3_8b_dpo")
+    lora, _ = plan_of(configs, "llama3_8b_dpo_lora")
+    assert full.run.work.reference_bytes == full.run.parameters.total.bytes
+    assert lora.run.work.reference_bytes == 0
+    assert full.run.work.rows == lora.run.work.rows == 2
+
+
+def test_vllm_takes_its_share(configs):
+    options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.3"]
+    _, alone = plan_of(configs, "llama3_8b_grpo", 1, 80 * GB)
+    inputs, shared = plan_of(configs, "llama3_8b_grpo", 1, 80 * GB, *options)
+    assert alone.room - shared.room == pytest.approx(0.3 * 80 * GB)
+    assert inputs.run.work.generated == 0

@@ -1,0 +1,115 @@
+"""What must hold between settings, whatever the constants."""
+
+import dataclasses
+
+import pytest
+
+from liger_trainer.plan.estimate import Work, estimate, host_bytes, moments
+from liger_trainer.plan.head import HeadSettings, head_memory
+from liger_trainer.plan.settings import Setting, candidates, relative_cost
+from tests.plan.cases import GIB, counted, run_of
+
+RUN = run_of("llama3-8b", 4096)
+
+
+def total(run=RUN, **setting):
+    return estimate(run, Setting(**setting)).total
+
+
+def moment(name, run=RUN, **setting):
+    return next(memory for memory in moments(run, Setting(**setting)) if memory.moment == name)
+
+
+def test_a_total_is_the_sum_of_its_parts_and_the_fullest_moment():
+    memory = estimate(RUN, Setting())
+    assert memory.total == sum(dataclasses.astuple(memory)[1:])
+    assert memory.total == max(other.total for other in moments(RUN, Setting()))
+
+
+def test_each_way_to_save_saves():
+    assert total(batch=4) < total(batch=8)
+    assert total(batch=4) < total(batch=4, checkpointing=False)
+    assert total(batch=16, tiled_mlp=True) < total(batch=16)
+    adapters = run_of("llama3-8b", 4096, rank=16)  # without gradients of the whole model, checkpoints decide
+    sizes = [total(adapters, batch=4, offloading=fraction) for fraction in (1.0, 0.5, 0.0)]
+    assert sizes == sorted(set(sizes))
+    assert total(strategy="fsdp2", gpus=8) < total(strategy="fsdp2", gpus=4) < total(strategy="ddp", gpus=4)
+    assert total(strategy="zero2", gpus=8) < total(strategy="ddp", gpus=8)
+
+
+def test_ddp_adds_its_buckets():
+    one, many = moment("optimizer"), moment("optimizer", strategy="ddp", gpus=4)
+    assert many.total - one.total == RUN.parameters.total.trained_bytes
+
+
+def test_fsdp2_splits_fp32_weights_and_states():
+    memory = moment("optimizer", strategy="fsdp2", gpus=4)
+    assert memory.total == 16 * RUN.parameters.total.elements / 4
+
+
+def test_accumulated_gradients_are_there_from_the_start():
+    assert moment("loss").gradients == 0
+    assert moment("loss", accumulation=2).gradients == RUN.parameters.total.trained_bytes
+
+
+def test_fp32_weights_under_autocast():
+    run = dataclasses.replace(RUN, weight_bytes=4)
+    assert moment("loss", run).buffers == 2 * RUN.parameters.total.trained  # autocast's copies
+    assert moment("loss", run).activations == 2 * moment("loss").activations  # an fp32 residual stream
+    assert moment("last layer", run).buffers == 0
+
+
+def test_reference_and_generation():
+    weights = RUN.parameters.total.bytes
+    work = Work(length=4096, loss_length=4096, head=HeadSettings("log_probs"), reference_bytes=weights, generated=1)
+    run = dataclasses.replace(RUN, work=work)
+    assert moment("loss", run).reference == weights
+    assert moment("loss", run, strategy="fsdp2", gpus=4).reference == weights / 4
+    cache = 32 * 2 * 1024 * 2 * 4096 * 8  # layers, keys and values of 1024, bf16, tokens, sequences
+    generated = moment("generation", run, batch=2, accumulation=4).generation
+    assert cache < generated < 1.1 * cache
+    assert not any(memory.moment == "generation" for memory in moments(RUN, Setting()))
+
+
+def test_head():
+    sizes = {"tokens": 8192, "hidden": 4096, "vocab": 128256, "compute": 2, "weight": 2}
+    fused = head_memory(HeadSettings(), **sizes, trained=True)
+    assert fused.peak == 512 * 2**20 + 2 * 8192 * 4096 * 2 + 128256 * 4096 * 2
+    frozen = head_memory(HeadSettings("log_probs"), **sizes, trained=False)
+    assert frozen.peak == 512 * 2**20 + 2 * 8192 * 4096 * 2 + 8192 * 4096 * 4
+    assert head_memory(HeadSettings(fused=False, cross_entropy=False), **sizes, trained=True).peak > 11 * GIB
+    assert head_memory(HeadSettings("none"), **sizes, trained=True).peak == 0
+    retained = head_memory(HeadSettings("log_probs", retained=2**30), **sizes, trained=True)
+    assert retained.peak == fused.peak + 2**30
+
+
+def test_offloaded_inputs_wait_in_pinned_memory():
+    assert host_bytes(RUN, Setting("ddp", 4, 2, offloading=0.5)) == 4 * 0.5 * 32 * 2 * 4096 * 4096 * 2
+    assert host_bytes(RUN, Setting("ddp", 4, 2)) == 0
+
+
+def test_candidates_keep_the_samples_of_a_step():
+    found = list(candidates(4, batch=2, accumulation=6, quantised=False, tiles=True))
+    assert {one.batch * one.accumulation for one in found} == {12}
+    assert {one.strategy for one in found} == {"ddp", "zero2", "fsdp2"}
+    assert {one.strategy for one in candidates(1, 2, 6, False, True)} == {"single"}
+    assert "fsdp2" not in {one.strategy for one in candidates(4, 2, 6, quantised=True, tiles=False)}
+    assert not any(one.tiled_mlp for one in candidates(4, 2, 6, False, tiles=False))
+    assert {one.batch for one in candidates(4, 2, 6, False, True, fixed_batch=True)} == {2}
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_what_costs_time(rank):
+    def cost(**setting):
+        return relative_cost(Setting(**setting), 4096, *counted("llama3-8b", rank=rank))
+
+    assert cost(checkpointing=False) < cost() < cost(tiled_mlp=True) < cost(offloading=1.0)
+    assert cost() < cost(strategy="ddp") < cost(strategy="zero2") < cost(strategy="fsdp2")
+
+
+def test_experts_cost_more_to_send_than_they_compute():
+    def overhead(name, layers):
+        model = counted(name, layers)
+        return relative_cost(Setting("fsdp2", 8), 4096, *model) / relative_cost(Setting(), 4096, *model)
+
+    assert overhead("qwen3-30b-a3b", 12) > 1.5 > overhead("llama3-8b", 0)

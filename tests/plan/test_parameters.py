@@ -1,0 +1,118 @@
+"""Counting parameters on meta gives what the built model has."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+from liger_trainer.plan.optimizers import optimizer_memory
+from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.plan.shapes import read_layer_shape
+from tests.plan.cases import counted
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def build(config, lora=None, dtype=torch.bfloat16):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model if lora is None else get_peft_model(model, lora)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_counts_and_bytes(tied):
+    model = build(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    counts = count_parameters(model)
+    assert counts.total.elements == sum(parameter.numel() for parameter in model.parameters())
+    assert counts.total.bytes == 2 * counts.total.elements == counts.total.trained_bytes
+    assert counts.groups["embedding"].elements == 96 * 32
+    assert counts.groups["head"].elements == (0 if tied else 96 * 32)
+    assert counts.tied is tied
+    assert counts.head_trained
+    assert counts.layer.elements * 2 == counts.groups["layers"].elements
+    assert counts.groups["other"].elements == 32  # the final norm
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_experts_are_told_apart():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = build(Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, **sizes))
+    counts, shape = count_parameters(model), read_layer_shape(model)
+    assert counts.groups["experts"].elements == 3 * 4 * 3 * 32 * 24
+    assert (shape.experts_per_token, shape.expert_intermediate, shape.intermediate) == (2, 24, 0)
+
+
+def test_adapters_are_fp32_and_all_that_is_trained():
+    counts, shape = counted("llama3-8b", rank=16)
+    assert counts.groups["adapters"].trained == counts.total.trained == 16 * 32 * 81920  # r, layers, in + out
+    assert counts.total.trained_bytes == 4 * counts.total.trained
+    assert not shape.trained
+    assert not counts.head_trained
+    widths = (shape.adapted_attention, shape.adapted_output, shape.adapted_mlp, shape.adapted_down)
+    assert widths == (3 * 4096, 4096, 2 * 4096, 14336)
+
+
+def test_saved_head_is_trained():
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    counts = count_parameters(build(LlamaConfig(**SIZES), lora))
+    assert counts.head_trained
+    assert counts.total.trained == 96 * 32 + 2 * 4 * (32 + 32)
+
+
+@pytest.mark.parametrize(("bits", "width"), [(4, 0.5625), (8, 1.0)])
+def test_quantised_layers(bits, width):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = build(LlamaConfig(**SIZES), lora)
+    plain, quantised = count_parameters(model), count_parameters(model, bits)
+    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert plain.total.bytes - quantised.total.bytes == linear * (2 - width)
+    assert quantised.total.trained_bytes == plain.total.trained_bytes
+
+
+def test_no_layers_is_an_error():
+    with pytest.raises(ValueError, match="no list of layers"):
+        count_parameters(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("optim", "bytes_each"),
+    [
+        ("adamw_torch_fused", 4),  # two states in the bf16 of the weights
+        ("adamw_bnb_8bit", 2),
+        ("paged_adamw_8bit", 2),
+        ("paged_adamw_32bit", 8),
+        ("sgd", 0),
+        ("a_new_one", 8),
+    ],
+)
+def test_optimizer_states(optim, bytes_each):
+    counts = count_parameters(build(LlamaConfig(**SIZES)))
+    assert optimizer_memory(optim, counts).states == bytes_each * counts.total.elements
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adafactor", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_those_of_the_real_optimizer(name, dtype):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=dtype)
+    counts = count_parameters(model)
+    if name == "adafactor":
+        from transformers import Adafactor
+
+        optimizer = Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
+    else:
+        kind = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    real = sum(value.nbytes for value in states if value.dim())
+    assert optimizer_memory(name, counts).states == pytest.approx(real, rel=0.01)
