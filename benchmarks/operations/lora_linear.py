@@ -51,15 +51,9 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
         x, weight = data.normal(tokens, model.hidden), frozen(data, model.hidden, outputs)
         a, b = adapter(data, model.hidden, outputs)
         gradient = data.upstream(tokens, outputs)
-        shape = f"{tokens}×{model.hidden}→{outputs}"
+        floor = Floor(matmuls=functools.partial(_matmuls, x.detach(), weight, gradient))
         arguments = {"x": x, "weight": weight, "a": a, "b": b}
-        yield Case(
-            arguments,
-            shape,
-            Floor(matmuls=functools.partial(_matmuls, x.detach(), weight, gradient)),
-            (gradient,),
-            variant,
-        )
+        yield Case(arguments, f"{tokens}×{model.hidden}→{outputs}", floor, (gradient,), variant)
 
 
 @provider("lora_linear", "torch")
