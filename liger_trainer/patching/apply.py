@@ -17,6 +17,7 @@ from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.lora import find_lora
+from liger_trainer.patching.lora_attention import share_inputs
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
@@ -68,7 +69,7 @@ def apply_liger_kernel(
 
     probe = Probe(_probe_device(model))
     with probe.isolated():
-        findings = fuse_qk_norms(_find_all(model, parsed, probe), probe)
+        findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:

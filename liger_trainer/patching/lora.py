@@ -2,7 +2,8 @@
 
 PEFT runs them as separate layers, on a copy of x in the adapters' dtype that is kept for the backward: fp32 in a bf16
 model, as PEFT widens adapters for their optimiser. Ours is one operator that keeps x as it is (`kernels/lora.py`). In
-gated MLPs that are patched, gate and up are one such operator, and the down projection another (`gated_mlp.py`).
+gated MLPs that are patched, gate and up are one such operator, and the down projection another (`gated_mlp.py`);
+queries, keys and values are one where an attention computes them of one tensor (`lora_attention.py`).
 
 The proof runs both forwards on a stand-in in plain linear layers on the CPU, where fp32 products are fp32.
 """
@@ -18,6 +19,7 @@ from torch import nn
 from liger_trainer.kernels.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.lora_attention import shared_result
 from liger_trainer.patching.lora_layer import active_adapters, adapted_layer, is_lora_linear
 from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
 
@@ -27,10 +29,13 @@ _TARGET = "lora.Linear"
 
 def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward that is bound to a LoRA layer."""
-    layer = None if args or kwargs else adapted_layer(self, x)
-    if layer is None:
+    if args or kwargs:
         return type(self).forward(self, x, *args, **kwargs)
-    return lora_linears(x, [layer])[0]
+    shared = shared_result(self, x)
+    if shared is not None:
+        return shared
+    layer = adapted_layer(self, x)
+    return type(self).forward(self, x) if layer is None else lora_linears(x, [layer])[0]
 
 
 def find_lora(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:

@@ -269,10 +269,37 @@ def test_all_linear(fused, family, config):
     assert any(row.component == "lora" for row in apply_liger_kernel(model, config).applied)
     assert_same(loss_and_gradients(model, batch), expected)
     assert (2 in fused) == (config != LORA and family != "phi3")  # gate and up
+    assert (3 in fused) == (family != "phi3")  # queries, keys and values
     revert_liger_kernel(model)
     fused.clear()
     assert_same(loss_and_gradients(model, batch), expected)
     assert fused == []
+
+
+def test_a_hook_on_one_of_q_k_and_v_and_adapters_on_two(fused):
+    model, batch = adapted("llama", target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    expected, seen = loss_and_gradients(model, batch), []
+    apply_liger_kernel(model, LORA)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused == [2, 2]
+    model.base_model.model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: seen.append(1))
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert (fused[2:], seen) == ([1, 1, 2], [1])
+
+
+def test_an_attention_that_gives_its_projections_other_tensors(fused):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None):
+            return self.q_proj(hidden_states) + self.k_proj(hidden_states * 1) + self.v_proj(hidden_states)
+
+    model = get_peft_model(Attention(), LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
+    apply_liger_kernel(model, LORA)
+    model(torch.randn(2, 16))
+    assert fused == [1, 1, 1]
 
 
 @pytest.mark.parametrize("targets", [["gate_proj"], ["up_proj", "q_proj"], ["down_proj"], ["gate_proj", "down_proj"]])
@@ -292,7 +319,7 @@ def test_hooks_on_gate_and_up_are_called(fused):
             module.register_forward_hook(lambda *_: seen.append(1))
     assert_same(loss_and_gradients(model, batch), expected)
     assert len(seen) == 4
-    assert set(fused) == {1}
+    assert set(fused) == {1, 3}  # but not 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -335,5 +362,5 @@ def test_an_adapter_on_the_head_is_the_head_s():
     model, batch = adapted("llama", target_modules=["q_proj", "lm_head"])
     expected = loss_and_gradients(model, batch)
     report = apply_liger_kernel(model)
-    assert {row.component: row.count for row in report.applied}["lora"] == 2
+    assert [row.count for row in report.applied if row.component == "lora"] == [2]
     assert_same(loss_and_gradients(model, batch), expected)
