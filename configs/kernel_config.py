@@ -41,6 +41,7 @@ class KernelConfig:
         swiglu: Gated MLPs with SiLU.
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
+        lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
         experts: Mixture-of-experts layers.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
@@ -58,6 +59,7 @@ class KernelConfig:
     swiglu: bool = True
     geglu: bool = True
     relu_squared: bool = True
+    lora: bool = True
     experts: bool = True
     cross_entropy: bool = True
     linear_cross_entropy: bool = True

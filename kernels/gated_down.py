@@ -118,14 +118,14 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     dgate = dup = h = None
     with torch.autocast(gate.device.type, enabled=False):
         if need_gate or need_up:
-            dgate, dup, h = _gradients_and_h(ctx, dy @ weight, gate, up, need_gate, need_up, need_weight)
+            dgate, dup, h = gradients_and_h(ctx, dy @ weight, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
             h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
         dweight = dy.mT @ h if need_weight and h is not None else None
     return dgate, dup, dweight, dy.sum(0) if need_bias else None, None, None, None, None
 
 
-def _gradients_and_h(
+def gradients_and_h(
     ctx: Any,
     dh: torch.Tensor,
     gate: torch.Tensor,
@@ -134,6 +134,7 @@ def _gradients_and_h(
     need_up: bool,
     need_h: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of gate and up that are needed and, in the memory of dh, h where it is."""
     if gated.overwrites_saved(ctx) and need_gate and (need_up or up is None):
         dgate, dup = gate.detach(), None if up is None else up.detach()
         operator = _gated_recompute_ if need_h else gated.gated_activation_backward_
@@ -156,9 +157,10 @@ def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
-def _kernel_takes(
+def kernel_takes(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, inplace: bool
 ) -> bool:
+    """Checks the inputs; whether the kernel takes them, or the reference must."""
     takes = gated.fused_kernel_takes(gate, inplace) if up is None else gated.kernel_takes(gate, up, inplace)
     intermediate = gate.shape[-1] // (2 if up is None else 1)
     if weight.dim() != 2 or weight.shape[1] != intermediate:
@@ -205,7 +207,7 @@ def swiglu_down(
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
-    if _kernel_takes(gate, up, weight, bias, inplace_backward):
+    if kernel_takes(gate, up, weight, bias, inplace_backward):
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
         return gated_down(gate, up, weight, bias, "silu", values, False, inplace_backward)
     return swiglu_down_reference(
@@ -244,7 +246,7 @@ def geglu_down(
     """
     activation = activation_name(approximate)
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
-    if _kernel_takes(gate, up, weight, bias, inplace_backward):
+    if kernel_takes(gate, up, weight, bias, inplace_backward):
         return gated_down(gate, up, weight, bias, activation, gated.scalars(), False, inplace_backward)
     return geglu_down_reference(gate, up, weight, bias, approximate)
 

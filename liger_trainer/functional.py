@@ -18,6 +18,8 @@ from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_dis
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
+from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.poly_norm import poly_norm
@@ -40,6 +42,8 @@ __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
     "GRPOLossOutput",
+    "LoRA",
+    "LoRALayer",
     "LogProbsOutput",
     "clamped_swiglu",
     "cross_entropy",
@@ -65,6 +69,10 @@ __all__ = [
     "linear_kl_div",
     "linear_log_probs",
     "log_probs",
+    "lora_down",
+    "lora_linear",
+    "lora_linears",
+    "lora_mlp",
     "modulated_rms_norm",
     "multi_token_attention",
     "poly_norm",

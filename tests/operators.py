@@ -92,6 +92,14 @@ def _pair(result: ops.LogProbsOutput) -> tuple[torch.Tensor, torch.Tensor | None
     return result.log_probs, result.entropy
 
 
+def _adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> ops.LoRALayer:
+    return ops.LoRALayer(weight, None, (ops.LoRA(a, b, 0.5),))
+
+
+def _lora_mlp(x: torch.Tensor, *parameters: torch.Tensor, **options: Any) -> torch.Tensor:
+    return ops.lora_mlp(x, *(_adapted(*parameters[i : i + 3]) for i in (0, 3, 6)), **options)
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
@@ -101,6 +109,7 @@ _HEADS = (leaf(5, 16), leaf(70, 16), *_TEACHER, labels(70, 5))
 _LOG_Q, _LOG_P = probabilities(5, 70, log=True, needs_gradient=True), probabilities(5, 70, log=True)
 _POLICY, _LLP = (labels(70, 2, 5), table(2)), "linear_log_probs"
 _Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
+_WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24), leaf(2, 24), leaf(16, 2))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -145,6 +154,21 @@ OPERATORS: dict[str, Operator] = {
     "relu_squared": Operator(ops.relu_squared, (leaf(6, 48),), "relu_squared"),
     "swiglu_down": Operator(ops.swiglu_down, (leaf(6, 24), leaf(6, 24), leaf(16, 24)), "swiglu_down"),
     "geglu_down": Operator(ops.geglu_down, (leaf(6, 24), leaf(6, 24), leaf(16, 24)), "geglu_down"),
+    "lora_linear": Operator(_with(ops.lora_linear, 2, None), (leaf(6, 16), *_WIDENED), "lora_linear"),
+    "lora_linears": Operator(
+        lambda x, *layers: ops.lora_linears(x, [_adapted(*layers[:3]), _adapted(*layers[3:])]),
+        (leaf(6, 16), *_WIDENED, *_WIDENED),
+        "lora_linears",
+    ),
+    "lora_down": Operator(
+        lambda gate, up, *down: ops.lora_down(gate, up, _adapted(*down)),
+        (leaf(6, 24), leaf(6, 24), *_NARROWED),
+        "lora_down",
+    ),
+    "lora_mlp": Operator(_lora_mlp, (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"),
+    "lora_mlp, GELU": Operator(
+        partial(_lora_mlp, activation="tanh"), (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"
+    ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
     "linear_log_probs": Operator(ops.linear_log_probs, _HEAD, _LLP),

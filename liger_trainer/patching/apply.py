@@ -11,11 +11,13 @@ from torch import nn
 
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
-from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
 from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.lora import find_lora
+from liger_trainer.patching.lora_attention import share_inputs
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
@@ -67,7 +69,7 @@ def apply_liger_kernel(
 
     probe = Probe(_probe_device(model))
     with probe.isolated():
-        findings = fuse_qk_norms(_find_all(model, parsed, probe), probe)
+        findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -99,9 +101,13 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
     def enabled(component: str) -> bool:
         return getattr(config, component)
 
+    heads, _ = find_lm_heads(without_adapters(model))  # an adapter on one is the fused head's
     for module in model.modules():
+        if any(module is head for head in heads):
+            continue
         finding = (
-            find_norm(module, enabled, probe)
+            find_lora(module, enabled, probe)
+            or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
             or find_experts(module, enabled)

@@ -204,9 +204,9 @@ class _Projection(nn.Linear):
         return (input.unsqueeze(-2) * self.weight).sum(-1)
 
 
-def projection(weight: torch.Tensor) -> nn.Module:
+def projection(weight: torch.Tensor, kind: type[nn.Linear] = _Projection) -> nn.Module:
     """Stands in for a linear layer of any kind; `weight` is ``(out_features, in_features)``."""
-    layer: nn.Module = object.__new__(_Projection)
+    layer: nn.Module = object.__new__(kind)
     nn.Module.__init__(layer)  # not Linear's own, which allocates and draws from the global generator
     layer.__dict__.update(in_features=weight.shape[1], out_features=weight.shape[0])
     layer._parameters.update({"weight": weight, "bias": None})  # type: ignore[dict-item]

@@ -297,7 +297,7 @@ def test_lora_on_every_projection():
     expected = loss_and_gradients(model, batch)
     report = apply_liger_kernel(model, LAYERS)
     assert report.model == "LlamaForCausalLM in PeftModel"
-    assert {row.component: row.count for row in report.applied} == {"rope": 2, "swiglu": 2, "rms_norm": 5}
+    assert {row.component: row.count for row in report.applied} == {"rope": 2, "swiglu": 2, "rms_norm": 5, "lora": 10}
     got = loss_and_gradients(model, batch)
     assert any("gate_proj.lora_A" in name for name in got)
     for name, value in expected.items():

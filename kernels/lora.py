@@ -1,0 +1,172 @@
+"""Linear layers with low-rank adapters (LoRA, arXiv 2106.09685), alone and in a gated MLP, with backwards by hand.
+
+    y = x @ W^T + b + s (m * x) @ A^T @ B^T
+
+Layers of one input share the thin product with their A, and the gradient of the input is summed by the matmuls. x is
+kept once, in its own dtype, whatever that of the adapters; formulas and what is saved are in `_lora_products`. Where W
+is frozen neither its gradient nor, in an MLP, the product in front of the down projection is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.kernels import _lora_linears as operators
+
+
+class LoRA(NamedTuple):
+    """One adapter.
+
+    Args:
+        a: A, (rank, in_features), of any floating dtype.
+        b: B, (out_features, rank).
+        scaling: s; with dropout, 1 / (1 - p) is to be part of it.
+        mask: Which elements of the input the adapter sees, booleans of the input's shape; None for all.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float = 1.0
+    mask: torch.Tensor | None = None
+
+
+class LoRALayer(NamedTuple):
+    """A linear layer with adapters.
+
+    Args:
+        weight: W, (out_features, in_features).
+        bias: (out_features,), or None.
+        adapters: Its adapters, whose products are added; may be empty.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    adapters: Sequence[LoRA] = ()
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scaling: float = 1.0,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``linear(x, weight, bias) + scaling * linear(linear(mask * x, lora_a), lora_b)``.
+
+    Args:
+        x: (..., in_features). All products are in its dtype; under autocast, in autocast's.
+        weight: (out_features, in_features). A frozen one costs no gradient.
+        bias: (out_features,), or None.
+        lora_a: (rank, in_features). Gradients are computed and returned in its dtype.
+        lora_b: (out_features, rank), likewise.
+        scaling: See `LoRA`.
+        mask: See `LoRA`.
+
+    Returns:
+        (..., out_features), in the dtype of the products.
+
+    Raises:
+        ValueError: If shapes or devices do not fit.
+        RuntimeError: In a backward of the backward.
+    """
+    return lora_linears(x, [LoRALayer(weight, bias, (LoRA(lora_a, lora_b, scaling, mask),))])[0]
+
+
+def lora_linears(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Tensor, ...]:
+    """The results of several layers on one input; see `lora_linear`.
+
+    Args:
+        x: (..., in_features).
+        layers: The layers, at least one.
+
+    Returns:
+        For each layer (..., out_features).
+
+    Raises:
+        ValueError: If there is no layer, or shapes or devices do not fit.
+        RuntimeError: In a backward of the backward.
+    """
+    _check(x, layers)
+    x = as_autocast(x)
+    adapters = [(index, adapter) for index, layer in enumerate(layers) for adapter in layer.adapters]
+    if not adapters:
+        return lora_linears_reference(x, layers)
+    *results, _ = operators.lora_linears(
+        x,
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers if layer.bias is not None],
+        [adapter.a for _, adapter in adapters],
+        [adapter.b for _, adapter in adapters],
+        [adapter.mask for _, adapter in adapters if adapter.mask is not None],
+        [layer.bias is not None for layer in layers],
+        [index for index, _ in adapters],
+        [float(adapter.scaling) for _, adapter in adapters],
+        [adapter.mask is not None for _, adapter in adapters],
+    )
+    return tuple(results)
+
+
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """`x` as autocast would give it to a linear layer."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _check(x: torch.Tensor, layers: Sequence[LoRALayer]) -> None:
+    if not layers:
+        raise ValueError("`layers` is empty; give at least one LoRALayer.")
+    for weight, bias, adapters in layers:
+        _check_shape("weight", weight, x, None, x.shape[-1])
+        out_features = weight.shape[0]
+        if bias is not None:
+            _check_shape("bias", bias, x, out_features)
+        for a, b, _, mask in adapters:
+            _check_shape("lora_a", a, x, None, x.shape[-1])
+            _check_shape("lora_b", b, x, out_features, a.shape[0])
+            if mask is not None and (mask.dtype != torch.bool or mask.numel() != x.numel()):
+                raise ValueError(
+                    f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each of `x`'s elements."
+                )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, x: torch.Tensor, *shape: int | None) -> None:
+    fits = tensor.dim() == len(shape) and all(size in (None, given) for size, given in zip(shape, tensor.shape))
+    if not fits or tensor.device != x.device or not tensor.is_floating_point():
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; for an `x` of {tuple(x.shape)} on "
+            f"{x.device} it must be floating, ({wanted}), on the same device."
+        )
+
+
+def lora_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scaling: float = 1.0,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`lora_linear` in plain torch, with a derivative of every order."""
+    return lora_linears_reference(x, [LoRALayer(weight, bias, (LoRA(lora_a, lora_b, scaling, mask),))])[0]
+
+
+def lora_linears_reference(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Tensor, ...]:
+    """`lora_linears` in plain torch, with a derivative of every order."""
+    results = []
+    for weight, bias, adapters in layers:
+        y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        for a, b, scaling, mask in adapters:
+            seen = x if mask is None else x * mask.view(x.shape)
+            y = y + F.linear(F.linear(seen, a.to(x.dtype)), b.to(x.dtype)) * scaling
+        results.append(y)
+    return tuple(results)

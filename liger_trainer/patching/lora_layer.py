@@ -1,0 +1,116 @@
+"""What one of PEFT's LoRA layers computes at the time of a call, as the operands of our operators.
+
+PEFT lets a user merge, disable, add and switch adapters, hang hooks on any part, and replace parts. So every call asks
+whether the layer is a plain product with plain adapters; where it is not, its own forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.lora import LoRA, LoRALayer
+from liger_trainer.patching.binding import is_bound_by_us
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Whether `module` is exactly PEFT's LoRA layer for linear layers; its subclasses compute something else."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | None:
+    """What `modules` compute of `x`, without calling them; None if one must be called, or none has an adapter.
+
+    Dropout masks are drawn here, in the order in which the modules would draw them.
+    """
+    if torch.nn.modules.module._has_any_global_hook() or not all(_is_unseen(module) for module in modules):
+        return None
+    adapted = [is_lora_linear(module) for module in modules]
+    if not any(adapted):
+        return None
+    plain = [
+        _is_plain_lora(module, x) if lora else is_plain_linear(module, x) for module, lora in zip(modules, adapted)
+    ]
+    if not all(plain):
+        return None
+    return [_with_adapters(module, x) if lora else _operands(module) for module, lora in zip(modules, adapted)]
+
+
+def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
+    """What the LoRA layer `module`, which is being called, computes of `x`; None if its own forward must."""
+    if torch.nn.modules.module._has_any_global_hook() or not _is_plain_lora(module, x):
+        return None
+    return _with_adapters(module, x)
+
+
+def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
+    """Whether `module` is a product with a weight that may be used without calling it: no hook, shard, quantisation."""
+    if type(module) is not nn.Linear or not _is_unseen(module):
+        return False
+    return _is_operand(module.weight, x) and (module.bias is None or _is_operand(module.bias, x))
+
+
+def active_adapters(module: Any) -> list[str]:
+    """The names of the adapters that take part, in order."""
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _is_unseen(module: nn.Module) -> bool:
+    """Whether nobody but the caller takes part in a call of `module`; FSDP and ZeRO-3 gather weights in hooks."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return "forward" not in module.__dict__ or is_bound_by_us(module)
+
+
+def _is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a linear layer would multiply `x` with `parameter`, as they are or as autocast casts both."""
+    if type(parameter) not in _PLAIN or not parameter.is_floating_point() or parameter.device != x.device:
+        return False
+    autocast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
+    return autocast or parameter.dtype == x.dtype
+
+
+def _is_plain_lora(module: Any, x: torch.Tensor) -> bool:
+    if type(x) not in _PLAIN or not is_plain_linear(module.base_layer, x):
+        return False
+    if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
+        return False
+    names = active_adapters(module)
+    return bool(names) and all(_is_plain_adapter(module, name, x) for name in names)
+
+
+def _is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
+    if name in module.lora_variant:  # DoRA and its kin
+        return False
+    a, b, dropout = (children[name] for children in (module.lora_A, module.lora_B, module.lora_dropout))
+    for matrix in (a, b):
+        if type(matrix) is not nn.Linear or matrix.bias is not None or not _is_unseen(matrix):
+            return False
+        weight = matrix.weight
+        # PEFT casts x to the dtype of the adapter, whatever it is.
+        if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
+            return False
+    if not _is_unseen(dropout):
+        return False
+    return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace and dropout.p < 1)
+
+
+def _operands(module: Any) -> LoRALayer:
+    return LoRALayer(module.weight, module.bias)
+
+
+def _with_adapters(module: Any, x: torch.Tensor) -> LoRALayer:
+    adapters = []
+    for name in active_adapters(module):
+        dropout, scaling, mask = module.lora_dropout[name], module.scaling[name], None
+        if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
+            mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
+            scaling = scaling / (1 - dropout.p)
+        a, b = module.lora_A[name].weight, module.lora_B[name].weight
+        adapters.append(LoRA(a, b, scaling, mask))
+    return _operands(module.base_layer)._replace(adapters=tuple(adapters))

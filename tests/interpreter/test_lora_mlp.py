@@ -1,0 +1,98 @@
+"""lora_mlp and lora_down with the kernels: gradients, what is kept, fused projections, gradients on their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.kernels import lora_mlp as operators
+from liger_trainer.kernels._gated_activation import scalars
+from liger_trainer.kernels.lora import LoRA, LoRALayer
+from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from tests.accuracy import assert_as_accurate, seeded_randn
+from tests.kernels.test_lora import kept
+
+HIDDEN, INTERMEDIATE = 16, 24
+SHAPES = [(2, 5, HIDDEN)]
+for out, width, rank in ((INTERMEDIATE, HIDDEN, 2), (INTERMEDIATE, HIDDEN, 3), (HIDDEN, INTERMEDIATE, 4)):
+    SHAPES += [(out, width), (rank, width), (out, rank)]
+
+
+def on_layers(mlp, masks=(None, None, None), **options):
+    """`mlp` as a function of x and, for each layer, W, A and B."""
+
+    def run(x, *parameters):
+        triples = zip(*[iter(parameters)] * 3)
+        layers = [LoRALayer(w, None, (LoRA(a, b, 0.5, mask),)) for (w, a, b), mask in zip(triples, masks)]
+        return mlp(x, *layers, **options)
+
+    return run
+
+
+def tensors(device, dtype=torch.float32):
+    return [seeded_randn(*shape, seed=i, dtype=dtype, device=device, scale=0.5) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"limit": 0.5}, {"activation": "tanh"}, {"activation": "none"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_accurate_as_eager(dtype, options, masked, device):
+    generator = torch.Generator().manual_seed(0)
+    widths = (HIDDEN, HIDDEN, INTERMEDIATE)
+    masks = [(torch.rand(2, 5, n, generator=generator) < 0.7).to(device) if masked else None for n in widths]
+    upstream = [seeded_randn(2, 5, HIDDEN, seed=50, device=device)]
+    ours, eager = (on_layers(mlp, masks, **options) for mlp in (lora_mlp, lora_mlp_reference))
+    if dtype == torch.float32:
+        assert_as_accurate(ours, eager, tensors(device, dtype), upstream)
+        return
+    # Few numbers round by chance: all results taken together.
+    leaves = [tensor.requires_grad_() for tensor in tensors(device, dtype)]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truth = torch.autograd.grad(eager(*wide), wide, upstream[0].double())
+
+    def error(function):
+        got = torch.autograd.grad(function(*leaves), leaves, upstream[0].to(dtype))
+        return sum(float((one.double() - true).norm() / true.norm()) for one, true in zip(got, truth))
+
+    assert error(ours) <= 1.1 * error(eager)
+
+
+@pytest.mark.parametrize("needed", range(len(SHAPES)))
+def test_every_gradient_on_its_own(needed, device):
+    leaves = tensors(device)
+    leaves[needed].requires_grad_()
+    ours, eager = (on_layers(mlp)(*leaves) for mlp in (lora_mlp, lora_mlp_reference))
+    got, expected = (torch.autograd.grad(y.square().mean(), leaves[needed]) for y in (ours, eager))
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_product_is_not_kept(device):
+    half = torch.bfloat16
+    leaves = [leaf.requires_grad_(len(leaf) < 5) for leaf in tensors(device, half)]  # x and A
+    leaves = [leaf if leaf.shape[-1] > 4 else leaf.detach().float().requires_grad_() for leaf in leaves]  # and B
+    ours = kept(lambda: on_layers(lora_mlp)(*leaves), *leaves[1:])
+    gate_or_up = ((2, 5, INTERMEDIATE), half)
+    assert ours == [((2, 5, HIDDEN), half), gate_or_up, gate_or_up, ((10, 4), half), ((10, 5), half)]
+
+
+def test_a_fused_projection_and_a_kept_graph(device):
+    gate_up = seeded_randn(2, 5, 2 * INTERMEDIATE, device=device).requires_grad_()
+    w, a, b = tensors(device)[-3:]
+    a.requires_grad_()
+    y = lora_down(gate_up * 1.0, None, LoRALayer(w, None, (LoRA(a, b),)), inplace_backward=True)
+    gate, up = gate_up.chunk(2, dim=-1)
+    h = F.silu(gate) * up
+    expected = torch.autograd.grad((F.linear(h, w) + F.linear(F.linear(h, a), b)).square().sum(), (gate_up, a))
+    for keep in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (gate_up, a), retain_graph=keep), expected)
+
+
+def test_opcheck(device):
+    gate, up, w, a, b = (
+        seeded_randn(*shape, seed=i, device=device).requires_grad_()
+        for i, shape in enumerate([(2, 5, INTERMEDIATE), (2, 5, INTERMEDIATE), *SHAPES[-3:]])
+    )
+    mask = torch.rand(2, 5, INTERMEDIATE, device=device) < 0.5
+    arguments = gate, up, w, None, [a], [b], [mask], [0.5], [True], "silu", scalars(), False
+    torch.library.opcheck(operators.gated_lora_down, arguments)
