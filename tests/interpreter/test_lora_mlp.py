@@ -10,8 +10,11 @@ from liger_trainer.kernels import lora_mlp as operators
 from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
 from tests.kernels.test_lora import kept
+from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
 
 HIDDEN, INTERMEDIATE = 16, 24
 SHAPES = [(2, 5, HIDDEN)]
@@ -96,3 +99,19 @@ def test_opcheck(device):
     mask = torch.rand(2, 5, INTERMEDIATE, device=device) < 0.5
     arguments = gate, up, w, None, [a], [b], [mask], [0.5], [True], "silu", scalars(), False
     torch.library.opcheck(operators.gated_lora_down, arguments)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
+def test_patched_mlps_of_a_model(family, monkeypatch):
+    """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
+    calls, native = [], operators.gated_lora_down
+    monkeypatch.setattr(operators, "gated_lora_down", lambda *given: calls.append(1) or native(*given))
+    model, batch = adapted(family, lora_dropout=0.1)
+    expected = loss_and_gradients(model, batch)
+    variant = _VARIANTS[1 if family == "gemma" else 0]
+    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    for mlp in mlps:
+        argument = "hidden_states" if family == "phi3" else "x"
+        bind_forward(mlp, gated_mlp_forward(argument, family == "phi3", variant, False, True))
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert len(calls) == len(mlps) == 2
