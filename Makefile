@@ -43,7 +43,7 @@ types: $(VENV)/.installed-test
 
 # One thread a process: the tensors are tiny, and the workers already use the cores.
 unit: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile tests
 
 interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.lm_head import is_sharded, version_of, whole_parameter
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
 from liger_trainer.kernels._cross_entropy_options import inverse_normalizer
 from liger_trainer.kernels.cross_entropy import cross_entropy
@@ -46,6 +46,8 @@ class ModuleCall:
 
     def __post_init__(self) -> None:
         self.has_loss = False
+        named = self.head.named_parameters() if is_sharded(self.head) else ()
+        self._lent: dict[str, torch.Tensor] = dict(named)
         self._versions = self._current_versions()
 
     @property
@@ -55,25 +57,47 @@ class ModuleCall:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the parameters are as they were, as far as torch counts."""
-        return self._versions == self._current_versions()
+        """Whether the parameters are as they were, as far as torch counts; True where an owner lent them."""
+        return is_sharded(self.head) or self._versions == self._current_versions()
 
     def _current_versions(self) -> list[int | None]:
         return [version_of(parameter) for parameter in self.head.parameters()]
 
-    def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The module's own logits `(..., V)` of `hidden` `(..., H)`."""
+    def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The module's own logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
+        return self._run(self._lent, hidden)
+
+    def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `local_product`, with the parameters of the moment, gathered once for all uses where they are sharded."""
+        now = dict(self.head.named_parameters()) if self._lent else {}
+        return functools.partial(
+            self._run, {name: whole_parameter(now[name], lent) for name, lent in self._lent.items()}
+        )
+
+    def _run(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         autocast = torch.autocast(hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None)
         with forward_context(None), autocast:
-            return type(self.head).forward(self.head, hidden).to(self.dtype)
+            if not parameters:
+                return type(self.head).forward(self.head, hidden).to(self.dtype)
+            lent = {f"head.{name}": parameter for name, parameter in parameters.items()}
+            return torch.func.functional_call(_OwnForward(self.head), lent, (hidden,)).to(self.dtype)
 
-    local_product = product
+
+class _OwnForward(nn.Module):
+    """The forward of `head`'s class, to call with other parameters and past the hooks of who shards them."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return type(self.head).forward(self.head, hidden)
 
 
 def module_call(head: nn.Module, hidden: torch.Tensor, in_fp32: bool, logits_memory: int) -> ModuleCall | None:
-    """The call of `head` on `hidden`; None where it has to run whole, as its parameters are only lent for the call."""
+    """The call of `head` on `hidden`; None where it has to run whole: under ZeRO-3 and tensor parallelism."""
     vocab_size = vocab_size_of(head)
-    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_owned, head.modules())):
+    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_partitioned, head.parameters())):
         return None
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
@@ -86,12 +110,9 @@ def vocab_size_of(head: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _is_owned(module: nn.Module) -> bool:
-    """Whether FSDP, ZeRO-3 or tensor parallelism owns parameters of `module`."""
-    if getattr(module, "_is_fsdp_managed_module", False):
-        return True
-    parameters = module.parameters(recurse=False)
-    return any(hasattr(p, "ds_id") or type(p).__name__ == "DTensor" for p in parameters)
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` is not whole in the head's forward; FSDP has gathered its own by then."""
+    return hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor"
 
 
 def chunked_rows(
@@ -115,7 +136,7 @@ def chunked_rows(
     has_graph = logits.has_graph and torch.is_grad_enabled()
 
     def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
-        rows = recorded.chain.replay(call.product(part))
+        rows = recorded.chain.replay(product(part))
         with torch.autocast(part.device.type, enabled=False):
             return of_rows(rows, *more)
 
@@ -123,6 +144,8 @@ def chunked_rows(
     size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
     flat = [hidden, target.to(hidden.device).reshape(-1), *(other.reshape(-1, other.shape[-1]) for other in others)]
     with torch.set_grad_enabled(has_graph):
+        # Once, and not for each chunk: ranks with other numbers of tokens would wait for each other.
+        product = call.gathered_product()
         parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
         columns = [torch.cat(column).view(target.shape) for column in zip(*parts)]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)

@@ -27,9 +27,10 @@ class ForwardContext:
 def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | None = None) -> ForwardContext | None:
     """The context of a forward of `model`; None where its head may not defer.
 
-    That is FSDP1 with the head in a unit of its own: its weight is gone once the head has run.
+    That is FSDP1 with the head, or a part of it, in a unit of its own: its weight is gone once that has run.
     """
-    if type(model.get_output_embeddings()).__name__ == "FullyShardedDataParallel":
+    head = model.get_output_embeddings()
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in head.modules()):
         return None
     return ForwardContext(has_labels, num_items)
 

@@ -210,7 +210,7 @@ class DeferredLogits(torch.Tensor):
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
         recorded.check()
-        return recorded.chain.replay(recorded.call.product(recorded.hidden))
+        return recorded.chain.replay(recorded.call.gathered_product()(recorded.hidden))
 
     @property
     def _shares_build(self) -> bool:

@@ -136,11 +136,13 @@ def _of_chunks(
     def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
         if recorded is not None:
             with torch.no_grad():
-                given = recorded.chain.replay(recorded.call.product(given))
+                given = recorded.chain.replay(product(given))
         return _of_rows(rows, given, labels, beta, temperature, ignore_index)
 
     if recorded is not None:
         recorded.check()
+        with torch.no_grad():
+            product = recorded.call.gathered_product()
     return chunked_rows(student, labels, of_rows, (build(teacher) if recorded is None else recorded.hidden).detach())
 
 

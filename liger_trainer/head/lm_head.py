@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ class HeadCall:
         """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
         return linear(hidden, self.weight, self.bias, self.dtype)
 
-    def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `local_product`, with the weight of the moment, gathered where it is sharded."""
+    def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `local_product`, with the weight of the moment, gathered once for all uses where it is sharded."""
         with gathered(self) as (weight, bias):
-            return through_owner(self.head, linear(hidden, weight, bias, self.dtype))
+            return lambda hidden: through_owner(self.head, linear(hidden, weight, bias, self.dtype))
 
     @property
     def unchanged(self) -> bool:
@@ -100,9 +100,11 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> 
     return dtype if recordable else None
 
 
-def is_sharded(head: nn.Linear) -> bool:
-    """Whether FSDP or ZeRO-3 owns the weight, which is then whole only inside the model's forward and backward."""
-    return bool(getattr(head, "_is_fsdp_managed_module", False)) or hasattr(head.weight, "ds_id")
+def is_sharded(head: nn.Module) -> bool:
+    """Whether FSDP or ZeRO-3 owns the parameters, which are then whole only inside the model's forward and backward."""
+    if getattr(head, "_is_fsdp_managed_module", False):
+        return True
+    return any(hasattr(parameter, "ds_id") for parameter in head.parameters())
 
 
 @contextlib.contextmanager
@@ -110,7 +112,7 @@ def gathered(call: HeadCall) -> Iterator[tuple[torch.Tensor, torch.Tensor | None
     """The whole weight `(V, H)` and bias `(V,)` of `call`, connected to its parameters' gradients.
 
     Raises:
-        RuntimeError: where the weight is sharded in a way that only its owner can undo (FSDP1 outside its forward).
+        RuntimeError: as `whole_parameter`.
     """
     if call.owns_parameters:  # also where `torch.func.functional_call` lent them: the module has others by now
         yield call.weight, call.bias
@@ -124,15 +126,11 @@ def gathered(call: HeadCall) -> Iterator[tuple[torch.Tensor, torch.Tensor | None
         absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
         with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
             # Copies: the parameters are emptied when the context ends, and backward may still want the weight.
-            weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
+            bias: torch.Tensor | None = None if head.bias is None else head.bias.clone()
+            weight: torch.Tensor = head.weight.clone()
     else:
-        weight, bias = _whole(head.weight), None if head.bias is None else _whole(head.bias)
-    if weight.dim() != 2:
-        raise RuntimeError(
-            f"The logits are needed outside the model's forward, where the head's weight is a shard of shape "
-            f"{tuple(weight.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
-            "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
-        )
+        weight = whole_parameter(head.weight, call.weight)
+        bias = None if call.bias is None else whole_parameter(head.bias, call.bias)
     yield weight, bias
 
 
@@ -152,7 +150,22 @@ def _is_plain(parameter: Any) -> bool:
     return type(parameter) in (torch.Tensor, nn.Parameter)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def whole_parameter(parameter: Any, lent: torch.Tensor) -> torch.Tensor:
+    """`parameter`, gathered where FSDP2 keeps it as shards now, connected to its gradient.
+
+    Args:
+        parameter: What the module has now.
+        lent: What it had in its forward.
+
+    Raises:
+        RuntimeError: where it is sharded in a way that only its owner can undo (FSDP1 outside the model's forward).
+    """
+    if parameter.shape != lent.shape:
+        raise RuntimeError(
+            "The logits are needed outside the model's forward, where a parameter of the head is a shard of shape "
+            f"{tuple(parameter.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
+            "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
+        )
     if _is_plain(parameter):
         return parameter
     from torch.distributed.tensor import DTensor, Partial

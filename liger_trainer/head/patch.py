@@ -77,7 +77,7 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
         context = current_forward()
         if context is None or _has_backward_hooks(self):
             return native(self, input)
-        if not whole_module and is_sharded(self) and not context.has_labels:  # type: ignore[arg-type]
+        if is_sharded(self) and not context.has_labels:
             return native(self, input)
         pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
         deferred = defer(self, input)

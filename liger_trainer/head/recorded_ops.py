@@ -200,6 +200,9 @@ def _register_hook(x: DeferredLogits, hook: Callable) -> Any:
         # A hook sees, and may change, the gradient of the logits: from here on that gradient has to exist.
         x.tracked = False
         _warn_of_missing_gradient(x)
+    elif x.recorded.hidden.requires_grad:
+        # FSDP gathers the head's unit before gradients pass it. The logits get none, and the final norm may be in it.
+        x.recorded.hidden.register_hook(lambda gradient: (hook(gradient), None)[1])
     with unwrapped():
         return x.register_hook(hook)
 

@@ -1,0 +1,271 @@
+"""Every way to spread a model x what trains x precision x loss: two processes have to train as one.
+
+A cell trains a patched model for three steps of SGD. Losses, gradients after their reduction and the parameters at the
+end have to be those of one process that runs the unpatched model in fp32 on the concatenated batch, on whole logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.matrix_batches import BATCHES, LOSSES, concatenated, naive_loss, product_loss
+from tests.distributed.matrix_models import PARAMETERS, SIZES, build_model, inner_model
+from tests.distributed.matrix_wrappings import WRAPPINGS, Weights, trained_weights, without_sync
+from tests.distributed.two_processes import WORLD
+
+STEPS = 3
+LEARNING_RATE = 0.05
+CHUNK = 8 * SIZES["vocab_size"] * 4  # bytes: 8 tokens, so that the ranks have other numbers of chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What a cell computes in.
+
+    Args:
+        weights: dtype of the parameters.
+        autocast: dtype of autocast around the forward.
+        sharded: dtype that FSDP gathers the parameters in.
+        tolerance: Of losses, gradients and steps, relative to the size of each tensor; a gradient of one rank alone is
+            wrong by about one.
+    """
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    sharded: torch.dtype | None = None
+    tolerance: float = 1e-4
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(),
+    "bf16 weights": Precision(weights=torch.bfloat16, tolerance=0.1),
+    "bf16 autocast": Precision(autocast=torch.bfloat16, tolerance=0.1),
+    "bf16 shards": Precision(autocast=torch.bfloat16, sharded=torch.bfloat16, tolerance=0.1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One case of the matrix, by the names of its parts."""
+
+    wrapping: str
+    parameters: str
+    precision: str = "fp32"
+    loss: str = "labels"
+    batches: str = "unequal"
+
+    def __str__(self) -> str:
+        return ", ".join(dataclasses.astuple(self))
+
+
+_MIXED_FLAT = "a flat parameter trains as a whole or not at all: FSDP1 refuses; PEFT makes units of the trained leaves"
+_TWO_UNITS = "FSDP refuses a weight that two units share; accelerate makes norm, embedding and head one unit"
+_ADAPTERS = ("lora", "lora with head", "dora", "dora with head", "modules to save", "token rows", "tied token rows")
+_TIED = ("tied head", "tied token rows")
+
+LEFT_OUT: dict[tuple[str, str], str] = {
+    **{("fsdp1 flat", name): _MIXED_FLAT for name in (*_ADAPTERS, "frozen head")},
+    **{(f"{wrapping}", name): _TWO_UNITS for wrapping in ("fsdp1 head alone", "fsdp1 flat leaves") for name in _TIED},
+    **{("tp", name): "DoRA needs the norms of the whole weight" for name in ("dora", "dora with head")},
+    **{("tp with head", name): "PEFT has no adapter on a split head" for name in _ADAPTERS},
+    ("fsdp1 flat leaves", "token rows"): "the trained rows are no leaf with a weight: FSDP1 refuses",
+    ("fsdp1 flat leaves", "tied token rows"): "as untied",
+    ("tp with head", "tied head"): "a split head and a whole embedding are two weights",
+}
+"""(wrapping, parameters) that make no sense, and why."""
+
+_GONE = "FSDP1 frees the weight of a unit of the head's own when the head has run"
+_SPLIT = "the logits of a split head are split over the ranks; its own forward puts them together"
+_TRAINED_HEAD = ("full", "full, head not fused", "lora with head", "dora with head", "modules to save")
+
+WHOLE_LOGITS: dict[tuple[str, str], str] = {
+    **{("fsdp1 head alone", name): _GONE for name in PARAMETERS},
+    **{("fsdp1 flat leaves", name): _GONE for name in _TRAINED_HEAD},
+    **{("tp with head", name): _SPLIT for name in PARAMETERS},
+}
+"""(wrapping, parameters) that train right, on whole logits, and why."""
+
+
+_VARIANTS = [(turn % 2, name, "unequal") for turn, name in enumerate(list(PRECISIONS)[1:])]
+_VARIANTS += [(kind, "fp32", name) for name in list(BATCHES)[1:] for kind in (0, 1)]
+
+
+def _cells() -> list[Cell]:
+    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches."""
+    losses, turns = list(LOSSES), itertools.count()
+    pairs = [pair for pair in itertools.product(WRAPPINGS, PARAMETERS) if pair not in LEFT_OUT]
+    cells = [Cell(*pair, "fp32", losses[turn % len(losses)]) for pair, turn in zip(pairs, turns)]
+    for wrapping in WRAPPINGS:
+        cells += [Cell(wrapping, "full", "fp32", loss) for loss in losses]
+        for kind, precision, batches in _VARIANTS:
+            parameters = "full" if (wrapping, "lora with head") in LEFT_OUT else ("full", "lora with head")[kind]
+            cells.append(Cell(wrapping, parameters, precision, losses[next(turns) % len(losses)], batches))
+    return [cell for cell in cells if _has_precision(cell)]
+
+
+def _has_precision(cell: Cell) -> bool:
+    return PRECISIONS[cell.precision].sharded is None or cell.wrapping.startswith(("fsdp", "hsdp"))
+
+
+CELLS: dict[str, Cell] = {str(cell): cell for cell in _cells()}
+
+
+@dataclasses.dataclass
+class Training:
+    """What a training did: the loss and the gradients of every step, and the parameters before and after."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    gradients: list[Weights] = dataclasses.field(default_factory=list)
+    before: Weights = dataclasses.field(default_factory=dict)
+    after: Weights = dataclasses.field(default_factory=dict)
+
+
+@functools.cache
+def expected_training(parameters: str, weights: torch.dtype, loss_name: str, batches: str) -> Training:
+    """One process, unpatched, in fp32 on weights that `weights` can hold, on whole logits."""
+    model, loss = build_model(parameters).to(weights).float(), LOSSES[loss_name]
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), Training()
+    found.before, _ = trained_weights(model, with_grads=False)
+    for step in range(STEPS):
+        batch = concatenated(list(itertools.chain(*BATCHES[batches](step))))
+        value = naive_loss(model, batch, loss, loss.count([batch]))
+        value.backward()
+        found.losses.append(value.item())
+        found.gradients.append(trained_weights(model, with_grads=True)[1])
+        optimizer.step()
+        optimizer.zero_grad()
+    found.after, _ = trained_weights(model, with_grads=False)
+    return found
+
+
+@functools.cache
+def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
+    from liger_trainer import apply_liger_kernel
+
+    model, fused = build_model(parameters).to(weights), PARAMETERS[parameters].fused
+    report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": fused})
+    head = next(row for row in report if row.component in ("linear_cross_entropy", "cross_entropy"))
+    assert head.applied, head
+    return model
+
+
+def patched_model(cell: Cell) -> Any:
+    """The model with every kernel, and with the fused head of TRL's trainers where the loss is one of theirs."""
+    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+    model = copy.deepcopy(_with_kernels(cell.parameters, PRECISIONS[cell.precision].weights))
+    options = LOSSES[cell.loss].options
+    if options is not None:
+        install_fused_forward(inner_model(model), StatisticsOptions(**options))
+    return model
+
+
+def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
+    wrapping, precision, loss = WRAPPINGS[cell.wrapping], PRECISIONS[cell.precision], LOSSES[cell.loss]
+    wrapped = wrapping.wrap(model, precision.sharded)
+    optimizer, found = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE), Training()
+    found.before, _ = trained_weights(wrapped, with_grads=False)
+    weights = found.before
+    for step in range(STEPS):
+        ranks = BATCHES[cell.batches](step)
+        items = loss.count(list(itertools.chain(*ranks)))
+        together = [concatenated(list(batches)) for batches in zip(*ranks)]
+        batches, scale = (ranks[rank], WORLD) if wrapping.splits_batch else (together, 1)
+        total = torch.zeros(())
+        for index, batch in enumerate(batches):
+            synced = contextlib.nullcontext() if index == len(batches) - 1 else without_sync(wrapped)
+            autocast = torch.autocast("cpu", dtype=precision.autocast, enabled=precision.autocast is not None)
+            with synced:
+                with autocast:
+                    value = product_loss(wrapped, batch, loss, items)
+                (value * scale).backward()
+            total += value.detach().float()
+        if wrapping.splits_batch:
+            dist.all_reduce(total)
+        found.losses.append(total.item())
+        if wrapping.keeps_parameters:
+            found.gradients.append(trained_weights(wrapped, with_grads=True)[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        if not wrapping.keeps_parameters:
+            last, (weights, _) = weights, trained_weights(wrapped, with_grads=False)
+            found.gradients.append({name: (last[name] - weights[name]) / LEARNING_RATE for name in weights})
+    found.after, _ = trained_weights(wrapped, with_grads=False)
+    return found
+
+
+def _check(what: str, ours: torch.Tensor, expected: torch.Tensor, tolerance: float, scale: float) -> None:
+    error, size = (ours - expected).norm().item(), max(expected.norm().item(), scale)
+    assert error <= tolerance * size, f"{what} is off by {error:.2e}, its size is {size:.2e}"
+
+
+def _norm(tensors: Weights) -> float:
+    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm().item()
+
+
+def run_cell(cell: Cell, rank: int) -> None:
+    """Trains as `cell` says.
+
+    Raises:
+        AssertionError: where the training is not that of one process, or whole logits were built unexpectedly.
+    """
+    from liger_trainer.head import DeferredLogits
+
+    precision = PRECISIONS[cell.precision]
+    expected = expected_training(cell.parameters, precision.weights, cell.loss, cell.batches)
+    model = patched_model(cell)
+    with _watched(DeferredLogits) as seen:
+        ours = _train(model, cell, rank)
+    tolerance, keeps = precision.tolerance, WRAPPINGS[cell.wrapping].keeps_parameters
+
+    def known(name: str) -> float:
+        """What a gradient is known to, read from a step, over the tolerance."""
+        rounding = torch.finfo(precision.weights).eps * expected.before[name].norm().item()
+        return 0.0 if keeps else rounding / LEARNING_RATE / tolerance
+
+    for step in range(STEPS):
+        value, wanted = (torch.tensor(losses[step]) for losses in (ours.losses, expected.losses))
+        _check(f"the loss of step {step}", value, wanted, tolerance, 0.0)
+        gradients, wanted_gradients = ours.gradients[step], expected.gradients[step]
+        assert gradients.keys() == wanted_gradients.keys(), gradients.keys() ^ wanted_gradients.keys()
+        floor = 1e-2 * _norm(wanted_gradients)
+        for name, wanted in wanted_gradients.items():
+            _check(f"step {step}: gradient of {name}", gradients[name], wanted, tolerance, floor + known(name))
+    for name, after in expected.after.items():
+        # A step is known as well as the weights can hold it.
+        held = torch.finfo(precision.weights).eps * STEPS * after.norm().item()
+        step_size = (after - expected.before[name]).norm().item()
+        _check(f"{name} at the end", ours.after[name], after, 1.0, tolerance * step_size + held)
+    whole = seen["built"] > 0 or seen["deferred"] == 0
+    assert whole == ((cell.wrapping, cell.parameters) in WHOLE_LOGITS), f"whole logits: {whole}, {seen}"
+
+
+@contextlib.contextmanager
+def _watched(deferred_logits: Any) -> Any:
+    """Counts the logits that are deferred, and built, in this process."""
+    seen = {"deferred": 0, "built": 0}
+    create, compute = deferred_logits.create, deferred_logits._compute
+
+    def counted_create(*args: Any) -> Any:
+        seen["deferred"] += 1
+        return create(*args)
+
+    def counted_compute(self: Any) -> Any:
+        seen["built"] += 1
+        return compute(self)
+
+    deferred_logits.create, deferred_logits._compute = staticmethod(counted_create), counted_compute
+    try:
+        yield seen
+    finally:
+        deferred_logits.create, deferred_logits._compute = staticmethod(create), compute

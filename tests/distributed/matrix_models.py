@@ -1,0 +1,74 @@
+"""The matrix's models: which parameters train, and in which precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.tiny_models import TINY_MODELS
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYERS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+ADDED_TOKENS = [3, 7, 63]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Which parameters train.
+
+    Args:
+        lora: Options of PEFT's `LoraConfig`; None trains the model itself.
+        tied: Whether the head is the input embedding.
+        frozen: Names of parameters of the model that do not train.
+        fused: Whether the loss is fused with the head, or runs on logits built for it.
+    """
+
+    lora: dict[str, Any] | None = None
+    tied: bool = False
+    frozen: tuple[str, ...] = ()
+    fused: bool = True
+
+
+PARAMETERS: dict[str, Parameters] = {
+    "full": Parameters(),
+    "full, head not fused": Parameters(fused=False),
+    "tied head": Parameters(tied=True),
+    "frozen head": Parameters(frozen=("lm_head.weight",)),
+    "lora": Parameters({"target_modules": LAYERS}),
+    "lora with head": Parameters({"target_modules": [*LAYERS, "lm_head"]}),
+    "dora": Parameters({"target_modules": LAYERS, "use_dora": True}),
+    "dora with head": Parameters({"target_modules": [*ATTENTION, "lm_head"], "use_dora": True}),
+    "modules to save": Parameters({"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "token rows": Parameters({"target_modules": ATTENTION, "trainable_token_indices": {"lm_head": ADDED_TOKENS}}),
+    "tied token rows": Parameters({"target_modules": ATTENTION, "trainable_token_indices": ADDED_TOKENS}, tied=True),
+}
+
+
+def build_model(name: str) -> nn.Module:
+    """The model with `PARAMETERS[name]`, in fp32; the same weights at every call, adapters that do something."""
+    parameters = PARAMETERS[name]
+    model: Any = TINY_MODELS["llama"](**SIZES, tie_word_embeddings=parameters.tied).train()
+    for frozen in parameters.frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    if parameters.lora is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM", **parameters.lora)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad and ("lora_" in path or "delta" in path):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def inner_model(model: nn.Module) -> Any:
+    """The causal LM inside PEFT's wrapper, or `model` itself."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()

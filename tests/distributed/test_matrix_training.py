@@ -1,0 +1,37 @@
+"""Every cell of the matrix trains as one process does; one test for each, of one run of all that were selected."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from tests.distributed.matrix import CELLS, LEFT_OUT, WHOLE_LOGITS
+from tests.distributed.matrix_models import PARAMETERS
+from tests.distributed.matrix_runner import Outcomes, outcomes_of
+from tests.distributed.matrix_wrappings import WRAPPINGS
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """The outcomes of the cells whose tests were selected (`-k` runs a few)."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    names = [spec.params["cell"] for spec in chosen if spec is not None and spec.params.get("cell") in CELLS]
+    return outcomes_of(list(dict.fromkeys(names)))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_two_processes_train_as_one(cell: str, outcomes: Outcomes) -> None:
+    assert not outcomes[cell], outcomes[cell]
+
+
+def test_every_pair_runs_or_has_a_reason() -> None:
+    run = {(cell.wrapping, cell.parameters) for cell in CELLS.values()}
+    pairs = {(wrapping, parameters) for wrapping in WRAPPINGS for parameters in PARAMETERS}
+    assert run | set(LEFT_OUT) == pairs
+    assert not run & set(LEFT_OUT)
+    assert set(WHOLE_LOGITS) <= pairs
