@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_trainer.cli import main
-from liger_trainer.recipe_file import shipped_recipes
+from liger_trainer.recipe_file import find_recipe, shipped_recipes
 
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}'
@@ -67,7 +67,7 @@ def test_bad_options(capsys, arguments, words):
         ("quickstart", ["--learning_rat", "1"], "did you mean `learning_rate`"),
         ("llama3_8b_sft", ["--model_name_or_path", "./nowhere"], "there is no folder './nowhere'"),
         ("quickstart", ["--liger_kernel_config", '{"rop": true}'], "did you mean 'rope'"),
-        ("quickstart_dpo", ["--max_length", "0"], "`max_length` is not set"),
+        ("quickstart_dpo", ["--max_length", "0"], "`max_length` is 0; it must be 1 or more"),
     ],
 )
 def test_mistakes_are_named(capsys, recipe, options, words):
@@ -75,6 +75,15 @@ def test_mistakes_are_named(capsys, recipe, options, words):
     assert code == 2
     assert words in err
     assert "Traceback" not in err
+
+
+def test_a_length_is_needed(capsys, tmp_path):
+    recipe = tmp_path / "endless.yaml"
+    shipped = find_recipe("quickstart_dpo").read_text(encoding="utf-8")
+    recipe.write_text(f"{shipped}\nmax_length: null\n", encoding="utf-8")
+    code, _, err = run(capsys, str(recipe), "--gpus", "1", "--gpu_memory", "80GB")
+    assert code == 2
+    assert "`max_length` is not set" in err
 
 
 def test_what_fits_nowhere_says_what_would(capsys):
