@@ -17,6 +17,7 @@ from torch import nn
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.rebound import rebound, uses_global
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
 
@@ -77,26 +78,16 @@ def forward_calling(forward: Callable, name: str, function: Callable) -> Callabl
     """
     if not isinstance(forward, types.FunctionType):
         return None
-    closure = forward.__closure__
-    namespace = forward.__globals__
     inner = getattr(forward, "__wrapped__", None)
-    if name in forward.__code__.co_names and name in namespace:
-        # Without a module name in its globals, torch.compile looks the names up in these globals, and not in the
-        # module of that name, where it would find the original.
-        hidden = () if "__name__" in forward.__code__.co_names else ("__name__",)
-        namespace = {key: value for key, value in namespace.items() if key not in hidden} | {name: function}
+    if uses_global(forward, name):
+        copy = rebound(forward, {name: function})
     else:
         copied = forward_calling(inner, name, function) if inner is not None else None
-        cells = closure or ()
+        cells = forward.__closure__ or ()
         if copied is None or not any(_holds(cell, inner) for cell in cells):
             return None
-        closure = tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells)
+        copy = rebound(forward, {}, tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells))
         inner = copied
-    copy = types.FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, closure)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__dict__.update(forward.__dict__)
-    for attribute in ("__module__", "__qualname__", "__doc__", "__annotations__"):
-        setattr(copy, attribute, getattr(forward, attribute))
     if inner is not None:
         copy.__wrapped__ = inner  # type: ignore[attr-defined]
     return copy

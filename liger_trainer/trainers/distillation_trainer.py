@@ -16,7 +16,7 @@ from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.rebound import rebound
+from liger_trainer.trainers.rebound import rebound_trl
 from liger_trainer.trainers.teacher import TeacherMixin
 
 _IGNORE_INDEX = -100
@@ -59,9 +59,9 @@ class _Distillation(DistillationTrainer):
 
     @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        rebound(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
+        rebound_trl(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
 
-    _compute_loss_of_logits = rebound(DistillationTrainer._compute_loss, _chunked_divergence_loss=_divergence_loss)
+    _compute_loss_of_logits = rebound_trl(DistillationTrainer._compute_loss, _chunked_divergence_loss=_divergence_loss)
 
 
 class LigerDistillationTrainer(TeacherMixin, _Distillation):

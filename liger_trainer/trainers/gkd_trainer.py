@@ -18,7 +18,7 @@ from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
-from liger_trainer.trainers.rebound import rebound
+from liger_trainer.trainers.rebound import rebound_trl
 from liger_trainer.trainers.teacher import TeacherMixin
 
 
@@ -34,7 +34,7 @@ class _GKD(GKDTrainer):
                 "`AutoTokenizer.from_pretrained(...)`."
             )
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
-        rebound(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)
+        rebound_trl(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)
 
 
 class LigerGKDTrainer(TeacherMixin, _GKD):

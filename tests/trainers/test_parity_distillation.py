@@ -28,7 +28,7 @@ from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer, Lig
 from liger_trainer.head import divergence as divergence_module
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.trainers.rebound import rebound
+from liger_trainer.trainers.rebound import rebound_trl
 from tests.trainers.parity import assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, tokenizer
 
@@ -351,7 +351,7 @@ def test_stock_trainers_stay_as_they_are(kind, tmp_path):
 
 def test_rebound_says_what_is_missing():
     with pytest.raises(ImportError, match="does not use \\['_no_such_name'\\]"):
-        rebound(DistillationTrainer._compute_loss, _no_such_name=None)
+        rebound_trl(DistillationTrainer._compute_loss, _no_such_name=None)
 
 
 @pytest.mark.filterwarnings("ignore")
