@@ -85,7 +85,7 @@ def lora_linears_backward(
     adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
     dy, rows, gradients = [rows_of(each) for each in dy], rows_of(x), []
     with torch.autocast(x.device.type, enabled=False):
-        dz = products.low_rank_gradient(dy, z, adapters)
+        dz = products.low_rank_gradient(dy, adapters)
         if need_x:
             gradients.append(products.input_gradient(dy, weights, dz, adapters).view(x.shape))
         for upstream, weight, needed in zip(dy, weights, need_weights):

@@ -90,12 +90,12 @@ def project(
     return y
 
 
-def low_rank_gradient(dy: Sequence[torch.Tensor], z: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
-    """Every dz side by side, shaped as z."""
-    dz = torch.empty_like(z)
+def low_rank_gradient(dy: Sequence[torch.Tensor], adapters: Sequence[Adapter]) -> torch.Tensor:
+    """Every dz side by side, (tokens, sum of the ranks)."""
+    dz = dy[0].new_empty(dy[0].shape[0], adapters[-1].columns.stop)
     for adapter in adapters:
         upstream, out = dy[adapter.layer], dz[:, adapter.columns]
-        torch.addmm(out, upstream, adapter.b.to(z.dtype), beta=0, alpha=adapter.scaling, out=out)
+        torch.addmm(out, upstream, adapter.b.to(dz.dtype), beta=0, alpha=adapter.scaling, out=out)
     return dz
 
 

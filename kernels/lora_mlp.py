@@ -4,9 +4,17 @@
 
     gate, up = two layers of x (`lora`)            h = act(gate) * up            y = h @ W^T + b + s (h @ A^T) @ B^T
 
-Of the down projection's gradients only dA (and dW, where W is trained) needs h, which the elementwise pass of the
-backward builds again over dh, as in `gated_down`. Kept between forward and backward: x, gate, up and a few columns for
-each adapter. Eager code keeps, beside these, act(gate), h, and x and h once more in the adapters' dtype.
+Of the down projection's gradients only those of the adapters (and dW, where W is trained) need h, which the elementwise
+pass of the backward builds again over dh, as in `gated_down`. Kept between forward and backward: x, gate and up. Eager
+code keeps, beside these, act(gate), h, and x and h once more in the adapters' dtype.
+
+The down projection is two operators, so that a checkpoint repeats only the first. Under torch's non-reentrant
+checkpoints a recomputation ends with the last tensor that was saved, and an operator saves when it has run: as one, the
+product and h, which are a third of the MLP, would be computed again for nobody. So the first saves, and returns a
+stand-in for y that has y's shape and no memory; the second computes y, saves nothing, and hands dy to the stand-in::
+
+    stand_in = lora_down_save(gate, up, W, A, B)            dgate, dup, dA, dB, dW, db = its backward, of dy
+    y        = lora_down_product(stand_in, gate, ...)       dy -> stand_in
 """
 
 from __future__ import annotations
@@ -28,8 +36,8 @@ from liger_trainer.kernels.lora import LoRALayer, as_autocast, lora_linears, lor
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_reference
 
 
-@torch.library.custom_op("liger_trainer::gated_lora_down", mutates_args=())
-def gated_lora_down(
+@torch.library.custom_op("liger_trainer::lora_down_save", mutates_args=())
+def lora_down_save(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     weight: torch.Tensor,
@@ -42,56 +50,89 @@ def gated_lora_down(
     activation: str,
     scalars: Sequence[float],
     inplace_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and z of the down projection, as an operator; call `lora_down`, which checks its inputs.
+) -> torch.Tensor:
+    """Stands in for y, whose gradient it turns into those of the operands; call `lora_down`, which checks its inputs.
 
     `up` is None where `gate` is a whole fused projection.
     """
+    return gate.new_zeros(()).expand(*gate.shape[:-1], weight.shape[0])
+
+
+@lora_down_save.register_fake
+def _(gate, up, weight, *_):
+    return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
+def lora_down_product(
+    stand_in: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+    activation: str,
+    scalars: Sequence[float],
+) -> torch.Tensor:
+    """Y of the down projection, whose gradient goes to `stand_in`."""
     h = gated.empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, False)
     adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
-        z = products.project_down(rows, adapters)
-        y = products.project(rows, weight, bias, z, adapters)
-    return y.view(*gate.shape[:-1], weight.shape[0]), z
+        y = products.project(rows, weight, bias, products.project_down(rows, adapters), adapters)
+    return y.view(stand_in.shape)
 
 
-@gated_lora_down.register_fake
-def _(gate, up, weight, bias, lora_a, *_):
-    tokens, rank = gate.numel() // gate.shape[-1], sum(a.shape[0] for a in lora_a)
-    return gate.new_empty((*gate.shape[:-1], weight.shape[0])), gate.new_empty((tokens, rank))
+@lora_down_product.register_fake
+def _(stand_in, gate, *_):
+    return gate.new_empty(stand_in.shape)
+
+
+def _keep_lengths(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.lengths = [len(each) for each in inputs[5:8]]
+
+
+def _hand_over(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    return dy, *(None,) * 4, *([None] * length for length in ctx.lengths), *(None,) * 4
+
+
+lora_down_product.register_autograd(_hand_over, setup_context=_keep_lengths)
 
 
 def _adapters(lora_a: Any, lora_b: Any, masks: Any, scalings: Any, masked: Any) -> list[products.Adapter]:
     return products.adapters_of(lora_a, lora_b, masks, [0] * len(lora_a), scalings, masked)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     gate, up, weight, bias, *lists, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs
     ctx.options = activation, scalars, False
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gate, up, weight, output[1], *(tensor for each in lists for tensor in each))
+    ctx.save_for_backward(gate, up, weight, *(tensor for each in lists for tensor in each))
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None, None, None, None, *([None] * length for length in ctx.lengths), *(None,) * 5)
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, need_a, need_b, *_ = ctx.needs_input_grad
-    gate, up, weight, z, *flat = ctx.saved_tensors
+    gate, up, weight, *flat = ctx.saved_tensors
     remaining = iter(flat)
     lora_a, lora_b, masks = ([next(remaining) for _ in range(length)] for length in ctx.lengths)
     adapters = _adapters(lora_a, lora_b, masks, ctx.scalings, ctx.masked)
-    need_h, dy = need_weight or any(need_a), rows_of(dy)
+    need_h, dy = need_weight or any(need_a) or any(need_b), rows_of(dy)
     dgate = dup = h = dweight = None
-    da = [None] * len(lora_a)
+    da, db = [None] * len(lora_a), [None] * len(lora_b)
     with torch.autocast(gate.device.type, enabled=False):
-        dz = products.low_rank_gradient([dy], z, adapters)
+        dz = products.low_rank_gradient([dy], adapters)
         if need_gate or need_up:
             dh = products.input_gradient([dy], [weight], dz, adapters)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
@@ -101,12 +142,14 @@ def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
             dweight = products.product(dy, h, weight.dtype)
         if any(need_a):
             da = split_rows(products.a_gradients(dz, h, adapters), lora_a, need_a)
-        db = [products.b_gradient([dy], z, each) if need else None for each, need in zip(adapters, need_b)]
+        if any(need_b):
+            z = products.project_down(h, adapters)
+            db = [products.b_gradient([dy], z, each) if need else None for each, need in zip(adapters, need_b)]
     dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
     return dgate, dup, dweight, dbias, da, db, [None] * len(masks), *(None,) * 5
 
 
-gated_lora_down.register_autograd(_backward, setup_context=_setup_context)
+lora_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
 def lora_down(
@@ -141,15 +184,16 @@ def lora_down(
     if not takes or not down.adapters:
         return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
     adapters = down.adapters
-    return gated_lora_down(
+    operands = (
         *(gate, up, down.weight, down.bias),
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
         [adapter.mask for adapter in adapters if adapter.mask is not None],
         [float(adapter.scaling) for adapter in adapters],
         [adapter.mask is not None for adapter in adapters],
-        *(name, gated.scalars(limit=limit), inplace_backward),
-    )[0]
+        *(name, gated.scalars(limit=limit)),
+    )
+    return lora_down_product(lora_down_save(*operands, inplace_backward), *operands)
 
 
 def lora_mlp(
