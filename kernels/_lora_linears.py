@@ -41,7 +41,7 @@ def lora_linears(
 ) -> list[torch.Tensor]:
     """Every layer's result and, last, z; call `lora_linear` or one of its kin, which check their inputs.
 
-    `layers` says whose each adapter is; there is at least one. `biases` and `masks` hold those that there are.
+    `layers` says whose each adapter is. `biases` and `masks` hold those that there are.
     """
     adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
     rows = rows_of(x)
@@ -130,8 +130,9 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
     remaining = iter(flat)
     tensors = [[next(remaining) for _ in range(length)] for length in ctx.lengths]
     weights, _, lora_a, _, masks = tensors
+    constants: list[Any] = [None if each else [] for each in ctx.options]  # an empty list is a structure without leaves
     if all(dy is None for dy in gradients[:-1]):
-        return (None, *([None] * length for length in ctx.lengths), None, None, None, None)
+        return (None, *([None] * length for length in ctx.lengths), *constants)
     dy = [
         x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
         for given, weight in zip(gradients, weights)
@@ -144,7 +145,7 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
 
     dx, dweights, dbiases = next(results) if need_x else None, take(need_weights), take(need_biases)
     da = split_rows(next(results), lora_a, need_a) if any(need_a) else [None] * len(lora_a)
-    return dx, dweights, dbiases, da, take(need_b), [None] * len(masks), None, None, None, None
+    return dx, dweights, dbiases, da, take(need_b), [None] * len(masks), *constants
 
 
 def split_rows(

@@ -75,6 +75,8 @@ def _have_masks(adapters: Iterable[Adapter]) -> bool:
 
 def project_down(x: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
     """Every z side by side, (tokens, sum of the ranks)."""
+    if not adapters:
+        return x.new_empty(x.shape[0], 0)
     if not _have_masks(adapters):
         return x @ _stacked_a(adapters, x.dtype).T
     return torch.cat([_dropped(x, each.mask) @ each.a.to(x.dtype).T for each in adapters], dim=1)
@@ -92,7 +94,7 @@ def project(
 
 def low_rank_gradient(dy: Sequence[torch.Tensor], adapters: Sequence[Adapter]) -> torch.Tensor:
     """Every dz side by side, (tokens, sum of the ranks)."""
-    dz = dy[0].new_empty(dy[0].shape[0], adapters[-1].columns.stop)
+    dz = dy[0].new_empty(dy[0].shape[0], adapters[-1].columns.stop if adapters else 0)
     for adapter in adapters:
         upstream, out = dy[adapter.layer], dz[:, adapter.columns]
         torch.addmm(out, upstream, adapter.b.to(dz.dtype), beta=0, alpha=adapter.scaling, out=out)
@@ -106,6 +108,8 @@ def input_gradient(
     dx = dy[0] @ weights[0].to(dz.dtype)
     for upstream, weight in zip(dy[1:], weights[1:]):
         dx.addmm_(upstream, weight.to(dz.dtype))
+    if not adapters:
+        return dx
     if not _have_masks(adapters):
         return dx.addmm_(dz, _stacked_a(adapters, dz.dtype))
     for adapter in adapters:
@@ -115,6 +119,15 @@ def input_gradient(
         else:
             dx.add_((columns @ a).mul_(adapter.mask))
     return dx
+
+
+def low_rank_input_gradient(
+    dz: torch.Tensor, adapters: Sequence[Adapter], max_rank: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the adapters add to dx, as factors whose product it is; None where there are masks, or more ranks."""
+    if _have_masks(adapters) or dz.shape[1] > max_rank:
+        return None
+    return dz, torch.cat([adapter.a for adapter in adapters])
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:

@@ -92,11 +92,17 @@ def lora_linears(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Te
         ValueError: If there is no layer, or shapes or devices do not fit.
         RuntimeError: In a backward of the backward.
     """
-    _check(x, layers)
     x = as_autocast(x)
+    if any(layer.adapters for layer in layers):
+        return lora_linears_operator(x, layers)
+    _check(x, layers)
+    return lora_linears_reference(x, layers)
+
+
+def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Tensor, ...]:
+    """`lora_linears` by its operator, also where no layer has an adapter: then only the sum for x is fused."""
+    _check(x, layers)
     adapters = [(index, adapter) for index, layer in enumerate(layers) for adapter in layer.adapters]
-    if not adapters:
-        return lora_linears_reference(x, layers)
     *results, _ = operators.lora_linears(
         x,
         [layer.weight for layer in layers],
