@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from liger_trainer.cli.parser import complain, positive
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.records import Run
     from liger_trainer.benchmarks.training_step import Task
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
@@ -30,7 +33,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="time, memory and gradient error of every operation, beside other libraries",
         description="Measures operations with every provider that is installed, in turns: time of forward and "
         "backward, peak memory, gradient error against float64, and the share of what the machine could do. "
-        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider; `longest` "
+        "Without OPS, lists what can be measured. `training` measures Trainer steps, each provider in processes of its "
+        "own, one a GPU; `longest` "
         "looks for the longest sequence that each provider trains on, one process a try.",
     )
     parser.add_argument("operations", nargs="*", metavar="OPS", help="operations, `all`, `training` or `longest`")
@@ -58,9 +62,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     training.add_argument(
         "--trainer", choices=["causal_lm", "sft", "dpo", "grpo"], help="the Trainer, or TRL's; default: causal_lm, dpo"
     )
-    training.add_argument("--batch", type=positive, metavar="N", help="sequences or pairs of a step; default: 4, 1")
-    training.add_argument("--length", type=positive, metavar="N", help="their tokens, at first; default: 4096, 16384")
-    training.add_argument("--steps", type=positive, metavar="N", help="default: 6, two of them to warm up, and 2")
+    training.add_argument(
+        "--batch", type=positive, metavar="N", help="sequences or pairs of a step on one GPU; default: 4, 1"
+    )
+    training.add_argument(
+        "--length", type=_counts, metavar="N[,...]", help="their tokens, in turn or at first; default: 4096, 16384"
+    )
+    training.add_argument("--steps", type=positive, metavar="N", help="steps of a length; default: 6, 2")
+    training.add_argument(
+        "--warmup", type=int, choices=range(100), default=2, metavar="N", help="of these, not timed; default: 2"
+    )
+    training.add_argument(
+        "--gpus", type=_counts, metavar="N[,...]", help="numbers of GPUs, in turn; default: 1; not for `longest`"
+    )
+    training.add_argument(
+        "--accelerate_config",
+        metavar="NAME",
+        help="ddp, fsdp1, fsdp2, ..., or the path of an accelerate configuration; default: fsdp2 with several --gpus",
+    )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
@@ -174,7 +193,6 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
 
 def _train(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, or looks for the longest sequence; each in processes of its own."""
-    from liger_trainer.benchmarks import longest, training
     from liger_trainer.benchmarks.device import Device
     from liger_trainer.benchmarks.records import Machine, Run
 
@@ -182,38 +200,86 @@ def _train(arguments: argparse.Namespace, command: str) -> int:
     providers = _training_providers(arguments)
     device = Device(_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
-    measure: Any
-    records: list[Any]
-    if arguments.operations == ["longest"]:
-        measure, table, records, seconds = longest.find_longest, longest.table, run.longest, _LONGEST_SECONDS
-    else:
-        measure, table, records, seconds = training.run_provider, training.table, run.training, _TRAINING_SECONDS
+    measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
     for name in _models(arguments.model, device):
-        task, before = _task(arguments, name, device), len(records)
-        for provider in providers:
-            records.append(measure(task, provider, arguments.provider_file, arguments.seconds or seconds))
-            if arguments.output is not None:
-                run.write(arguments.output)
-        _console().print(table(records[before:]))
+        measure(arguments, _task(arguments, name, device), providers, run)
     return 0
 
 
+def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
+    from liger_trainer.benchmarks.longest import find_longest, table
+
+    before = len(run.longest)
+    for provider in providers:
+        seconds = arguments.seconds or _LONGEST_SECONDS
+        run.longest.append(find_longest(task, provider, arguments.provider_file, seconds))
+        if arguments.output is not None:
+            run.write(arguments.output)
+    _console().print(table(run.longest[before:]))
+
+
+def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
+    from liger_trainer.benchmarks.training import run_lengths, sweep_table, table
+
+    lengths = sorted(arguments.length or [task.length])
+    before = len(run.training)
+    for gpus, provider in itertools.product(arguments.gpus or [1], providers):
+        here = dataclasses.replace(task, gpus=gpus)
+        for record in run_lengths(
+            here, lengths, provider, arguments.provider_file, arguments.seconds or _TRAINING_SECONDS
+        ):
+            run.training.append(record)
+            if arguments.output is not None:  # after every length, so that nothing is lost to a later one
+                run.write(arguments.output)
+    found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))
+    for _, records in itertools.groupby(found, key=lambda record: record.group):
+        _console().print(table(list(records)))
+    if len({record.group for record in found}) > 1:
+        _console().print(sweep_table(run.training[before:]))
+
+
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
+    from liger_trainer.benchmarks.registry import BenchmarkError
     from liger_trainer.benchmarks.training_step import Task
 
     searching = arguments.operations == ["longest"]
     trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
+    if searching and len(arguments.length or []) > 1:
+        raise BenchmarkError("`longest` begins at one length; give `--length` one number.")
     return Task(
         model,
         arguments.layers,
         arguments.trainer or trainer,
         arguments.batch or batch,
-        arguments.length or length,
+        (arguments.length or [length])[0],
         arguments.steps or steps,
         not arguments.no_checkpointing,
         str(device.device),
         arguments.lora,
+        arguments.warmup,
+        accelerate_config=_accelerate_config(arguments, device),
     )
+
+
+def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
+    """The file of the configuration that was asked for or several GPUs need; empty for one process without."""
+    from liger_trainer.benchmarks.registry import BenchmarkError
+    from liger_trainer.cli.train import accelerate_config
+    from liger_trainer.recipe_file import RecipeError
+
+    gpus = max(arguments.gpus or [1])
+    name = arguments.accelerate_config or ("fsdp2" if gpus > 1 else None)
+    if name is None:
+        return ""
+    if arguments.operations == ["longest"]:
+        raise BenchmarkError("`longest` runs on one GPU; leave `--gpus` and `--accelerate_config` out.")
+    there = gpus if device.module is None else device.module.device_count()
+    if gpus > there:
+        raise BenchmarkError(f"`--gpus` is {gpus}, but this machine has {there}.")
+    try:
+        return str(accelerate_config(name))
+    except RecipeError as error:
+        raise BenchmarkError(str(error)) from None
 
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
