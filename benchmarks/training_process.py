@@ -106,7 +106,7 @@ def launch_command(task: Task) -> list[str]:
 
 def _environment(task: Task) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if not task.accelerate_config:  # one process that saw several GPUs would run nn.DataParallel
+    if not task.accelerate_config and ":" not in task.device:  # seeing several GPUs, it would run nn.DataParallel
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return environment
 

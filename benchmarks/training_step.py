@@ -220,7 +220,8 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     torch.manual_seed(0)  # the same weights in every process
     device = torch.device(task.device or (torch.accelerator.current_accelerator() or "cpu"))
     if device.type != "cpu" and task.accelerate_config:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device)
     with torch.device(device):
         from transformers import AutoModelForCausalLM
 
@@ -232,6 +233,8 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(task, device, folder)
         trainer = find_training_provider(provider)(Setup(task, model, arguments, [steps]))
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+            raise BenchmarkError(f"accelerate has no FSDP on {device.type}; choose another `--accelerate_config`")
         trainer.train()
     rate = tokens_of_step(task) / statistics.median(steps.seconds[task.warmup :] or steps.seconds[-1:])
     peak = peak_flops(device, half_precision=True)
@@ -271,8 +274,8 @@ def main(argv: list[str]) -> None:
         argv: The task and the lengths as JSON, the provider, the file for the results, and a provider file or nothing.
     """
     task, lengths, provider, results, *files = argv
-    for file in files:
-        load_provider_file(Path(file))
+    for name in files:
+        load_provider_file(Path(name))
     for length in json.loads(lengths):
         found = run(dataclasses.replace(Task(**json.loads(task)), length=length), provider)
         if os.environ.get("RANK", "0") == "0":

@@ -30,10 +30,10 @@ liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
 _SEVERAL_GPUS_TEXT = """\
 ## Several GPUs
 
-Tokens/s a GPU / peak GiB of the fullest GPU / MFU, by the tokens of a sequence. All providers start from the same weights
-and tokens under the same accelerate configuration; under FSDP2 with bf16 that means fp32 weights, gradients and AdamW
-states, split over the GPUs. Behind several numbers of GPUs: tokens/s a GPU relative to the fewest, each GPU with the same
-work and the same configuration.
+Tokens/s a GPU / peak GiB of the fullest GPU / MFU, by the tokens of a sequence. All providers start from the same
+weights and tokens under the same accelerate configuration; FSDP2 with bf16 keeps fp32 weights, gradients and AdamW
+states, split over the GPUs. With several numbers of GPUs: also tokens/s a GPU relative to the fewest, each with the
+same work and the same configuration.
 
 ```bash
 liger-trainer bench training --model llama3-8b --gpus 4 --batch 8 --length 4096,8192,16384,32768

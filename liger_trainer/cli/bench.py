@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import shlex
 import time
 from pathlib import Path
@@ -17,11 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from liger_trainer.benchmarks.device import Device
-    from liger_trainer.benchmarks.records import Run
-    from liger_trainer.benchmarks.training_step import Task
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
-_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS, _LONGEST_SECONDS = 60.0, 15.0, 600.0, 540.0
+_SECONDS, _QUICK_SECONDS = 60.0, 15.0
 _QUICK_TOTAL_SECONDS = 420.0
 _CPU_TOKENS = 128
 
@@ -78,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     training.add_argument(
         "--accelerate_config",
         metavar="NAME",
-        help="ddp, fsdp1, fsdp2, ..., or the path of an accelerate configuration; default: fsdp2 with several --gpus",
+        help="ddp, fsdp2, ..., or the path of an accelerate configuration; default with several --gpus: fsdp2 (CPUs: ddp)",
     )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
@@ -107,7 +103,9 @@ def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
         if not arguments.operations:
             return _show_what_there_is(arguments)
         if arguments.operations in (["training"], ["longest"]):
-            return _train(arguments, command)
+            from liger_trainer.cli.bench_training import train
+
+            return train(arguments, command)
         for name in ("training", "longest"):
             if name in arguments.operations:
                 raise BenchmarkError(f"`{name}` is measured by itself; leave the other operations out.")
@@ -125,7 +123,7 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.registry import OPERATIONS
 
-    _load(arguments)
+    load_providers(arguments)
     table = Table("operation", "what it is", "providers")
     for operation in OPERATIONS.values():
         table.add_row(operation.name, operation.description, ", ".join(operation.providers))
@@ -137,7 +135,8 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(arguments: argparse.Namespace) -> None:
+def load_providers(arguments: argparse.Namespace) -> None:
+    """Registers every operation and provider, those of ``--provider_file`` too."""
     from liger_trainer.benchmarks.registry import load_operations, load_provider_file
 
     load_operations()
@@ -156,13 +155,13 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     from liger_trainer.benchmarks.report import table
     from liger_trainer.benchmarks.suite import Settings, run_operation
 
-    _load(arguments)
+    load_providers(arguments)
     names = [closest(name, [*OPERATIONS, "all", "training", "longest"], "operation") for name in arguments.operations]
     operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
     libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
-    device = Device(_device(arguments.device))
+    device = Device(find_device(arguments.device))
     settings = Settings(
-        models=tuple(MODELS[name] for name in _models(arguments.model, device)),
+        models=tuple(MODELS[name] for name in model_names(arguments.model, device)),
         tokens=tuple(arguments.tokens or ([_CPU_TOKENS] if device.module is None else [])),
         providers=tuple(closest(name, libraries, "provider") for name in arguments.providers or []),
         dtype=getattr(torch, arguments.dtype),
@@ -171,7 +170,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
         deadline=time.monotonic() + _QUICK_TOTAL_SECONDS if arguments.quick else float("inf"),
         accuracy=not arguments.no_accuracy,
     )
-    console = _console()
+    console = make_console()
     run = Run.begin(command, Machine.measure(device, settings.dtype))
     console.print(str(run.machine), run.versions)
     try:
@@ -191,124 +190,27 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _train(arguments: argparse.Namespace, command: str) -> int:
-    """Measures training steps, or looks for the longest sequence; each in processes of its own."""
-    from liger_trainer.benchmarks.device import Device
-    from liger_trainer.benchmarks.records import Machine, Run
-
-    _load(arguments)
-    providers = _training_providers(arguments)
-    device = Device(_device(arguments.device))
-    run = Run.begin(command, Machine(device.name()))
-    measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
-    for name in _models(arguments.model, device):
-        measure(arguments, _task(arguments, name, device), providers, run)
-    return 0
-
-
-def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.longest import find_longest, table
-
-    before = len(run.longest)
-    for provider in providers:
-        seconds = arguments.seconds or _LONGEST_SECONDS
-        run.longest.append(find_longest(task, provider, arguments.provider_file, seconds))
-        if arguments.output is not None:
-            run.write(arguments.output)
-    _console().print(table(run.longest[before:]))
-
-
-def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.training import run_lengths, sweep_table, table
-
-    lengths = sorted(arguments.length or [task.length])
-    before = len(run.training)
-    for gpus, provider in itertools.product(arguments.gpus or [1], providers):
-        here = dataclasses.replace(task, gpus=gpus)
-        for record in run_lengths(
-            here, lengths, provider, arguments.provider_file, arguments.seconds or _TRAINING_SECONDS
-        ):
-            run.training.append(record)
-            if arguments.output is not None:  # after every length, so that nothing is lost to a later one
-                run.write(arguments.output)
-    found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))
-    for _, records in itertools.groupby(found, key=lambda record: record.group):
-        _console().print(table(list(records)))
-    if len({record.group for record in found}) > 1:
-        _console().print(sweep_table(run.training[before:]))
-
-
-def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training_step import Task
-
-    searching = arguments.operations == ["longest"]
-    trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
-    if searching and len(arguments.length or []) > 1:
-        raise BenchmarkError("`longest` begins at one length; give `--length` one number.")
-    return Task(
-        model,
-        arguments.layers,
-        arguments.trainer or trainer,
-        arguments.batch or batch,
-        (arguments.length or [length])[0],
-        arguments.steps or steps,
-        not arguments.no_checkpointing,
-        str(device.device),
-        arguments.lora,
-        arguments.warmup,
-        accelerate_config=_accelerate_config(arguments, device),
-    )
-
-
-def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
-    """The file of the configuration that was asked for or several GPUs need; empty for one process without."""
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.cli.train import accelerate_config
-    from liger_trainer.recipe_file import RecipeError
-
-    gpus = max(arguments.gpus or [1])
-    name = arguments.accelerate_config or ("fsdp2" if gpus > 1 else None)
-    if name is None:
-        return ""
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError("`longest` runs on one GPU; leave `--gpus` and `--accelerate_config` out.")
-    there = gpus if device.module is None else device.module.device_count()
-    if gpus > there:
-        raise BenchmarkError(f"`--gpus` is {gpus}, but this machine has {there}.")
-    try:
-        return str(accelerate_config(name))
-    except RecipeError as error:
-        raise BenchmarkError(str(error)) from None
-
-
-def _training_providers(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
-    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, find_training_provider
-
-    if arguments.providers:
-        for name in arguments.providers:
-            find_training_provider(name)  # an unknown one is an error before anything is measured
-        return arguments.providers
-    if arguments.operations == ["longest"]:
-        return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
-    return [name for name in TRAINING_PROVIDERS if " " not in name]
-
-
-def _console() -> Console:
+def make_console() -> Console:
+    """A console as wide as the tables need."""
     from rich.console import Console
 
     return Console(width=None if Console().is_terminal else 150, highlight=False)
 
 
-def _models(wanted: list[str] | None, device: Device) -> list[str]:
+def model_names(wanted: list[str] | None, device: Device) -> list[str]:
+    """The models asked for, or one that suits the device."""
     from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.registry import closest
 
     return [closest(name, MODELS, "model") for name in wanted or ["tiny" if device.module is None else "llama3-8b"]]
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """The device asked for, or the best there is.
+
+    Raises:
+        BenchmarkError: if this machine has none of the name.
+    """
     import torch
 
     from liger_trainer.benchmarks.registry import BenchmarkError
