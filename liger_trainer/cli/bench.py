@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     training.add_argument(
         "--accelerate_config",
         metavar="NAME",
-        help="ddp, fsdp2, ..., or the path of an accelerate configuration; default with several --gpus: fsdp2 (CPUs: ddp)",
+        help="ddp, fsdp2, ..., or a file of accelerate; default of several --gpus: fsdp2, or ddp on CPUs",
     )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
