@@ -130,7 +130,7 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(f"models: {', '.join(MODELS)}")
-    console.print("training: Trainer steps of a whole model, one process a provider")
+    console.print("training: Trainer steps of a whole model, processes of its own for each provider")
     console.print("longest: the longest sequence that each provider trains on, one process a try")
     return 0
 
