@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels._gated_kernels import _gate_and_up
+from liger_trainer.kernels._gated_kernels import gate_and_up
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 MAX_RANK = 128
@@ -87,7 +87,7 @@ def _lora_gated_forward_kernel(
         up, up_z, up_m, up_zs, up_ms, up_mc, up_scaling, rows, columns, num_rows, num_cols,
         UP_RANK, UP_BLOCK, PRECISION,
     )  # fmt: skip
-    activation, _, factor, _, _ = _gate_and_up(gate, up, 1.0, limit, 0.0, CLAMP, ACTIVATION)
+    activation, _, factor, _, _ = gate_and_up(gate, up, 1.0, limit, 0.0, CLAMP, ACTIVATION)
     h = activation.to(h_ptr.dtype.element_ty).to(tl.float32) * factor
     tl.store(_tile(h_ptr, h_stride, rows, columns), h.to(h_ptr.dtype.element_ty), mask=mask)
 
@@ -122,7 +122,7 @@ def _lora_gated_backward_kernel(
         up, up_z, up_m, up_zs, up_ms, up_mc, up_scaling, rows, columns, num_rows, num_cols,
         UP_RANK, UP_BLOCK, PRECISION,
     )  # fmt: skip
-    activation, derivative, factor, gate_passes, up_passes = _gate_and_up(gate, up, 1.0, limit, 0.0, CLAMP, ACTIVATION)
+    activation, derivative, factor, gate_passes, up_passes = gate_and_up(gate, up, 1.0, limit, 0.0, CLAMP, ACTIVATION)
     dgate, dup = dh * factor * derivative, dh * activation
     if CLAMP:
         dgate = tl.where(gate_passes, dgate, 0.0)
