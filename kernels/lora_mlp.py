@@ -19,6 +19,7 @@ import torch
 from liger_trainer.kernels import _gated_activation as gated
 from liger_trainer.kernels import _lora_products as products
 from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._base_weights import flat_weights, weights_of
 from liger_trainer.kernels._gated_kernels import launch_forward
 from liger_trainer.kernels._lora_linears import split_rows
 from liger_trainer.kernels._lora_products import rows_of
@@ -37,6 +38,8 @@ def gated_lora_down(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
     scalings: Sequence[float],
     masked: Sequence[bool],
     activation: str,
@@ -45,8 +48,9 @@ def gated_lora_down(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Y and z of the down projection, as an operator; call `lora_down`, which checks its inputs.
 
-    `up` is None where `gate` is a whole fused projection.
+    `up` is None where `gate` is a whole fused projection; `statistics` and `layouts` are of a weight in 4 bits.
     """
+    (base,) = weights_of([weight], statistics, layouts)
     h = gated.empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, False)
@@ -54,14 +58,15 @@ def gated_lora_down(
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
         z = products.project_down(rows, adapters)
-        y = products.project(rows, weight, bias, z, adapters)
-    return y.view(*gate.shape[:-1], weight.shape[0]), z
+        y = products.project(rows, base, bias, z, adapters)
+    return y.view(*gate.shape[:-1], base.shape[0]), z
 
 
 @gated_lora_down.register_fake
-def _(gate, up, weight, bias, lora_a, *_):
+def _(gate, up, weight, bias, lora_a, lora_b, masks, statistics, layouts, *_):
     tokens, rank = gate.numel() // gate.shape[-1], sum(a.shape[0] for a in lora_a)
-    return gate.new_empty((*gate.shape[:-1], weight.shape[0])), gate.new_empty((tokens, rank))
+    (base,) = weights_of([weight], statistics, layouts)
+    return gate.new_empty((*gate.shape[:-1], base.shape[0])), gate.new_empty((tokens, rank))
 
 
 def _adapters(lora_a: Any, lora_b: Any, masks: Any, scalings: Any, masked: Any) -> list[products.Adapter]:
@@ -69,7 +74,8 @@ def _adapters(lora_a: Any, lora_b: Any, masks: Any, scalings: Any, masked: Any) 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    gate, up, weight, bias, *lists, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs
+    gate, up, weight, bias, *lists = inputs[:7]
+    ctx.statistics, ctx.layouts, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs[7:]
     ctx.options = activation, scalars, False
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -78,8 +84,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    constants = ([None] * len(ctx.statistics), *(None,) * 6)
     if dy is None:
-        return (None, None, None, None, *([None] * length for length in ctx.lengths), *(None,) * 5)
+        return (None, None, None, None, *([None] * length for length in ctx.lengths), *constants)
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, need_a, need_b, *_ = ctx.needs_input_grad
@@ -93,7 +100,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
     with torch.autocast(gate.device.type, enabled=False):
         dz = products.low_rank_gradient([dy], z, adapters)
         if need_gate or need_up:
-            dh = products.input_gradient([dy], [weight], dz, adapters)
+            dh = products.input_gradient([dy], weights_of([weight], ctx.statistics, ctx.layouts), dz, adapters)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
         elif need_h:
             h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
@@ -103,7 +110,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
             da = split_rows(products.a_gradients(dz, h, adapters), lora_a, need_a)
         db = [products.b_gradient([dy], z, each) if need else None for each, need in zip(adapters, need_b)]
     dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-    return dgate, dup, dweight, dbias, da, db, [None] * len(masks), *(None,) * 5
+    return dgate, dup, dweight, dbias, da, db, [None] * len(masks), *constants
 
 
 gated_lora_down.register_autograd(_backward, setup_context=_setup_context)
@@ -141,11 +148,13 @@ def lora_down(
     if not takes or not down.adapters:
         return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
     adapters = down.adapters
+    (memory,), statistics, layouts = flat_weights([down.weight])
     return gated_lora_down(
-        *(gate, up, down.weight, down.bias),
+        *(gate, up, memory, down.bias),
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
         [adapter.mask for adapter in adapters if adapter.mask is not None],
+        *(statistics, layouts),
         [float(adapter.scaling) for adapter in adapters],
         [adapter.mask is not None for adapter in adapters],
         *(name, gated.scalars(limit=limit), inplace_backward),
