@@ -8,45 +8,54 @@ import torch
 from torch import nn
 
 
-def quantise(model: Any, kind: str = "nf4", *, keep: tuple[str, ...] = ("lm_head",), **options: Any) -> Any:
+def quantise(
+    model: Any,
+    kind: str = "nf4",
+    *,
+    keep: tuple[str, ...] = ("lm_head",),
+    compute_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
     """Puts a layer of bitsandbytes in the place of every linear layer of `model`, which it freezes.
 
     Args:
         model: On its device, with its weights.
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         keep: Last names of linear layers that stay as they are.
-        options: Of layers in 4 bits: ``compress_statistics``, ``quant_storage``, and ``compute_dtype``, which is the
-            weights' dtype unless given.
+        compute_dtype: Of products with weights in 4 bits; the weights' dtype unless given.
+        options: Of weights in 4 bits: ``compress_statistics``, ``blocksize``, ``quant_storage``.
 
     Returns:
         The model.
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.split(".")[-1] not in keep:
+            new = _int8(module) if kind == "int8" else _four_bits(module, kind, compute_dtype, options)
+            new.bias = module.bias
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _quantised(module, kind, options))
+            setattr(model.get_submodule(parent), child, new.to(module.weight.device))  # which quantises
     setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
     return model.requires_grad_(False)
 
 
-def _quantised(layer: nn.Linear, kind: str, options: dict[str, Any]) -> nn.Module:
-    from bitsandbytes import nn as layers
+def _int8(layer: nn.Linear) -> Any:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-    shape, device, weight = (
-        (layer.in_features, layer.out_features, layer.bias is not None),
-        layer.weight.device,
-        layer.weight,
-    )
-    new: Any
     with torch.device("meta"):  # its own weight would be drawn, and thrown away
-        if kind == "int8":
-            new = layers.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0)
-        else:
-            new = layers.Linear4bit(*shape, quant_type=kind, **{"compute_dtype": weight.dtype, **options})
-    if kind == "int8":
-        new.weight = layers.Int8Params(weight.data.cpu(), requires_grad=False, has_fp16_weights=False)
-    else:
-        kept = {name: value for name, value in options.items() if name != "compute_dtype"}
-        new.weight = layers.Params4bit(weight.data, requires_grad=False, quant_type=kind, module=new, **kept)
-    new.bias = layer.bias
-    return new.to(weight.device)  # which quantises
+        new = Linear8bitLt(
+            layer.in_features, layer.out_features, layer.bias is not None, has_fp16_weights=False, threshold=6.0
+        )
+    new.weight = Int8Params(layer.weight.data.cpu(), requires_grad=False, has_fp16_weights=False)
+    return new
+
+
+def _four_bits(layer: nn.Linear, kind: str, compute_dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    sizes, storage = (layer.in_features, layer.out_features), options.get("quant_storage", torch.uint8)
+    with torch.device("meta"):
+        new = Linear4bit(
+            *sizes, layer.bias is not None, compute_dtype or layer.weight.dtype, quant_type=kind, quant_storage=storage
+        )
+    new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type=kind, module=new, **options)
+    return new
