@@ -23,6 +23,7 @@ from liger_trainer.kernels import _gated_activation as gated
 from liger_trainer.kernels import _gated_kernels, _lora_gated_kernels
 from liger_trainer.kernels import _lora_products as products
 from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._base_weights import Weight, weights_of
 from liger_trainer.kernels._lora_gated_kernels import LowRank
 from liger_trainer.kernels._lora_linears import split_rows
 from liger_trainer.kernels._lora_products import rows_of
@@ -40,6 +41,8 @@ def lora_down_save(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
     added_scalings: Sequence[float],
     scalings: Sequence[float],
     masked: Sequence[bool],
@@ -50,14 +53,21 @@ def lora_down_save(
     """Stands in for y, whose gradient it turns into those of the operands; call `lora_down`, which checks its inputs.
 
     `up` is None where `gate` is a whole fused projection. `added_b` has none or one for gate, then for up, and
-    `added_scalings` one factor for each half, 0 where it has no adapter.
+    `added_scalings` one factor for each half, 0 where it has no adapter; `statistics` and `layouts` are of a weight in
+    4 bits.
     """
-    return gate.new_zeros(()).expand(*gate.shape[:-1], weight.shape[0])
+    return gate.new_zeros(()).expand(_shape(gate, weight, statistics, layouts))
 
 
 @lora_down_save.register_fake
-def _(gate, up, weight, *_):
-    return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
+def _(gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts, *_):
+    return gate.new_empty(()).expand(_shape(gate, weight, statistics, layouts))
+
+
+def _shape(gate: torch.Tensor, weight: torch.Tensor, statistics: Any, layouts: Any) -> tuple[int, ...]:
+    """That of y."""
+    (base,) = weights_of([weight], statistics, layouts)
+    return *gate.shape[:-1], base.shape[0]
 
 
 @torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
@@ -72,6 +82,8 @@ def lora_down_product(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
     added_scalings: Sequence[float],
     scalings: Sequence[float],
     masked: Sequence[bool],
@@ -79,6 +91,7 @@ def lora_down_product(
     scalars: Sequence[float],
 ) -> torch.Tensor:
     """Y of the down projection, whose gradient goes to `stand_in`."""
+    (base,) = weights_of([weight], statistics, layouts)
     h = gated.empty_h(gate, up)
     if z is not None and up is not None:
         updates = _updates(z, added_b, added_scalings)
@@ -88,7 +101,7 @@ def lora_down_product(
     adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
-        y = products.project(rows, weight, bias, products.project_down(rows, adapters), adapters)
+        y = products.project(rows, base, bias, products.project_down(rows, adapters), adapters)
     return y.view(stand_in.shape)
 
 
@@ -98,11 +111,11 @@ def _(stand_in, gate, *_):
 
 
 def _keep_lengths(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.lengths = [len(each) for each in inputs[6:10]]
+    ctx.lengths = [len(each) for each in inputs[6:11]]
 
 
 def _hand_over(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return dy, *(None,) * 5, *([None] * length for length in ctx.lengths), *(None,) * 5
+    return dy, *(None,) * 5, *([None] * length for length in ctx.lengths), *(None,) * 6
 
 
 lora_down_product.register_autograd(_hand_over, setup_context=_keep_lengths)
@@ -133,18 +146,21 @@ def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequenc
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, bias, z, *lists = inputs
-    ctx.added_scalings, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = lists[4:]
+    gate, up, weight, bias, z, *lists = inputs[:9]
+    # Statistics are not saved as activations are, for hooks to move: they are parts of the model.
+    ctx.statistics, ctx.layouts, ctx.added_scalings, ctx.scalings, ctx.masked, *options = inputs[9:]
+    activation, scalars, ctx.inplace_backward = options
     ctx.options = activation, scalars, False
-    ctx.lengths = [len(each) for each in lists[:4]]
+    ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists[:4] for tensor in each))
+    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in each))
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+    constants = [None] * len(ctx.statistics), *(None,) * 7
     if dy is None:
-        return *(None,) * 5, *([None] * length for length in ctx.lengths), *(None,) * 6
+        return *(None,) * 5, *([None] * length for length in ctx.lengths), *constants
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b, *_ = ctx.needs_input_grad
@@ -152,6 +168,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     remaining = iter(flat)
     added_b, lora_a, lora_b, masks = ([next(remaining) for _ in range(length)] for length in ctx.lengths)
     adapters = _adapters(lora_a, lora_b, masks, ctx.scalings, ctx.masked)
+    (base,) = weights_of([weight], ctx.statistics, ctx.layouts)
     dy = rows_of(dy)
     dgate: torch.Tensor | None = None
     dup: torch.Tensor | None = None
@@ -161,11 +178,11 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     with torch.autocast(gate.device.type, enabled=False):
         dlow = products.low_rank_gradient([dy], adapters)
         if z is not None:
-            dgate, dup, h = _gradients_with_updates(ctx, dy, weight, dlow, adapters, gate, up, z, added_b)
+            dgate, dup, h = _gradients_with_updates(ctx, dy, base, dlow, adapters, gate, up, z, added_b)
             dz, dadded = _gradients_of_updates(ctx, dgate, dup, z, added_b, need_added)
         elif need_gate or need_up:
             need_h = need_weight or any(need_a) or any(need_b)
-            dh = products.input_gradient([dy], [weight], dlow, adapters)
+            dh = products.input_gradient([dy], [base], dlow, adapters)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
         else:
             h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
@@ -177,13 +194,13 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
             low = products.project_down(h, adapters)
             db = [products.b_gradient([dy], low, each) if need else None for each, need in zip(adapters, need_b)]
     dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-    return dgate, dup, dweight, dbias, dz, dadded, da, db, [None] * len(masks), *(None,) * 6
+    return dgate, dup, dweight, dbias, dz, dadded, da, db, [None] * len(masks), *constants
 
 
 def _gradients_with_updates(
     ctx: Any,
     dy: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     dlow: torch.Tensor,
     adapters: Sequence[products.Adapter],
     gate: torch.Tensor,

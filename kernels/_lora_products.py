@@ -12,7 +12,7 @@ one matrix: one thin product for every z, and one for every dA. Sums are made by
 what is there, so that no term is a tensor of its own.
 
 Everything is multiplied in the dtype of x, to which weights and adapters are cast; x never is. Gradients of the
-parameters leave the matmul in fp32 where the parameter is wider than x.
+parameters leave the matmul in fp32 where the parameter is wider than x. A W_i may be in 4 bits (`_base_weights`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
+from liger_trainer.kernels._base_weights import Weight, linear, sum_of_products
 from liger_trainer.kernels._weight_gradient import matmul_into
 
 
@@ -83,10 +83,10 @@ def project_down(x: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
 
 
 def project(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
 ) -> torch.Tensor:
     """``y`` of one layer, whose adapters these are."""
-    y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = linear(x, weight, bias)
     for adapter in adapters:
         y.addmm_(z[:, adapter.columns], adapter.b.to(x.dtype).T, alpha=adapter.scaling)
     return y
@@ -102,12 +102,10 @@ def low_rank_gradient(dy: Sequence[torch.Tensor], adapters: Sequence[Adapter]) -
 
 
 def input_gradient(
-    dy: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], dz: torch.Tensor, adapters: Sequence[Adapter]
+    dy: Sequence[torch.Tensor], weights: Sequence[Weight], dz: torch.Tensor, adapters: Sequence[Adapter]
 ) -> torch.Tensor:
     """dx, (tokens, in_features)."""
-    dx = dy[0] @ weights[0].to(dz.dtype)
-    for upstream, weight in zip(dy[1:], weights[1:]):
-        dx.addmm_(upstream, weight.to(dz.dtype))
+    dx = sum_of_products(dy, weights)
     if not adapters:
         return dx
     if not _have_masks(adapters):

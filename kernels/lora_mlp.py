@@ -22,6 +22,7 @@ import torch
 
 from liger_trainer.kernels import _gated_activation as gated
 from liger_trainer.kernels import _lora_down as operators
+from liger_trainer.kernels._base_weights import flat_weights
 from liger_trainer.kernels._lora_gated_kernels import MAX_RANK
 from liger_trainer.kernels.gated_down import kernel_takes
 from liger_trainer.kernels.geglu import activation_name, geglu, geglu_fused, geglu_reference
@@ -82,12 +83,14 @@ def _down(
     added: Sequence[LoRA | None] = (None, None),
 ) -> torch.Tensor:
     adapters = down.adapters
+    (memory,), statistics, layouts = flat_weights([down.weight])
     operands = (
-        *(gate, up, down.weight, down.bias, z),
+        *(gate, up, memory, down.bias, z),
         [adapter.b for adapter in added if adapter is not None],
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
         [adapter.mask for adapter in adapters if adapter.mask is not None],
+        *(statistics, layouts),
         [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],
         [adapter.mask is not None for adapter in adapters],

@@ -13,6 +13,7 @@ from liger_trainer.kernels import _lora_down as operators
 from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.nf4 import LAYOUT_LENGTH
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
@@ -124,7 +125,9 @@ def test_opcheck(pending, device):
     z, added_b = seeded_randn(2, 5, 3, device=device).requires_grad_(), seeded_randn(INTERMEDIATE, 3, device=device)
     added = (z, [added_b.requires_grad_()]) if pending else (None, [])
     factors = [0.0, 0.5 if pending else 0.0]
-    arguments = gate, up, w, None, *added, [a], [b], [mask], factors, [0.5], [True], "silu", scalars(), False
+    floating = [], [0] * LAYOUT_LENGTH
+    lists = *added, [a], [b], [mask], *floating, factors, [0.5], [True]
+    arguments = gate, up, w, None, *lists, "silu", scalars(), False
     torch.library.opcheck(operators.lora_down_save, arguments)
     stand_in = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
     # The gradients of the operands come from the other operator, so there is no one schema check of both.
