@@ -123,10 +123,14 @@ def ours_in_tiles(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True})
 
 
+@training_provider("liger_trainer activation_offloading")
+def ours_offloading(setup: Setup, fraction: float = 1.0, **arguments: Any) -> Trainer:
+    return setup.trainer(ours=True, activation_offloading=True, activation_offloading_fraction=fraction, **arguments)
+
+
 @training_provider("liger_trainer tiled_mlp activation_offloading")
 def ours_for_long_sequences(setup: Setup, fraction: float = 1.0) -> Trainer:
-    offloading = {"activation_offloading": True, "activation_offloading_fraction": fraction}
-    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, **offloading)
+    return ours_offloading(setup, fraction, liger_kernel_config={"tiled_mlp": True})
 
 
 def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
