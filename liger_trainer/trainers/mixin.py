@@ -6,12 +6,12 @@ import contextlib
 import copy
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
@@ -24,13 +24,9 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
+from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
 
 logger = logging.getLogger("liger_trainer")
 
@@ -55,7 +51,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(_Base):
+class LigerTrainerMixin(WholeCheckpointsMixin):
     """Kernels in the model from construction on, the callbacks, and checks of what goes in.
 
     Attributes:
