@@ -35,8 +35,8 @@ _NO_ROOM_WORDS = ("PytorchStreamWriter failed writing", *(f"(os error {number})"
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first.
 
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint whose writing was cut short, by a trainer that is not
-    ours, has none.
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint of a stock trainer whose writing was cut short has
+    none.
     """
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
@@ -76,9 +76,10 @@ class WholeCheckpointsMixin(_Base):
         if resume_from_checkpoint is True:
             found = complete_checkpoints(Path(str(self.args.output_dir)))
             if not found:
+                folder = f"`output_dir` {str(self.args.output_dir)!r}"
                 raise ValueError(
-                    f"`resume_from_checkpoint` is True, but `output_dir` {str(self.args.output_dir)!r} holds no complete "
-                    "checkpoint; leave it out to start at the beginning."
+                    f"`resume_from_checkpoint` is True, but {folder} holds no complete checkpoint; leave it out to "
+                    "start at the beginning."
                 )
             resume_from_checkpoint = str(found[-1])
         return super().train(resume_from_checkpoint, *args, **kwargs)
