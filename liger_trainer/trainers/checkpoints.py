@@ -29,7 +29,12 @@ STAGING = "_incomplete"
 """The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_NO_ROOM_WORDS = ("PytorchStreamWriter failed writing", *(f"(os error {number})" for number in _NO_ROOM))
+_NO_ROOM_WORDS = (
+    "PytorchStreamWriter failed writing",  # torch.save, by where it fails: at a file's content or its end
+    "iostream error",
+    ". unexpected pos ",
+    *(f"(os error {number})" for number in _NO_ROOM),  # safetensors
+)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
