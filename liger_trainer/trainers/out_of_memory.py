@@ -63,25 +63,37 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     size = f"An allocation of {asked.group(1)} failed" if asked else "An allocation failed"
     lines = [f"{size}, in or after a micro-batch of {shape[0]} × {shape[1]} tokens." if shape else f"{size}."]
-    found, sizes = budgets(trainer), {}
+    found = budgets(trainer)
+    off = [budget for budget in found if not budget.on]
     try:
-        if shape is not None:
-            plan = running(trainer, shape)
-            memory = estimate(*plan)
-            sizes = {budget: f"  ({_gib(estimate(*budget.applied(*plan)))})" for budget in found}
-            lines.append(f"Estimated at its fullest moment ({memory.moment}): {_gib(memory)}, {_parts(memory)}.")
+        if shape is None:
+            raise ValueError("The micro-batch has no ids.")
+        lines += _estimated(off, *running(trainer, shape))
     except Exception as problem:  # whatever it is, the user is to see the error that it would have explained
         logger.debug("No estimate of the memory: %s", problem)
-    lines.append("What takes less memory:")
-    lines += [f"  {budget.text}{sizes.get(budget, '')}" for budget in found if not budget.on]
+        lines += ["What may take less memory:", *(f"  {budget.text}" for budget in off)]
     on = [budget.text for budget in found if budget.on]
     lines += [f"Already so: {'; '.join(on)}."] if on else []
-    lines.append(f"`liger-trainer plan RECIPE --gpus {trainer.args.world_size}` estimates all combinations.")
+    lines.append(
+        f"`liger-trainer plan RECIPE --gpus {trainer.args.world_size}` estimates their combinations; shorter sequences "
+        "and adapters (`use_peft`) take less too."
+    )
     return "\n".join(lines)
 
 
+def _estimated(off: list[Budget], run: Run, setting: Setting) -> list[str]:
+    """The memory as it is, and what is left of it with each of the budgets; those that save most first."""
+    now = estimate(run, setting)
+    with_each = sorted(((estimate(*budget.applied(run, setting)).total, budget.text) for budget in off))
+    helps = [f"  {text}  ({total / _GIB:.2f} GiB)" for total, text in with_each if total < now.total]
+    idle = [text for total, text in with_each if total >= now.total]
+    lines = [f"Estimated at its fullest moment ({now.moment}): {now.total / _GIB:.2f} GiB, {_parts(now)}."]
+    lines += ["What takes less memory, each alone:", *helps] if helps else []
+    return lines + ([f"Of no help here by these estimates: {'; '.join(idle)}."] if idle else [])
+
+
 def budgets(trainer: Trainer) -> list[Budget]:
-    """The arguments of this trainer that trade time for memory, those that cost the least first."""
+    """The arguments of this trainer that trade time for memory, on or off."""
     args: Any = trainer.args
     kernels = kernel_config_of(args)
     found = []
@@ -143,7 +155,3 @@ def _with_head(**changes: Any) -> Callable[[Run, Setting], tuple[Run, Setting]]:
 
 def _parts(memory: Memory) -> str:
     return ", ".join(f"{part} {getattr(memory, part) / _GIB:.2f}" for part in _PARTS if getattr(memory, part))
-
-
-def _gib(memory: Memory) -> str:
-    return f"{memory.total / _GIB:.2f} GiB"

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 from liger_trainer.cli import run_recipe_file
 from liger_trainer.trainers.trainer import LigerTrainer
@@ -13,6 +14,8 @@ class FaultyTrainer(LigerTrainer):
         if self.args.process_index == 1 and self.state.global_step == int(os.environ["FAULT_STEP"]):
             if os.environ["FAULT"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ["FAULT"] == "hang":
+                time.sleep(3600)
             raise ArithmeticError("the fault of rank 1")
         return super().training_step(*args, **kwargs)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from liger_trainer.cli import run_recipe_file
 from liger_trainer.cli.ranks import lost_a_peer
+from liger_trainer.recipe_file import RecipeError, TrainingError
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -112,3 +114,15 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(tmp_path):
 )
 def test_the_error_of_a_broken_collective_is_told_from_others(error, lost):
     assert lost_a_peer(error) is lost
+
+
+@pytest.mark.parametrize(("error", "told"), [(TrainingError("a bad row"), True), (RecipeError("a bad key"), False)])
+def test_what_one_rank_alone_may_know_is_told_by_any(error, told, monkeypatch, capsys):
+    def failing(recipe):
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("liger_trainer.recipe.load_recipe", lambda *args, **kwargs: None)
+    monkeypatch.setattr("liger_trainer.recipe_run.run_recipe", failing)
+    assert run_recipe_file("some.yaml", []) == 2
+    assert ("liger-trainer: rank 1: a bad row" in capsys.readouterr().err) == told

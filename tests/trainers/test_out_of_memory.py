@@ -1,5 +1,7 @@
 """An out-of-memory error of training: its class and text stay, and what would take less memory follows."""
 
+import re
+
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -9,7 +11,7 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.running import running
 from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
-from liger_trainer.trainers.out_of_memory import budgets
+from liger_trainer.trainers.out_of_memory import advice, budgets
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
@@ -51,27 +53,42 @@ def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
     error, text = failure(trainer)
     assert should_reduce_batch_size(error)
     assert "An allocation of 2.50 GiB failed, in or after a micro-batch of 4 × 10 tokens." in text
-    helps, on = text.split("What takes less memory:")[1].split("Already so:")
+    assert "Estimated at its fullest moment" in text
+    off, on = text.split("Already so:")
     for budget in (
         "logits_memory: 256MiB", 'liger_kernel_config: {"tiled_mlp": true}', "activation_offloading: true",
         "per_device_train_batch_size: 2, gradient_accumulation_steps: 6",
         "--accelerate_config zero2 on 2 GPUs", "--accelerate_config fsdp2 on 2 GPUs",
     ):  # fmt: skip
-        assert f"  {budget}  (0.00 GiB)" in helps
+        assert budget in off
     assert on.splitlines()[0] == " gradient_checkpointing: true."
-    assert "Estimated at its fullest moment" in text
     assert "`liger-trainer plan RECIPE --gpus 1`" in text
+
+
+def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_path):
+    trainer = build(tmp_path)
+    text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 20_000))
+    now = float(re.search(r"moment \(.+\): ([\d.]+) GiB", text).group(1))
+    helps = re.findall(r"^  (.+)  \(([\d.]+) GiB\)$", text, re.MULTILINE)
+    sizes = [float(size) for _, size in helps]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= now
+    assert {"gradient_checkpointing: true", "per_device_train_batch_size: 2, gradient_accumulation_steps: 2"} <= {
+        name for name, _ in helps
+    }
+    # As the whole logits take 40 MB of these 512 MiB.
+    assert "logits_memory: 256MiB" in text.split("Of no help here by these estimates:")[1].splitlines()[0]
 
 
 def test_what_is_on_is_not_proposed(tmp_path):
     trainer = build(tmp_path, per_device_train_batch_size=1, liger_kernel_config={"tiled_mlp": True})
     trainer.args.activation_offloading, trainer.args.activation_offloading_fraction = True, 0.5
     _, text = failure(trainer)
-    helps, on = text.split("What takes less memory:")[1].split("Already so:")
-    assert "gradient_checkpointing: true  (" in helps
-    assert "activation_offloading_fraction: 1.0" in helps
+    off, on = text.split("Already so:")
+    assert "gradient_checkpointing: true" in off
+    assert "activation_offloading_fraction: 1.0" in off
     for budget in ("tiled_mlp", "per_device_train_batch_size: 1", "activation_offloading: true"):
-        assert budget not in helps
+        assert budget not in off
         assert budget in on
 
 
@@ -80,7 +97,7 @@ def test_stock_arguments_and_no_kernels(tmp_path):
     _, text = failure(LigerTrainer(llama(), args, train_dataset=token_rows()), "XPU out of memory.")
     assert "An allocation failed, in or after" in text
     assert "offloading" not in text  # Hugging Face's arguments have none
-    assert "use_liger_kernel: true  (" in failure(build(tmp_path, use_liger_kernel=False))[1]
+    assert "use_liger_kernel: true" in failure(build(tmp_path, use_liger_kernel=False))[1]
 
 
 def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path):

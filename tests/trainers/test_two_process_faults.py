@@ -19,6 +19,7 @@ from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
 
 ROOT = Path(__file__).parents[2]
+STEPS = 4
 SETTINGS = {**COMMON, "per_device_train_batch_size": 2, "kernel_report": False}
 
 
@@ -50,17 +51,20 @@ class FaultWhileSaving(LigerTrainer):
         super()._save_rng_state(output_dir)
 
 
-def nan(folder):
+def nan(folder, device="cpu"):
+    """The guard's decisions on `device`; on the CPU an undisturbed run too."""
+    settings = {**SETTINGS, "use_cpu": device == "cpu", "max_steps": STEPS}
     results = {}
     sft = {"bf16": False, "gradient_checkpointing": False}
     for action in ("stop", "skip"):
-        args = LigerTrainingArguments(output_dir=f"{folder}/{action}", non_finite=action, **SETTINGS)
+        args = LigerTrainingArguments(output_dir=f"{folder}/{action}", non_finite=action, **settings)
         trainer = PoisonedTrainer(llama(), args, train_dataset=token_rows())
         results[action] = outcome(trainer)
-        args = LigerSFTConfig(output_dir=f"{folder}/sft_{action}", non_finite=action, **SETTINGS, **sft)
+        args = LigerSFTConfig(output_dir=f"{folder}/sft_{action}", non_finite=action, **settings, **sft)
         trainer = PoisonedSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
         results[f"sft_{action}"] = outcome(trainer)
-    save(f"{folder}/whole")
+    if device == "cpu":
+        save(f"{folder}/whole")
     Path(folder, f"rank{trainer.args.process_index}.json").write_text(json.dumps(results))
 
 
@@ -96,17 +100,21 @@ def undisturbed(tmp_path_factory):
 
 
 def test_all_ranks_act_on_the_nan_of_one_and_name_it(undisturbed):
-    folder, stderr = undisturbed
+    assert_all_act_alike(*undisturbed, stops_after=2)
+
+
+def assert_all_act_alike(folder, stderr, stops_after):
+    """What `nan` has to leave; `stops_after` is the step at which the finding of step 2 is read."""
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
     for name, result in ranks[0].items():
         stops = name.endswith("stop")
         assert result["finite"]
-        assert result["steps"] == (2 if stops else SETTINGS["max_steps"])
+        assert result["steps"] == (stops_after if stops else STEPS)
         (finding,) = result["findings"]  # and not "the gradient", which is what rank 0 saw of it
         assert finding.startswith("Step 2, rank 1: the loss (nan) is not finite.")
         assert stderr.count(finding) == 2, "told by one process, of the Trainer and of SFT's"
-        assert (folder / name / "checkpoint-2").is_dir() == stops
+        assert (folder / name / f"checkpoint-{stops_after}").is_dir() == stops
 
 
 def test_a_checkpoint_that_one_rank_did_not_finish_is_none(undisturbed, tmp_path):
