@@ -160,17 +160,13 @@ def _told_where(final: Path, staging: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and not out_of_room(error):
+        number = getattr(error, "errno", None)  # errors of the network are OSErrors too, but have none
+        if number is None and not out_of_room(error):
             raise
         free = shutil.disk_usage(next(folder for folder in final.absolute().parents if folder.exists())).free
-        written = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
         shutil.rmtree(staging, ignore_errors=True)
         raise OSError(
-            getattr(error, "errno", None) or errno.ENOSPC,
-            f"{final} could not be written ({str(error).splitlines()[0]}): {_mib(free)} were free there after "
-            f"{_mib(written)} of it. That part has been removed; the checkpoints before it are as they were.",
+            number or errno.ENOSPC,
+            f"{final} could not be written ({str(error).splitlines()[0]}): {free / 2**20:,.1f} MiB "
+            "were free there. What was written of it has been removed; the checkpoints before it are as they were.",
         ) from error
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -84,7 +84,7 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
 def _estimated(off: list[Budget], run: Run, setting: Setting) -> list[str]:
     """The memory as it is, and what is left of it with each of the budgets; those that save most first."""
     now = estimate(run, setting)
-    with_each = sorted(((estimate(*budget.applied(run, setting)).total, budget.text) for budget in off))
+    with_each = sorted((estimate(*budget.applied(run, setting)).total, budget.text) for budget in off)
     helps = [f"  {text}  ({total / _GIB:.2f} GiB)" for total, text in with_each if total < now.total]
     idle = [text for total, text in with_each if total >= now.total]
     lines = [f"Estimated at its fullest moment ({now.moment}): {now.total / _GIB:.2f} GiB, {_parts(now)}."]

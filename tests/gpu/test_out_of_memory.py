@@ -1,5 +1,6 @@
 """Real out-of-memory errors, under a limit of the process: what they say, and that what they propose is enough."""
 
+import gc
 import re
 
 import pytest
@@ -22,6 +23,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "max_position_embedding
 
 @pytest.fixture(autouse=True)
 def limit():
+    gc.collect()  # an error keeps what its frames hold
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LIMIT) / total)

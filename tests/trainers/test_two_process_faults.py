@@ -38,10 +38,10 @@ class PoisonedSFTTrainer(NaNOnRank1, LigerSFTTrainer): ...
 class FaultWhileSaving(LigerTrainer):
     """Rank 1 meets `fault` before the last file of its second checkpoint; rank 0 has written all of its own."""
 
-    fault = None
+    fault = "none"
 
     def _save_rng_state(self, output_dir):
-        if self.fault and self.args.process_index == 1 and self.state.global_step == 4:
+        if self.fault != "none" and self.args.process_index == 1 and self.state.global_step == 4:
             deadline = time.monotonic() + 60
             while not Path(output_dir, "trainer_state.json").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -74,8 +74,15 @@ def outcome(trainer):
     return {"steps": trainer.state.global_step, "finite": finite, "findings": trainer._guard.findings}
 
 
-def save(folder, fault=None):
-    settings = {**SETTINGS, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+def save(folder, fault="none", device="cpu"):
+    settings = {
+        **SETTINGS,
+        "use_cpu": device == "cpu",
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+    }
     args = LigerTrainingArguments(output_dir=folder, **settings)
     trainer = FaultWhileSaving(llama(attention_dropout=0.1), args, train_dataset=token_rows())
     trainer.fault = fault
@@ -85,9 +92,9 @@ def save(folder, fault=None):
         Path(folder, "losses.json").write_text(json.dumps(losses))
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += ["-m", "tests.trainers.test_two_process_faults", *map(str, arguments)]
+def run(*arguments, launcher=("torch.distributed.run", "--nproc_per_node=2", "--standalone")):
+    command = [sys.executable, "-m", *launcher, "-m", "tests.trainers.test_two_process_faults"]
+    command += map(str, arguments)
     return subprocess.run(command, cwd=ROOT, timeout=180, capture_output=True, text=True)
 
 
