@@ -65,13 +65,12 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
     lines = [f"{size}, in or after a micro-batch of {shape[0]} × {shape[1]} tokens." if shape else f"{size}."]
     found = budgets(trainer)
     off = [budget for budget in found if not budget.on]
+    estimates: list[str] = []
     try:
-        if shape is None:
-            raise ValueError("The micro-batch has no ids.")
-        lines += _estimated(off, *running(trainer, shape))
+        estimates = _estimated(off, *running(trainer, shape)) if shape is not None else []
     except Exception as problem:  # whatever it is, the user is to see the error that it would have explained
         logger.debug("No estimate of the memory: %s", problem)
-        lines += ["What may take less memory:", *(f"  {budget.text}" for budget in off)]
+    lines += estimates or ["What may take less memory:", *(f"  {budget.text}" for budget in off)]
     on = [budget.text for budget in found if budget.on]
     lines += [f"Already so: {'; '.join(on)}."] if on else []
     lines.append(
