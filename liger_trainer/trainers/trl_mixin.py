@@ -36,6 +36,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     """
 
     trl_module: ModuleType | None = None
+    _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
     _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
