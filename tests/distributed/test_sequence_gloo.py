@@ -42,6 +42,15 @@ def _batch(unlabelled: int) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
+def _model(family: str, loss: str) -> Any:
+    """A model with the kernels, whose attention gets no mask, as accelerate sees to."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    model = kernels_in(TINY_MODELS[family]().train(), Case(family, loss))
+    _attach_context_parallel_hooks(model)
+    return model
+
+
 def _part(batch: dict[str, torch.Tensor], rank: int, positions: Positions) -> dict[str, torch.Tensor]:
     """What the data loader gives a rank: its positions, and the label of the next token of each."""
     shifted = F.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
@@ -66,7 +75,7 @@ def _check(model: Any, total: torch.Tensor, family: str, batch: dict[str, torch.
 
 def _context_parallel(rank: int, family: str, loss: str) -> None:
     """As the Trainer: each rank's sum over the labels of all, and `num_items_in_batch` of the whole batch."""
-    model, batch = kernels_in(TINY_MODELS[family]().train(), Case(family, loss)), _batch(unlabelled=5)
+    model, batch = _model(family, loss), _batch(unlabelled=5)
     part = _part(batch, rank, head_and_tail)
     items = (batch["labels"][:, 1:] != IGNORE).sum()
     with gathered_attention():
@@ -104,7 +113,7 @@ def _sequence_parallel(rank: int, loss: str, unlabelled: int) -> None:
     from liger_trainer.head.context import expected_loss_gradient
 
     family = "qwen3"
-    model, batch = kernels_in(TINY_MODELS[family]().train(), Case(family, loss)), _batch(unlabelled)
+    model, batch = _model(family, loss), _batch(unlabelled)
     inputs: dict[str, Any] = _part(batch, rank, in_order)
     if LOSSES[loss].options is not None:
         inputs["fused_lm_head"] = True  # as TRL's SFT
