@@ -40,7 +40,8 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     if not inspect.isfunction(function) or styles is None:
         return None
     held = inspect.getclosurevars(function).nonlocals
-    style, inner = held.get("self"), held.get("original_forward")
+    style: Any = held.get("self")
+    inner = held.get("original_forward")
     if not isinstance(style, getattr(styles, "ColwiseParallel", ())) or held.get("module") is not head:
         return None
     gathers = style.input_layouts.is_replicate() and style.output_layouts.is_replicate() and style.use_local_output

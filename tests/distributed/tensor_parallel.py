@@ -190,7 +190,8 @@ def kernels_in(model: nn.Module, case: Case) -> nn.Module:
 
 def expected_step(case: Case, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one process that runs the unpatched model in fp32 on whole logits."""
-    model, loss = with_adapters(FAMILIES[case.family](**case.overrides).train(), case.lora), LOSSES[case.loss]
+    whole, loss = FAMILIES[case.family](**case.overrides).train().to(batch["labels"].device), LOSSES[case.loss]
+    model = with_adapters(whole, case.lora)
     value = naive_loss(model, batch, loss, loss.count([batch]))
     value.backward()
     return value.item(), gradients(model)
@@ -208,9 +209,10 @@ def check_step(
         of_rank: Which of them is this rank's.
         gathers: Watches the collectives of the step.
     """
+    loss, device = LOSSES[case.loss], next(model.parameters()).device
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
     expected, expected_gradients = expected_step(case, concatenated(batches))
-    loss = LOSSES[case.loss]
-    autocast = torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None)
+    autocast = torch.autocast(device.type, dtype=case.autocast, enabled=case.autocast is not None)
     with counted_logits() as seen, gathers or contextlib.nullcontext():
         with autocast:
             value = product_loss(model, batches[of_rank], loss, loss.count(batches))
@@ -219,6 +221,6 @@ def check_step(
     if len(batches) > 1:
         dist.all_reduce(total)
         total = total * len(batches) / dist.get_world_size()  # the ranks of a tensor-parallel group have the same
-    assert_near("the loss", total, torch.tensor(expected), case.tolerance)
+    assert_near("the loss", total, torch.tensor(expected, device=device), case.tolerance)
     assert_same_gradients(gradients(model), expected_gradients, case.tolerance)
     assert (seen["built"] > 0 or seen["deferred"] == 0) == case.whole_logits, seen
