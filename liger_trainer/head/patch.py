@@ -36,7 +36,8 @@ from liger_trainer.head.lm_head import (
 from liger_trainer.head.probe import TOLERANCE, probe_head
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
-from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
+from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, is_bound_by_us, overriding_forward, unbind_forward
 from liger_trainer.patching.report import KernelReportRow
 
@@ -102,6 +103,13 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
             return native(self, input)
         pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
         deferred = defer(self, input)
+        if deferred is None and self.training and is_split(self):
+            warn_once(
+                "split head",
+                "The LM head is split over processes in a way that the fused cross entropy does not know, so its "
+                "logits are put together. The result is right; it takes the memory of unfused training. Models that "
+                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Said once.)",
+            )
         return native(self, input) if deferred is None else deferred
 
     never_a_frame(forward)  # compiled as a frame of its own it would never defer

@@ -37,15 +37,20 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     function = head.__dict__.get("forward")
     function = getattr(function, "replaced", function)  # ours over it
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
-    if not inspect.isfunction(function) or styles is None:
+    if not inspect.isfunction(function) or styles is None or function.__globals__ is not vars(styles):
         return None
     held = inspect.getclosurevars(function).nonlocals
     style: Any = held.get("self")
     inner = held.get("original_forward")
-    if not isinstance(style, getattr(styles, "ColwiseParallel", ())) or held.get("module") is not head:
+    if not hasattr(style, "output_layouts") or held.get("module") is not head:
         return None
     gathers = style.input_layouts.is_replicate() and style.output_layouts.is_replicate() and style.use_local_output
     return function if gathers and getattr(inner, "__func__", None) is nn.Linear.forward else None
+
+
+def is_split(head: nn.Module) -> bool:
+    """Whether a parameter of `head` is a DTensor now, in its forward, where FSDP has gathered its own."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in head.parameters())
 
 
 @dataclasses.dataclass(eq=False)

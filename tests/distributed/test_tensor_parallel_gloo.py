@@ -117,6 +117,30 @@ def _evaluates(rank: int) -> None:
     torch.testing.assert_close(loss, whole.eval()(**batch).loss)
 
 
+def _other_splits_are_told(rank: int) -> None:
+    """A head that torch's own `parallelize_module` splits builds its logits, and says so once."""
+    import logging
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("liger_trainer.head.warn_once").addHandler(handler)
+    case = Case(whole_logits=True)
+    model = kernels_in(TINY_MODELS["llama"]().train(), case)
+    parallelize_module(
+        model, init_device_mesh("cpu", (WORLD,)), {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    )
+    for _ in range(2):
+        model.zero_grad()
+        check_step(model, case, [batch_of(case)])
+    assert len(said) == 1
+    assert "split over processes in a way that the fused cross entropy does not know" in said[0]
+
+
 def _is_reverted(rank: int) -> None:
     from liger_trainer import apply_liger_kernel, revert_liger_kernel
 
@@ -155,6 +179,7 @@ RUN: dict[str, Callable[[int], None]] = {
     "logits are read": _logits_are_read,
     "evaluates": _evaluates,
     "is reverted": _is_reverted,
+    "other splits are told": _other_splits_are_told,
     "distils": _distils,
 }
 
