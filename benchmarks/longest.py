@@ -15,7 +15,8 @@ from rich.table import Table
 
 from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord
 from liger_trainer.benchmarks.report import number
-from liger_trainer.benchmarks.training import OUT_OF_MEMORY, run_provider
+from liger_trainer.benchmarks.training import run_provider
+from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from liger_trainer.benchmarks.training_step import Task

@@ -125,7 +125,7 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
 
 
 def _is_shown(record: TrainingRecord) -> bool:
-    return record.trainer == "causal_lm" and record.checkpointing and not record.lora
+    return record.trainer == "causal_lm" and record.checkpointing and not (record.lora or record.accelerate_config)
 
 
 def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:

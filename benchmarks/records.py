@@ -17,7 +17,10 @@ from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
-_PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+_PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "trl", "peft"),
+    *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
+)
 
 
 @dataclasses.dataclass
@@ -132,13 +135,16 @@ class TrainingRecord:
     """Training steps of one provider; see `training_step.Task` for what was trained.
 
     Attributes:
-        tokens_per_second: Of the median step.
+        batch: Of one GPU.
+        tokens_per_second: Of one GPU, in the median step.
         mfu: Share of the device's published peak; None where that is not known.
-        peak_gibibytes: The most that was allocated.
+        peak_gibibytes: The most that was allocated, on the fullest GPU.
         losses: Of every step; the providers of one task must agree.
         failure: Why there is no result.
         lora: Rank of the adapters; 0 where everything was trained.
         weights_gibibytes: What was allocated before the first step.
+        gpus: Processes, one a GPU.
+        accelerate_config: Name of the configuration they were launched with; empty for one process without.
     """
 
     model: str
@@ -155,11 +161,19 @@ class TrainingRecord:
     failure: str = ""
     lora: int = 0
     weights_gibibytes: float | None = None
+    gpus: int = 1
+    accelerate_config: str = ""
 
     @property
-    def group(self) -> tuple[str, int, str, int, int, bool, int]:
+    def group(self) -> tuple:
         """The task: what records must share to be compared."""
-        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing, self.lora
+        return (*self.sweep, self.length, self.gpus)
+
+    @property
+    def sweep(self) -> tuple:
+        """The task but for the length of a sequence and the number of GPUs."""
+        model = (self.model, self.layers, self.trainer, self.batch)
+        return (*model, self.checkpointing, self.lora, self.accelerate_config)
 
 
 @dataclasses.dataclass

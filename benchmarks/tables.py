@@ -16,7 +16,12 @@ from typing import Any
 from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
-from liger_trainer.benchmarks.training_tables import alignment_steps_table, alignment_table, training_table
+from liger_trainer.benchmarks.training_tables import (
+    alignment_steps_table,
+    alignment_table,
+    several_gpus_section,
+    training_table,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
@@ -183,6 +188,7 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
     "alignment": alignment_table,
+    "several-gpus": several_gpus_section,
     "alignment-steps": alignment_steps_table,
     "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),

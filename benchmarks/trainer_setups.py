@@ -59,7 +59,7 @@ class Setup:
     @property
     def dataset(self) -> RandomTokens:
         """The sequences of all steps."""
-        return self.tokens(self.task.batch * self.task.steps, self.task.length)
+        return self.tokens(self.task.samples, self.task.length)
 
     def tokens(self, size: int, length: int) -> RandomTokens:
         """Random sequences of the model's vocabulary."""
@@ -136,7 +136,7 @@ def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
             return dataset
 
     task = setup.task
-    pairs = setup.tokens(2 * task.batch * task.steps, task.length).pairs()
+    pairs = setup.tokens(2 * task.samples, task.length).pairs()
     reference = None if task.lora else copy.deepcopy(setup.model)  # without adapters, the policy is the reference
     arguments = config(**settings, max_length=None)
     return Tokenised(setup.model, reference, arguments, train_dataset=pairs, **setup.trl)
@@ -156,7 +156,7 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
             return completions(task, vocab, self._step, self.accelerator.device)
 
     settings |= {"num_generations": task.batch, "max_completion_length": task.length}
-    prompts = _dataset([{"prompt": "prompt"}] * (task.batch * task.steps))
+    prompts = _dataset([{"prompt": "prompt"}] * task.samples)
     data = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "train_dataset": prompts}
     return Completed(setup.model, args=config(**settings), **data, **setup.trl)
 
@@ -174,7 +174,7 @@ def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict
         "advantages": torch.linspace(-1.0, 1.5, task.batch),
         # About what random weights give, so that some ratios are clipped and some are not.
         "old_per_token_logps": torch.randn(completion, generator=generator) - math.log(vocab),
-        "num_items_in_batch": torch.tensor(task.batch * task.length),
+        "num_items_in_batch": torch.tensor(task.batch * task.length * task.gpus),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -188,7 +188,7 @@ TRAINERS: dict[str, Callable[[Setup, bool, dict[str, Any]], Trainer]] = {
 
 
 def tokens_of_step(task: Task) -> int:
-    """How many tokens a step trains on: of both sequences of a pair, of prompts and completions."""
+    """How many tokens a step trains on, on one GPU: of both sequences of a pair, of prompts and completions."""
     if task.trainer == "dpo":
         return 2 * task.batch * task.length
     if task.trainer == "grpo":

@@ -1,13 +1,9 @@
-"""Training steps from end to end: every provider in a process of its own."""
+"""Training steps from end to end: every provider in processes of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,55 +11,49 @@ from rich.table import Table
 
 from liger_trainer.benchmarks.records import TrainingRecord
 from liger_trainer.benchmarks.report import number
+from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess
 
 if TYPE_CHECKING:
     from liger_trainer.benchmarks.training_step import Task
 
-OUT_OF_MEMORY = "out of memory"
+
+def run_lengths(
+    task: Task, lengths: list[int], provider: str, provider_file: Path | None = None, seconds: float = 600.0
+) -> Iterator[TrainingRecord]:
+    """Measures one provider on one length after the other, in the same processes; yields each record once it is there.
+
+    The first failure is the last record: what does not fit or takes too long would not on a longer one.
+
+    Args:
+        task: What is trained; its own length is not looked at.
+        lengths: Tokens of a sequence, in ascending order.
+        provider: Its name.
+        provider_file: A Python file that registers providers of its own.
+        seconds: After which a length is given up; the first one's begin before the processes do.
+    """
+    with TrainingProcess(task, lengths, provider, provider_file) as process:
+        for length in lengths:
+            record = _record(dataclasses.replace(task, length=length), provider)
+            try:
+                yield dataclasses.replace(record, **process.result(seconds))
+            except ProcessError as error:
+                record.failure = str(error)
+                yield record
+                return
 
 
 def run_provider(
     task: Task, provider: str, provider_file: Path | None = None, seconds: float = 600.0
 ) -> TrainingRecord:
-    """Measures one provider.
+    """`run_lengths` of the task's own length."""
+    (record,) = run_lengths(task, [task.length], provider, provider_file, seconds)
+    return record
 
-    Args:
-        task: What is trained.
-        provider: Its name.
-        provider_file: A Python file that registers providers of its own.
-        seconds: After which it is given up.
-    """
+
+def _record(task: Task, provider: str) -> TrainingRecord:
     sizes = (task.model, task.layers, task.trainer, task.batch, task.length, task.checkpointing)
-    record = TrainingRecord(*sizes, provider, lora=task.lora)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        arguments = [json.dumps(dataclasses.asdict(task)), provider, str(result)]
-        arguments += [] if provider_file is None else [str(provider_file)]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "liger_trainer.benchmarks.training_step", *arguments],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            record.failure = f"no result in {seconds:.0f} s"
-            return record
-        if done.returncode or not result.is_file():
-            record.failure = _reason(done.stderr, done.returncode)
-            return record
-        return dataclasses.replace(record, **json.loads(result.read_text(encoding="utf-8")))
-
-
-def _reason(errors: str, code: int) -> str:
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if "OutOfMemoryError" in errors or "CUDA error: out of memory" in errors:  # the latter of pinned memory
-        return OUT_OF_MEMORY
-    # A traceback ends with the error; its message may go on for lines.
-    starts = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
-    return (starts[-1] if starts else lines[-1] if lines else f"exit code {code}")[:120]
+    config = Path(task.accelerate_config).stem
+    return TrainingRecord(*sizes, provider, lora=task.lora, gpus=task.gpus, accelerate_config=config)
 
 
 def above_weights(record: TrainingRecord) -> float | None:
@@ -76,16 +66,10 @@ def above_weights(record: TrainingRecord) -> float | None:
 def table(records: list[TrainingRecord]) -> Table:
     """The providers of one task, a line each."""
     first = records[0]
-    layers = f", {first.layers} layers" if first.layers else ""
-    checkpointed = "every layer checkpointed" if first.checkpointing else "nothing checkpointed"
-    lora = f" · LoRA r={first.lora}" if first.lora else ""
-    sizes = f"{first.batch} × {first.length}"
-    result = Table(
-        title=f"{first.model}{layers} · {first.trainer}{lora} · batch {sizes} · {checkpointed}",
-        title_justify="left",
-    )
+    result = Table(title=f"{_title(first)} · batch {first.batch} × {first.length}", title_justify="left")
     result.add_column("provider", no_wrap=True)
-    for heading in ("tokens/s", "MFU %", "peak GiB", "above weights", "first loss", "last loss"):
+    rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
+    for heading in (rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss"):
         result.add_column(heading, justify="right")
     result.add_column("remark", overflow="fold")
     for record in records:
@@ -100,3 +84,56 @@ def table(records: list[TrainingRecord]) -> Table:
             record.failure,
         )
     return result
+
+
+def sweep_table(records: list[TrainingRecord]) -> Table:
+    """Providers, and numbers of GPUs, over lengths: tokens/s a GPU, peak GiB of the fullest one, MFU.
+
+    With several numbers of GPUs also the tokens/s a GPU relative to the fewest: the work of a GPU stays the same.
+    """
+    first = records[0]
+    lengths, rows = sweep(records)
+    result = Table(title=f"{_title(first, False)} · batch {first.batch} a GPU", title_justify="left")
+    result.add_column("provider", no_wrap=True)
+    for length in lengths:
+        result.add_column(f"{length:,}", justify="right")
+    for title, cells in rows:
+        result.add_row(title, *cells)
+    return result
+
+
+def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, list[str]]]]:
+    """The lengths, and a row a provider and number of GPUs: its title, and a cell for each length."""
+    cases = {(record.provider, record.gpus, record.length): record for record in records}
+    lengths = sorted({length for *_, length in cases})
+    counts = sorted({gpus for _, gpus, _ in cases})
+    rows = []
+    for provider, gpus in dict.fromkeys((provider, gpus) for provider, gpus, _ in cases):
+        title = f"{provider}, {gpus} GPU{'s' * (gpus > 1)}" if len(counts) > 1 else provider
+        alone = [cases.get((provider, counts[0], length)) if gpus > counts[0] else None for length in lengths]
+        here = [cases.get((provider, gpus, length)) for length in lengths]
+        rows.append((title, [_cell(*pair) for pair in zip(here, alone)]))
+    return lengths, rows
+
+
+def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
+    if record is None:
+        return "–"
+    if record.tokens_per_second is None:
+        return "OOM" if record.failure == OUT_OF_MEMORY else record.failure
+    parts = [f"{record.tokens_per_second:,.0f}"]
+    parts += [] if record.peak_gibibytes is None else [f"{record.peak_gibibytes:.1f}"]
+    parts += [] if record.mfu is None else [f"{100 * record.mfu:.0f} %"]
+    text = " / ".join(parts)
+    if fewest is None or fewest.tokens_per_second is None:
+        return text
+    return f"{text}, {100 * record.tokens_per_second / fewest.tokens_per_second:.1f} % of {fewest.gpus}"
+
+
+def _title(record: TrainingRecord, gpus: bool = True) -> str:
+    layers = f", {record.layers} layers" if record.layers else ""
+    parts = [f"{record.model}{layers}", record.trainer]
+    parts += [f"LoRA r={record.lora}"] if record.lora else []
+    parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
+    parts += [record.accelerate_config] if record.accelerate_config else []
+    return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])

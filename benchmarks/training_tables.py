@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import TrainingRecord
 from liger_trainer.benchmarks.report import markdown
-from liger_trainer.benchmarks.training import above_weights
+from liger_trainer.benchmarks.training import above_weights, sweep
 
 if TYPE_CHECKING:
     from liger_trainer.benchmarks.tables import Results
@@ -27,11 +27,47 @@ that the policy reads / peak GiB / GiB above the weights. Then the longest seque
 liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --length 2048
 liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
 ```"""
+_SEVERAL_GPUS_TEXT = """\
+## Several GPUs
+
+Tokens/s a GPU / peak GiB of the fullest GPU / MFU, by the tokens of a sequence. All providers start from the same
+weights and tokens under the same accelerate configuration; FSDP2 with bf16 keeps fp32 weights, gradients and AdamW
+states, split over the GPUs. With several numbers of GPUs: also tokens/s a GPU relative to the fewest, each with the
+same work and the same configuration.
+
+```bash
+liger-trainer bench training --model llama3-8b --gpus 4 --batch 8 --length 4096,8192,16384,32768
+liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,4 --batch 8 --length 4096 --providers liger_trainer
+```"""
 
 
 def training_table(results: Results) -> str:
-    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task."""
-    return _steps_table(results, [group for group in results.tasks if not _is_alignment(results, group)])
+    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task of one GPU."""
+    groups = [group for group, records in results.tasks.items() if not records[0].accelerate_config]
+    return _steps_table(results, [group for group in groups if not _is_alignment(results, group)])
+
+
+def several_gpus_section(results: Results) -> str:
+    """The section on several GPUs, with a table for each sweep over lengths; empty without results."""
+    sweeps: dict[tuple, dict[tuple, Sequence[TrainingRecord]]] = {}
+    for group, records in results.tasks.items():
+        if records[0].accelerate_config:
+            sweeps.setdefault(records[0].sweep, {})[group] = records
+    made = [_sweep_table(results, groups) for groups in sweeps.values()]
+    return "\n\n".join([_SEVERAL_GPUS_TEXT, *made]) if made else ""
+
+
+def _sweep_table(results: Results, groups: Mapping[tuple, Sequence[TrainingRecord]]) -> str:
+    records = [record for group in groups.values() for record in group]
+    first = records[0]
+    lengths, rows = sweep(records)
+    gpus = " and ".join(str(count) for count in sorted({record.gpus for record in records}))
+    more = (f"batch {first.batch} a GPU", f"{gpus} GPUs", first.accelerate_config)
+    title = _title(first.model, first.layers, first.trainer, first.lora, *more)
+    header = ["provider", *(f"{length:,}" for length in lengths)]
+    return (
+        f"{title}:\n\n" + markdown(header, [[name, *cells] for name, cells in rows]) + "\n\n" + results.source(groups)
+    )
 
 
 def alignment_table(results: Results) -> str:
@@ -43,8 +79,9 @@ def alignment_table(results: Results) -> str:
 
 
 def alignment_steps_table(results: Results) -> str:
-    """Tokens/s / peak GiB / GiB above the weights of DPO and of GRPO's loss; empty without results."""
+    """Tokens/s / peak GiB / GiB above the weights of DPO and of GRPO's loss on one GPU; empty without results."""
     groups = [group for group in results.tasks if _is_alignment(results, group)]
+    groups = [group for group in groups if not results.tasks[group][0].accelerate_config]
     return _steps_table(results, groups) if groups else ""
 
 

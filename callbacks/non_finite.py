@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -37,7 +38,9 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     checkpoint of them is saved and training ends; with `"skip"` it goes on with the next batch. The learning rate
     schedule advances in both cases. From the first such update on, each log holds `non_finite_updates`, how many have
     been left out. The message names the step and the first bad quantity in the order in which one
-    causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss).
+    causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss). Several processes
+    decide alike, by one number that they reduce at each update; the message then names the rank that has the first
+    quantity, which from there has spread to the others, and the main process logs it.
 
     Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
     on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has
@@ -108,8 +111,9 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         scaled = getattr(optimizer, "scaler", None) is not None
         if self._gradients is None and not scaled:
             self.observe_gradients(model)
-        observed = self._observe(state.global_step + 1, None if scaled else self._gradients)
+        parts = self._losses, None if scaled else self._gradients
         self._losses, self._gradients = [], None
+        observed = _observe(state.global_step + 1, *parts, device=getattr(args, "device", None))
         if observed is None:
             return
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -157,22 +161,6 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         """Reads what is left."""
         self._collect(kwargs["model"], keep=0)
 
-    def _observe(self, step: int, gradients: tuple[list[str], torch.Tensor] | None) -> _Observation | None:
-        names, norms = gradients if gradients is not None else ([], None)
-        losses = torch.stack(self._losses) if self._losses else None
-        parts = [part for part in (losses, norms) if part is not None]
-        if not parts:
-            return None
-        device = parts[-1].device
-        bad = [torch.isfinite(part).all().logical_not().to(device) for part in parts]
-        flag = torch.stack(bad).any()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only.
-            count = flag.to(torch.int32)
-            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
-            flag = count.bool()
-        return _Observation(step, flag, losses, names, norms)
-
     def _collect(self, model: nn.Module, keep: int) -> None:
         while len(self._pending) > keep:
             observed = self._pending.pop(0)
@@ -181,30 +169,65 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
                 self._report(observed, model)
 
     def _report(self, observed: _Observation, model: nn.Module) -> None:
-        what = next(_bad_quantities(observed, model), "a loss or gradient of another process")
+        what = _first_of_all_processes(observed, model)
         end = {"stop": "the training stops with a checkpoint of the last good state", "skip": "the training goes on"}
-        finding = f"Step {observed.step}: {what} is not finite. The update was left out and {end[self.action]}."
+        finding = f"Step {observed.step}{what} is not finite. The update was left out and {end[self.action]}."
         self.findings.append(finding)
         self._left_out += 1
-        logger.error(finding)
+        if not _is_distributed() or torch.distributed.get_rank() == 0:
+            logger.error(finding)
         self._stop = self.action == "stop"
 
 
-def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[str]:
-    """The bad quantities, causes first; the slow path, where the device is waited for."""
+def _observe(
+    step: int, losses: list[torch.Tensor], gradients: tuple[list[str], torch.Tensor] | None, device: Any
+) -> _Observation | None:
+    """What this process has seen, and a flag that is the same on all; `device` is where there is nothing to see."""
+    names, norms = gradients if gradients is not None else ([], None)
+    stacked = torch.stack(losses) if losses else None
+    parts = [part for part in (stacked, norms) if part is not None]
+    if not parts and not _is_distributed():
+        return None
+    device = parts[-1].device if parts else device
+    bad = [torch.isfinite(part).all().logical_not().to(device) for part in parts]
+    flag = torch.stack(bad).any() if bad else torch.zeros((), dtype=torch.bool, device=device)
+    if _is_distributed():
+        # Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only.
+        count = flag.to(torch.int32)
+        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+        flag = count.bool()
+    return _Observation(step, flag, stacked, names, norms)
+
+
+def _first_of_all_processes(observed: _Observation, model: nn.Module) -> str:
+    """The first bad quantity, in the order of causes and then of ranks; all processes call this at the same step."""
+    found = [next(_bad_quantities(observed, model), None)]
+    if _is_distributed():
+        mine, found = found[0], found * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, mine)
+    _, rank, what = min((quantity[0], rank, quantity[1]) for rank, quantity in enumerate(found) if quantity)
+    return f", rank {rank}: {what}" if len(found) > 1 else f": {what}"
+
+
+def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[tuple[int, str]]:
+    """The bad quantities of this process and their places in the order of causes; here the device is waited for."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(_local(parameter.detach())).all():
-            yield f"parameter {name!r}"
+            yield 0, f"parameter {name!r}"
     if observed.losses is not None:
         for micro_batch, loss in enumerate(observed.losses.tolist()):
-            if loss != loss or loss in (float("inf"), float("-inf")):
+            if not math.isfinite(loss):
                 of = f" of micro-batch {micro_batch + 1} of {len(observed.losses)}" if len(observed.losses) > 1 else ""
-                yield f"the loss{of} ({loss})"
+                yield 1, f"the loss{of} ({loss})"
     if observed.norms is not None:
         finite = torch.isfinite(observed.norms).tolist()
         for name, good in reversed(list(zip(observed.names, finite, strict=True))):
             if not good:
-                yield f"the gradient of {name!r}, and with it grad_norm,"
+                yield 2, f"the gradient of {name!r}, and with it grad_norm,"
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def _load_pair(gate_row_ptr, up_row_ptr, start, cols, INTERLEAVED: tl.constexpr,
 
 
 @triton.jit
-def _gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP: tl.constexpr, ACTIVATION: tl.constexpr):
+def gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP: tl.constexpr, ACTIVATION: tl.constexpr):
     """act(gate), d act / d gate, the factor beside act, and where the two clamps let a gradient through."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     gate_passes, up_passes = gate <= limit, (up >= -limit) & (up <= limit)
@@ -93,7 +93,7 @@ def _forward_kernel(
     row, start = _row_and_start(cols, FLAT, BLOCK)
     columns = start + tl.arange(0, BLOCK)
     gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
-    activation, _, factor, _, _ = _gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
+    activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
     h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
     tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=columns < cols)
 
@@ -132,7 +132,7 @@ def _backward_kernel(
     mask = columns < cols
     dh = tl.load(dh_ptr + row * dh_stride + columns, mask=mask, other=0.0).to(tl.float32) * down_multiplier
     gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
-    activation, derivative, factor, gate_passes, up_passes = _gate_and_up(
+    activation, derivative, factor, gate_passes, up_passes = gate_and_up(
         gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION
     )
     dgate = dh * factor * derivative

@@ -1,9 +1,10 @@
 """Linear layers with low-rank adapters on one input, as one operator with a backward of its own.
 
 Formulas are in `_lora_products`. Saved for backward: x and z, a few columns; masks where there is dropout. Eager code
-keeps x once more in the adapters' dtype, which is fp32 as a rule.
+keeps x once more in the adapters' dtype, which is fp32 as a rule. Of a weight in 4 bits nothing else is saved.
 
-The operators take flat lists, as their schemas demand: parameters of all layers in a row, and of all adapters.
+The operators take flat lists, as their schemas demand: parameters of all layers in a row, and of all adapters;
+`statistics` and `layouts` are what weights in 4 bits have beside their memory (`_base_weights`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from liger_trainer.kernels import _lora_products as products
 from liger_trainer.kernels._autograd import refuse_second_derivative
+from liger_trainer.kernels._base_weights import weights_of
 from liger_trainer.kernels._lora_products import rows_of
 
 FUNCTIONS = "lora_linear, lora_linears and lora_mlp"
@@ -34,6 +36,8 @@ def lora_linears(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
     has_bias: Sequence[bool],
     layers: Sequence[int],
     scalings: Sequence[float],
@@ -41,24 +45,26 @@ def lora_linears(
 ) -> list[torch.Tensor]:
     """Every layer's result and, last, z; call `lora_linear` or one of its kin, which check their inputs.
 
-    `layers` says whose each adapter is; there is at least one. `biases` and `masks` hold those that there are.
+    `layers` says whose each adapter is. `biases` and `masks` hold those that there are.
     """
     adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
     rows = rows_of(x)
     with torch.autocast(x.device.type, enabled=False):
         z = products.project_down(rows, adapters)
         results = []
-        for index, (weight, bias) in enumerate(zip(weights, _spread(biases, has_bias))):
+        bases = zip(weights_of(weights, statistics, layouts), _spread(biases, has_bias))
+        for index, (weight, bias) in enumerate(bases):
             y = products.project(rows, weight, bias, z, [each for each in adapters if each.layer == index])
             results.append(y.view(*x.shape[:-1], weight.shape[0]))
     return [*results, z]
 
 
 @lora_linears.register_fake
-def _(x, weights, biases, lora_a, lora_b, masks, has_bias, layers, scalings, masked):
+def _(x, weights, biases, lora_a, lora_b, masks, statistics, layouts, *_):
     rank = sum(a.shape[0] for a in lora_a)
     tokens = x.numel() // x.shape[-1]
-    return [*(x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights), x.new_empty((tokens, rank))]
+    widths = [weight.shape[0] for weight in weights_of(weights, statistics, layouts)]
+    return [*(x.new_empty((*x.shape[:-1], width)) for width in widths), x.new_empty((tokens, rank))]
 
 
 @torch.library.custom_op("liger_trainer::lora_linears_backward", mutates_args=())
@@ -71,6 +77,8 @@ def lora_linears_backward(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
     has_bias: Sequence[bool],
     layers: Sequence[int],
     scalings: Sequence[float],
@@ -85,9 +93,10 @@ def lora_linears_backward(
     adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
     dy, rows, gradients = [rows_of(each) for each in dy], rows_of(x), []
     with torch.autocast(x.device.type, enabled=False):
-        dz = products.low_rank_gradient(dy, z, adapters)
+        dz = products.low_rank_gradient(dy, adapters)
         if need_x:
-            gradients.append(products.input_gradient(dy, weights, dz, adapters).view(x.shape))
+            bases = weights_of(weights, statistics, layouts)
+            gradients.append(products.input_gradient(dy, bases, dz, adapters).view(x.shape))
         for upstream, weight, needed in zip(dy, weights, need_weights):
             if needed:
                 gradients.append(products.product(upstream, rows, weight.dtype))
@@ -118,7 +127,8 @@ refuse_second_derivative(lora_linears_backward, FUNCTIONS)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, *lists = inputs
-    tensors, ctx.options = lists[:5], lists[5:]
+    # Statistics are not saved as activations are, for hooks to move: they are parts of the model.
+    tensors, ctx.statistics, ctx.options = lists[:5], lists[5], lists[6:]
     ctx.lengths = [len(each) for each in tensors]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[-1], *(tensor for each in tensors for tensor in each))
@@ -130,21 +140,23 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
     remaining = iter(flat)
     tensors = [[next(remaining) for _ in range(length)] for length in ctx.lengths]
     weights, _, lora_a, _, masks = tensors
+    # An empty list is a structure without leaves.
+    constants: list[Any] = [[None] * len(ctx.statistics), *(None if each else [] for each in ctx.options)]
     if all(dy is None for dy in gradients[:-1]):
-        return (None, *([None] * length for length in ctx.lengths), None, None, None, None)
+        return (None, *([None] * length for length in ctx.lengths), *constants)
     dy = [
         x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
-        for given, weight in zip(gradients, weights)
+        for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.options[0]))
     ]
     needs = need_x, need_weights, need_biases, any(need_a), need_b
-    results = iter(lora_linears_backward(dy, x, z, *tensors, *ctx.options, *needs))
+    results = iter(lora_linears_backward(dy, x, z, *tensors, ctx.statistics, *ctx.options, *needs))
 
     def take(needed: Sequence[bool]) -> list[torch.Tensor | None]:
         return [next(results) if each else None for each in needed]
 
     dx, dweights, dbiases = next(results) if need_x else None, take(need_weights), take(need_biases)
     da = split_rows(next(results), lora_a, need_a) if any(need_a) else [None] * len(lora_a)
-    return dx, dweights, dbiases, da, take(need_b), [None] * len(masks), None, None, None, None
+    return dx, dweights, dbiases, da, take(need_b), [None] * len(masks), *constants
 
 
 def split_rows(

@@ -12,7 +12,7 @@ one matrix: one thin product for every z, and one for every dA. Sums are made by
 what is there, so that no term is a tensor of its own.
 
 Everything is multiplied in the dtype of x, to which weights and adapters are cast; x never is. Gradients of the
-parameters leave the matmul in fp32 where the parameter is wider than x.
+parameters leave the matmul in fp32 where the parameter is wider than x. A W_i may be in 4 bits (`_base_weights`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
+from liger_trainer.kernels._base_weights import Weight, linear, sum_of_products
 from liger_trainer.kernels._weight_gradient import matmul_into
 
 
@@ -75,37 +75,39 @@ def _have_masks(adapters: Iterable[Adapter]) -> bool:
 
 def project_down(x: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
     """Every z side by side, (tokens, sum of the ranks)."""
+    if not adapters:
+        return x.new_empty(x.shape[0], 0)
     if not _have_masks(adapters):
         return x @ _stacked_a(adapters, x.dtype).T
     return torch.cat([_dropped(x, each.mask) @ each.a.to(x.dtype).T for each in adapters], dim=1)
 
 
 def project(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
 ) -> torch.Tensor:
     """``y`` of one layer, whose adapters these are."""
-    y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = linear(x, weight, bias)
     for adapter in adapters:
         y.addmm_(z[:, adapter.columns], adapter.b.to(x.dtype).T, alpha=adapter.scaling)
     return y
 
 
-def low_rank_gradient(dy: Sequence[torch.Tensor], z: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
-    """Every dz side by side, shaped as z."""
-    dz = torch.empty_like(z)
+def low_rank_gradient(dy: Sequence[torch.Tensor], adapters: Sequence[Adapter]) -> torch.Tensor:
+    """Every dz side by side, (tokens, sum of the ranks)."""
+    dz = dy[0].new_empty(dy[0].shape[0], adapters[-1].columns.stop if adapters else 0)
     for adapter in adapters:
         upstream, out = dy[adapter.layer], dz[:, adapter.columns]
-        torch.addmm(out, upstream, adapter.b.to(z.dtype), beta=0, alpha=adapter.scaling, out=out)
+        torch.addmm(out, upstream, adapter.b.to(dz.dtype), beta=0, alpha=adapter.scaling, out=out)
     return dz
 
 
 def input_gradient(
-    dy: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], dz: torch.Tensor, adapters: Sequence[Adapter]
+    dy: Sequence[torch.Tensor], weights: Sequence[Weight], dz: torch.Tensor, adapters: Sequence[Adapter]
 ) -> torch.Tensor:
     """dx, (tokens, in_features)."""
-    dx = dy[0] @ weights[0].to(dz.dtype)
-    for upstream, weight in zip(dy[1:], weights[1:]):
-        dx.addmm_(upstream, weight.to(dz.dtype))
+    dx = sum_of_products(dy, weights)
+    if not adapters:
+        return dx
     if not _have_masks(adapters):
         return dx.addmm_(dz, _stacked_a(adapters, dz.dtype))
     for adapter in adapters:
@@ -115,6 +117,15 @@ def input_gradient(
         else:
             dx.add_((columns @ a).mul_(adapter.mask))
     return dx
+
+
+def low_rank_input_gradient(
+    dz: torch.Tensor, adapters: Sequence[Adapter], max_rank: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the adapters add to dx, as factors whose product it is; None where there are masks, or more ranks."""
+    if _have_masks(adapters) or dz.shape[1] > max_rank:
+        return None
+    return dz, torch.cat([adapter.a for adapter in adapters])
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels import _gated_activation as gated
 from liger_trainer.kernels._autograd import second_derivative_message
+from liger_trainer.kernels._base_weights import Weight
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
 from liger_trainer.kernels.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu_reference
@@ -158,12 +159,12 @@ def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def kernel_takes(
-    gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, inplace: bool
+    gate: torch.Tensor, up: torch.Tensor | None, weight: Weight, bias: torch.Tensor | None, inplace: bool
 ) -> bool:
     """Checks the inputs; whether the kernel takes them, or the reference must."""
     takes = gated.fused_kernel_takes(gate, inplace) if up is None else gated.kernel_takes(gate, up, inplace)
     intermediate = gate.shape[-1] // (2 if up is None else 1)
-    if weight.dim() != 2 or weight.shape[1] != intermediate:
+    if len(weight.shape) != 2 or weight.shape[1] != intermediate:
         raise ValueError(f"`weight` is {tuple(weight.shape)}; it must be (hidden, {intermediate}).")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight.shape[0]},).")

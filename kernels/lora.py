@@ -5,6 +5,9 @@
 Layers of one input share the thin product with their A, and the gradient of the input is summed by the matmuls. x is
 kept once, in its own dtype, whatever that of the adapters; formulas and what is saved are in `_lora_products`. Where W
 is frozen neither its gradient nor, in an MLP, the product in front of the down projection is kept for the backward.
+
+W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each make it floating for their product, in a buffer
+that all such products share.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels import _lora_linears as operators
+from liger_trainer.kernels._base_weights import flat_weights
+from liger_trainer.kernels.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 
 
 class LoRA(NamedTuple):
@@ -38,19 +43,19 @@ class LoRALayer(NamedTuple):
     """A linear layer with adapters.
 
     Args:
-        weight: W, (out_features, in_features).
+        weight: W, (out_features, in_features), floating or in 4 bits.
         bias: (out_features,), or None.
         adapters: Its adapters, whose products are added; may be empty.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | NF4Weight
     bias: torch.Tensor | None = None
     adapters: Sequence[LoRA] = ()
 
 
 def lora_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | NF4Weight,
     bias: torch.Tensor | None,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
@@ -61,7 +66,7 @@ def lora_linear(
 
     Args:
         x: (..., in_features). All products are in its dtype; under autocast, in autocast's.
-        weight: (out_features, in_features). A frozen one costs no gradient.
+        weight: (out_features, in_features). A frozen one costs no gradient; one in 4 bits has none.
         bias: (out_features,), or None.
         lora_a: (rank, in_features). Gradients are computed and returned in its dtype.
         lora_b: (out_features, rank), likewise.
@@ -92,18 +97,27 @@ def lora_linears(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Te
         ValueError: If there is no layer, or shapes or devices do not fit.
         RuntimeError: In a backward of the backward.
     """
-    _check(x, layers)
     x = as_autocast(x)
+    if any(layer.adapters for layer in layers):
+        return lora_linears_operator(x, layers)
+    _check(x, layers)
+    return lora_linears_reference(x, layers)
+
+
+def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Tensor, ...]:
+    """`lora_linears` by its operator, also where no layer has an adapter: then only the sum for x is fused."""
+    _check(x, layers)
     adapters = [(index, adapter) for index, layer in enumerate(layers) for adapter in layer.adapters]
-    if not adapters:
-        return lora_linears_reference(x, layers)
+    memories, statistics, layouts = flat_weights([layer.weight for layer in layers])
     *results, _ = operators.lora_linears(
         x,
-        [layer.weight for layer in layers],
+        memories,
         [layer.bias for layer in layers if layer.bias is not None],
         [adapter.a for _, adapter in adapters],
         [adapter.b for _, adapter in adapters],
         [adapter.mask for _, adapter in adapters if adapter.mask is not None],
+        statistics,
+        layouts,
         [layer.bias is not None for layer in layers],
         [index for index, _ in adapters],
         [float(adapter.scaling) for _, adapter in adapters],
@@ -124,7 +138,7 @@ def _check(x: torch.Tensor, layers: Sequence[LoRALayer]) -> None:
     if not layers:
         raise ValueError("`layers` is empty; give at least one LoRALayer.")
     for weight, bias, adapters in layers:
-        _check_shape("weight", weight, x, None, x.shape[-1])
+        _check_weight(weight, x)
         out_features = weight.shape[0]
         if bias is not None:
             _check_shape("bias", bias, x, out_features)
@@ -135,6 +149,18 @@ def _check(x: torch.Tensor, layers: Sequence[LoRALayer]) -> None:
                 raise ValueError(
                     f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each of `x`'s elements."
                 )
+
+
+def _check_weight(weight: torch.Tensor | NF4Weight, x: torch.Tensor) -> None:
+    if isinstance(weight, torch.Tensor):
+        _check_shape("weight", weight, x, None, x.shape[-1])
+        return
+    check_weight("weight", weight)
+    if weight.shape[1] != x.shape[-1] or weight.device != x.device:
+        raise ValueError(
+            f"`weight` is {weight.shape} in 4 bits on {weight.device}; for an `x` of {tuple(x.shape)} on {x.device} it "
+            f"must be (any, {x.shape[-1]}), on the same device."
+        )
 
 
 def _check_shape(name: str, tensor: torch.Tensor, x: torch.Tensor, *shape: int | None) -> None:
@@ -149,7 +175,7 @@ def _check_shape(name: str, tensor: torch.Tensor, x: torch.Tensor, *shape: int |
 
 def lora_linear_reference(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | NF4Weight,
     bias: torch.Tensor | None,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
@@ -164,7 +190,9 @@ def lora_linears_reference(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tupl
     """`lora_linears` in plain torch, with a derivative of every order."""
     results = []
     for weight, bias, adapters in layers:
-        y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        floating = isinstance(weight, torch.Tensor)
+        dense = weight.to(x.dtype) if floating else nf4_dequantize_reference(weight, x.dtype)
+        y = F.linear(x, dense, None if bias is None else bias.to(x.dtype))
         for a, b, scaling, mask in adapters:
             seen = x if mask is None else x * mask.view(x.shape)
             y = y + F.linear(F.linear(seen, a.to(x.dtype)), b.to(x.dtype)) * scaling

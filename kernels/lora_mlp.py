@@ -4,9 +4,13 @@
 
     gate, up = two layers of x (`lora`)            h = act(gate) * up            y = h @ W^T + b + s (h @ A^T) @ B^T
 
-Of the down projection's gradients only dA (and dW, where W is trained) needs h, which the elementwise pass of the
-backward builds again over dh, as in `gated_down`. Kept between forward and backward: x, gate, up and a few columns for
-each adapter. Eager code keeps, beside these, act(gate), h, and x and h once more in the adapters' dtype.
+Of the down projection's gradients only those of the adapters (and dW, where W is trained) need h, which the elementwise
+pass of the backward builds again over dh, as in `gated_down`. Kept between forward and backward: x, gate and up. Eager
+code keeps, beside these, act(gate), h, and x and h once more in the adapters' dtype.
+
+Where gate and up have one adapter each, or one of the two has, the adapters' products ``s z @ B^T`` are added by the
+elementwise kernels of forward and backward. That saves a pass over gate and one over up, and again where a checkpoint
+repeats them.
 """
 
 from __future__ import annotations
@@ -17,96 +21,21 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels import _gated_activation as gated
-from liger_trainer.kernels import _lora_products as products
-from liger_trainer.kernels._autograd import second_derivative_message
-from liger_trainer.kernels._gated_kernels import launch_forward
-from liger_trainer.kernels._lora_linears import split_rows
-from liger_trainer.kernels._lora_products import rows_of
-from liger_trainer.kernels.gated_down import gradients_and_h, kernel_takes
+from liger_trainer.kernels import _lora_down as operators
+from liger_trainer.kernels._base_weights import flat_weights
+from liger_trainer.kernels._lora_gated_kernels import MAX_RANK
+from liger_trainer.kernels.gated_down import kernel_takes
 from liger_trainer.kernels.geglu import activation_name, geglu, geglu_fused, geglu_reference
-from liger_trainer.kernels.lora import LoRALayer, as_autocast, lora_linears, lora_linears_reference
+from liger_trainer.kernels.lora import (
+    LoRA,
+    LoRALayer,
+    as_autocast,
+    lora_linears,
+    lora_linears_operator,
+    lora_linears_reference,
+)
+from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_reference
-
-
-@torch.library.custom_op("liger_trainer::gated_lora_down", mutates_args=())
-def gated_lora_down(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    masked: Sequence[bool],
-    activation: str,
-    scalars: Sequence[float],
-    inplace_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and z of the down projection, as an operator; call `lora_down`, which checks its inputs.
-
-    `up` is None where `gate` is a whole fused projection.
-    """
-    h = gated.empty_h(gate, up)
-    if h.numel():
-        launch_forward(gate, up, h, activation, scalars, False)
-    adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
-    with torch.autocast(gate.device.type, enabled=False):
-        rows = rows_of(h)
-        z = products.project_down(rows, adapters)
-        y = products.project(rows, weight, bias, z, adapters)
-    return y.view(*gate.shape[:-1], weight.shape[0]), z
-
-
-@gated_lora_down.register_fake
-def _(gate, up, weight, bias, lora_a, *_):
-    tokens, rank = gate.numel() // gate.shape[-1], sum(a.shape[0] for a in lora_a)
-    return gate.new_empty((*gate.shape[:-1], weight.shape[0])), gate.new_empty((tokens, rank))
-
-
-def _adapters(lora_a: Any, lora_b: Any, masks: Any, scalings: Any, masked: Any) -> list[products.Adapter]:
-    return products.adapters_of(lora_a, lora_b, masks, [0] * len(lora_a), scalings, masked)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    gate, up, weight, bias, *lists, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs
-    ctx.options = activation, scalars, False
-    ctx.lengths = [len(each) for each in lists]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gate, up, weight, output[1], *(tensor for each in lists for tensor in each))
-
-
-def _backward(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return (None, None, None, None, *([None] * length for length in ctx.lengths), *(None,) * 5)
-    if torch.is_grad_enabled():
-        raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
-    need_gate, need_up, need_weight, need_bias, need_a, need_b, *_ = ctx.needs_input_grad
-    gate, up, weight, z, *flat = ctx.saved_tensors
-    remaining = iter(flat)
-    lora_a, lora_b, masks = ([next(remaining) for _ in range(length)] for length in ctx.lengths)
-    adapters = _adapters(lora_a, lora_b, masks, ctx.scalings, ctx.masked)
-    need_h, dy = need_weight or any(need_a), rows_of(dy)
-    dgate = dup = h = dweight = None
-    da = [None] * len(lora_a)
-    with torch.autocast(gate.device.type, enabled=False):
-        dz = products.low_rank_gradient([dy], z, adapters)
-        if need_gate or need_up:
-            dh = products.input_gradient([dy], [weight], dz, adapters)
-            dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
-        elif need_h:
-            h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
-        if need_weight:
-            dweight = products.product(dy, h, weight.dtype)
-        if any(need_a):
-            da = split_rows(products.a_gradients(dz, h, adapters), lora_a, need_a)
-        db = [products.b_gradient([dy], z, each) if need else None for each, need in zip(adapters, need_b)]
-    dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-    return dgate, dup, dweight, dbias, da, db, [None] * len(masks), *(None,) * 5
-
-
-gated_lora_down.register_autograd(_backward, setup_context=_setup_context)
 
 
 def lora_down(
@@ -140,16 +69,34 @@ def lora_down(
     takes = kernel_takes(gate, up, down.weight, down.bias, inplace_backward)
     if not takes or not down.adapters:
         return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
+    return _down(gate, up, down, name, limit, inplace_backward)
+
+
+def _down(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    down: LoRALayer,
+    activation: str,
+    limit: float | None,
+    inplace_backward: bool,
+    z: torch.Tensor | None = None,
+    added: Sequence[LoRA | None] = (None, None),
+) -> torch.Tensor:
     adapters = down.adapters
-    return gated_lora_down(
-        *(gate, up, down.weight, down.bias),
+    (memory,), statistics, layouts = flat_weights([down.weight])
+    operands = (
+        *(gate, up, memory, down.bias, z),
+        [adapter.b for adapter in added if adapter is not None],
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
         [adapter.mask for adapter in adapters if adapter.mask is not None],
+        *(statistics, layouts),
+        [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],
         [adapter.mask is not None for adapter in adapters],
-        *(name, gated.scalars(limit=limit), inplace_backward),
-    )[0]
+        *(activation, gated.scalars(limit=limit)),
+    )
+    return operators.lora_down_product(operators.lora_down_save(*operands, inplace_backward), *operands)
 
 
 def lora_mlp(
@@ -178,8 +125,27 @@ def lora_mlp(
         ValueError: As `lora_down`.
         RuntimeError: In a backward of the backward.
     """
-    gated_by, multiplied = lora_linears(x, [gate, up])
-    return lora_down(gated_by, multiplied, down, activation, limit=limit, inplace_backward=True)
+    x = as_autocast(x)
+    if not _is_added_later(x, gate, up, down):
+        gated_by, multiplied = lora_linears(x, [gate, up])
+        return lora_down(gated_by, multiplied, down, activation, limit=limit, inplace_backward=True)
+    name = _activation(activation, limit)
+    adapters = [next(iter(layer.adapters), None) for layer in (gate, up)]
+    stacked = torch.cat([adapter.a for adapter in adapters if adapter is not None])
+    layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
+    gated_by, multiplied, z = lora_linears_operator(x, layers)
+    kernel_takes(gated_by, multiplied, down.weight, down.bias, False)  # checks the shapes
+    return _down(gated_by, multiplied, down, name, limit, True, z, adapters)
+
+
+def _is_added_later(x: torch.Tensor, gate: LoRALayer, up: LoRALayer, down: LoRALayer) -> bool:
+    """Whether the products of gate's and up's adapters are left to the elementwise kernels."""
+    adapters = [*gate.adapters, *up.adapters]
+    if not adapters or not down.adapters or max(len(gate.adapters), len(up.adapters)) > 1:
+        return False
+    # A factor of 0 says that there is no adapter.
+    plain = all(each.mask is None and each.scaling and each.a.shape[0] <= MAX_RANK for each in adapters)
+    return plain and use_triton(x)
 
 
 def lora_mlp_reference(

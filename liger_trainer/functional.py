@@ -22,6 +22,7 @@ from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linear
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
+from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.poly_norm import poly_norm
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.relu_squared import relu_squared
@@ -45,6 +46,8 @@ __all__ = [
     "LoRA",
     "LoRALayer",
     "LogProbsOutput",
+    "NF4Weight",
+    "NestedAbsmax",
     "clamped_swiglu",
     "cross_entropy",
     "dyt",
@@ -75,6 +78,7 @@ __all__ = [
     "lora_mlp",
     "modulated_rms_norm",
     "multi_token_attention",
+    "nf4_dequantize",
     "poly_norm",
     "qk_norm_rope",
     "relu_squared",

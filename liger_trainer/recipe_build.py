@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_data import text_blocks
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_model import model_class, model_kwargs, new_model, saved_new_model
+from liger_trainer.recipe_model import model_class, model_kwargs, model_source
 from liger_trainer.recipe_rewards import load_reward_functions
 
 if TYPE_CHECKING:
@@ -29,14 +29,11 @@ def build_trainer(
         resumed: Whether the run goes on from a checkpoint.
     """
     if recipe.recipe.trainer == "causal_lm":
-        return _build_causal_lm(recipe, tokenizer, train, evaluation)
+        return _build_causal_lm(recipe, tokenizer, train, evaluation, resumed)
     from trl import get_peft_config
 
     args: Any = recipe.training
-    model: Any = recipe.model.model_name_or_path
-    if model is None:
-        new = recipe.kind.from_folder
-        model = saved_new_model(recipe, tokenizer, resumed) if new else new_model(recipe, tokenizer)
+    model: Any = model_source(recipe, tokenizer, resumed)
     if isinstance(model, str):
         # Without a device map of its own, ORPO and CPO would spread the model over the devices.
         kwargs = {"device_map": None, **model_kwargs(recipe), **(args.model_init_kwargs or {})}
@@ -85,20 +82,20 @@ def chat_template(name: str | None) -> str | None:
     return name
 
 
-def _build_causal_lm(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any) -> Trainer:
+def _build_causal_lm(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
+) -> Trainer:
     """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
     from transformers import AutoConfig, default_data_collator
     from trl import get_peft_config
 
     from liger_trainer.trainers.trainer import LigerTrainer
 
-    model: Any
-    if recipe.recipe.model_config is not None:
-        model = new_model(recipe, tokenizer)
-    else:
-        name, trusted = str(recipe.model.model_name_or_path), recipe.get("trust_remote_code")
-        config = AutoConfig.from_pretrained(name, revision=recipe.model.model_revision, trust_remote_code=trusted)
-        model = model_class(config).from_pretrained(name, trust_remote_code=trusted, **model_kwargs(recipe))
+    model: Any = model_source(recipe, tokenizer, resumed)
+    if isinstance(model, str):
+        trusted = recipe.get("trust_remote_code")
+        config = AutoConfig.from_pretrained(model, revision=recipe.model.model_revision, trust_remote_code=trusted)
+        model = model_class(config).from_pretrained(model, trust_remote_code=trusted, **model_kwargs(recipe))
     peft_config = get_peft_config(recipe.model)
     if peft_config is not None:
         from peft import get_peft_model

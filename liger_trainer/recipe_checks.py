@@ -75,13 +75,20 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
     """Checks keys that stand for one thing against each other.
 
     Raises:
-        RecipeError: for `reward_weights` that are not as many as `reward_funcs`.
+        RecipeError: for `reward_weights` that are not as many as `reward_funcs`, and for a quantised model without
+            adapters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
         raise RecipeError(
             f"{source}: `reward_weights` has {len(weights)} numbers and `reward_funcs` {len(functions)} names "
             f"({', '.join(functions)}); give one weight for each function, or leave `reward_weights` out."
+        )
+    quantised = next((key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)), None)
+    if quantised and not values.get("use_peft"):
+        raise RecipeError(
+            f"{source}: `{quantised}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
+            "`use_peft: true` for adapters on them (QLoRA)."
         )
     if values.get("lora_target_modules") and not values.get("use_peft"):
         logger.warning(

@@ -17,6 +17,10 @@ class RecipeError(ValueError):
     """Something in the recipe or its data that the user can put right; its text is the whole message."""
 
 
+class TrainingError(RecipeError):
+    """A mistake that training met on this process, of which the others may know nothing."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of a library says first, as a sentence; some go on for pages."""
     text = (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -39,8 +39,15 @@ def read_config(name: str, key: str, revision: str = "main", trust_remote_code: 
         ) from error
 
 
+def is_quantised(recipe: Recipe) -> bool:
+    """Whether the base model is to be quantised by bitsandbytes as it is loaded."""
+    return bool(recipe.model.load_in_4bit or recipe.model.load_in_8bit)
+
+
 def check_model(recipe: Recipe) -> None:
     """Checks, before any data is loaded, that the model is named once and its configuration can be read.
+
+    It also checks that bitsandbytes is there where the model is to be quantised.
 
     Raises:
         RecipeError: if it is not.
@@ -48,6 +55,12 @@ def check_model(recipe: Recipe) -> None:
     from transformers import AutoConfig
 
     name, config = recipe.model.model_name_or_path, recipe.recipe.model_config
+    if is_quantised(recipe) and importlib.util.find_spec("bitsandbytes") is None:
+        key = "load_in_4bit" if recipe.model.load_in_4bit else "load_in_8bit"
+        raise RecipeError(
+            f"{recipe.source}: `{key}: true` needs bitsandbytes, which is not installed. Install it with `pip install "
+            "'liger-trainer[qlora]'`, or set the key to false for a base in its own dtype."
+        )
     if (name is None) == (config is None):
         raise RecipeError(
             f"{recipe.source}: give either `model_name_or_path` or `model_config`, not {'both' if name else 'neither'}."
@@ -138,10 +151,25 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     return model_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
 
 
+def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str | PreTrainedModel:
+    """The name or the folder that the model is loaded from, or a new one that need not be.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Of the model.
+        resumed: Whether the run goes on from a checkpoint.
+    """
+    if recipe.model.model_name_or_path is not None:
+        return recipe.model.model_name_or_path
+    if recipe.kind.from_folder or is_quantised(recipe):
+        return saved_new_model(recipe, tokenizer, resumed)
+    return new_model(recipe, tokenizer)
+
+
 def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
     """The folder in ``output_dir`` that holds the model of ``model_config``; a resumed run takes the one it had.
 
-    A trainer with a reference model loads it from where the policy came from.
+    A trainer with a reference model loads it from where the policy came from, and a model is quantised as it is loaded.
 
     Raises:
         RecipeError: if a resumed run finds none.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import os
 import re
@@ -13,31 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_file import RecipeError, first_line
+from liger_trainer.recipe_file import RecipeError, TrainingError, first_line
+from liger_trainer.trainers.checkpoints import complete_checkpoints, out_of_room
 
 logger = logging.getLogger(__name__)
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_NO_ROOM_WORDS = ("PytorchStreamWriter failed writing", *(f"(os error {number})" for number in _NO_ROOM))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first.
-
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint whose writing was cut short has none.
-    """
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        number = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if number is None or not path.is_dir():
-            continue
-        try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning("%s is not complete (its writing was cut short); it is not used.", path)
-            continue
-        found.append((int(number.group(1)), path))
-    return [path for _, path in sorted(found)]
 
 
 def prepare_output_dir(recipe: Recipe) -> str | None:
@@ -88,7 +65,7 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
     if asked in (None, False, "false", "False", ""):
         return None
     if asked in (True, "true", "True"):
-        found = checkpoints(folder)
+        found = complete_checkpoints(folder)
         if not found:
             logger.warning("There is no complete checkpoint in %s yet; the run starts at the beginning.", folder)
             return None
@@ -107,16 +84,16 @@ def room_for(folder: str) -> Iterator[None]:
     """Around what writes to `folder`: a disk without room is told as such.
 
     Raises:
-        RecipeError: for any library's error that means so; the formats of checkpoints have errors of their own.
+        TrainingError: for any library's error that means so; the formats of checkpoints have errors of their own.
     """
     try:
         yield
     except RecipeError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) not in _NO_ROOM and not any(words in str(error) for words in _NO_ROOM_WORDS):
+        if not out_of_room(error):
             raise
-        raise RecipeError(
+        raise TrainingError(
             f"Writing failed: {first_line(error)} Make room for `output_dir` {folder!r} (`save_total_limit` keeps "
             "fewer checkpoints), then `--resume_from_checkpoint true` goes on from the last complete one; or give "
             "another `--output_dir`."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
-from liger_trainer.recipe_file import RecipeError, first_line
+from liger_trainer.recipe_file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe_model import check_model, lora_advice
 from liger_trainer.recipe_output import prepare_output_dir, room_for
 from liger_trainer.recipe_rewards import check_reward_models
@@ -75,9 +75,9 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         if evaluation is not None:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     except BatchError as error:
-        raise RecipeError(f"The data: {first_line(error)}") from error
+        raise TrainingError(f"The data: {first_line(error)}") from error
     except RewardError as error:
-        raise RecipeError(first_line(error)) from error
+        raise TrainingError(first_line(error)) from error
     finally:
         close_progress_bar(trainer)
     trainer.save_model(args.output_dir)

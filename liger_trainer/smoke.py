@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from liger_trainer.smoke_families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 STEPS = 3
 ROWS = 64
@@ -94,6 +97,20 @@ def _small_generation(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _quantisation(values: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """None where a base cannot be quantised, which is said; else as the recipe wants it.
+
+    On a CPU bitsandbytes packs its weights for inference as soon as a model is evaluated, and they train no more.
+    """
+    keys = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    missing = importlib.util.find_spec("bitsandbytes") is None
+    if not keys or not (on_cpu or missing):
+        return {}
+    reason = "is not installed" if missing else "does not train on a CPU once it has evaluated there"
+    logger.warning("This smoke run leaves `%s` out, its base is not quantised: bitsandbytes %s.", keys[0], reason)
+    return dict.fromkeys(keys, False)
+
+
 def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     """The checked values of a recipe, made small and offline; what is in `given` (the command line) stays.
 
@@ -114,8 +131,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         "model_init_kwargs": None,
         "model_revision": "main",
         "trust_remote_code": False,
-        "load_in_8bit": False,
-        "load_in_4bit": False,
+        **_quantisation({key: value for key, value in values.items() if key not in given}, on_cpu),
         "tokenizer_name_or_path": None,
         "tokenizer_vocab_size": VOCAB_SIZE,
         "chat_template_path": None,

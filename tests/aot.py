@@ -35,7 +35,8 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.int16: "i16",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "grid", "warmup")
+_COMPILED = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
+_OPTIONS = (*_COMPILED, "grid", "warmup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
         for parameter in self.params:
             if parameter.name not in arguments and parameter.has_default:
                 arguments[parameter.name] = parameter.default
-        launches.append(Launch(self, arguments, {k: v for k, v in options.items() if k.startswith("num_")}))
+        launches.append(Launch(self, arguments, {k: v for k, v in options.items() if k in _COMPILED}))
 
     with mock.patch.object(JITFunction, "run", record):
         yield launches

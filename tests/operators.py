@@ -92,8 +92,33 @@ def _pair(result: ops.LogProbsOutput) -> tuple[torch.Tensor, torch.Tensor | None
     return result.log_probs, result.entropy
 
 
-def _adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> ops.LoRALayer:
+def _adapted(weight: torch.Tensor | ops.NF4Weight, a: torch.Tensor, b: torch.Tensor) -> ops.LoRALayer:
     return ops.LoRALayer(weight, None, (ops.LoRA(a, b, 0.5),))
+
+
+def memory(*shape: int) -> Argument:
+    """Random bytes."""
+    return lambda generator, dtype: torch.randint(256, shape, generator=generator).to(torch.uint8)
+
+
+def scales(*shape: int) -> Argument:
+    """Random numbers in fp32."""
+    return lambda generator, dtype: torch.rand(shape, generator=generator)
+
+
+def _in_4_bits(rows: int, columns: int, packed: torch.Tensor, *statistics: torch.Tensor) -> ops.NF4Weight:
+    """A matrix out of its parts, doubly quantised where there are more than two."""
+    absmax, code, *nested = statistics
+    return ops.NF4Weight(packed, absmax, code, (rows, columns), 64, ops.NestedAbsmax(*nested) if nested else None)
+
+
+def _nf4_mlp(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    sizes = ((24, 16), (24, 16), (16, 24))
+    layers = [
+        _adapted(_in_4_bits(*size, *parts[start : start + 3]), *parts[start + 3 : start + 5])
+        for size, start in zip(sizes, (0, 5, 10))
+    ]
+    return ops.lora_mlp(x, *layers)
 
 
 def _lora_mlp(x: torch.Tensor, *parameters: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -110,6 +135,8 @@ _LOG_Q, _LOG_P = probabilities(5, 70, log=True, needs_gradient=True), probabilit
 _POLICY, _LLP = (labels(70, 2, 5), table(2)), "linear_log_probs"
 _Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
 _WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24), leaf(2, 24), leaf(16, 2))
+_NF4 = (memory(192, 1), scales(6), scales(16))
+_NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -168,6 +195,19 @@ OPERATORS: dict[str, Operator] = {
     "lora_mlp": Operator(_lora_mlp, (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"),
     "lora_mlp, GELU": Operator(
         partial(_lora_mlp, activation="tanh"), (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"
+    ),
+    "lora_linear, 4 bits": Operator(
+        lambda x, a, b, *parts: ops.lora_linear(x, _in_4_bits(24, 16, *parts), None, a, b),
+        (leaf(6, 16), leaf(2, 16), leaf(24, 2), *_NESTED),
+        "lora_linear",
+    ),
+    "lora_mlp, 4 bits": Operator(
+        _nf4_mlp,
+        (leaf(6, 16), *_NF4, *_WIDENED[1:], *_NF4, *_WIDENED[1:], *_NF4, *_NARROWED[1:]),
+        "lora_mlp",
+    ),
+    "nf4_dequantize": Operator(
+        lambda x, *parts: x @ ops.nf4_dequantize(_in_4_bits(24, 16, *parts), x.dtype).T, (leaf(6, 16), *_NESTED)
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),

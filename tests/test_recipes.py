@@ -37,11 +37,15 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+QUANTISED = ("sft_lora", "sft_qlora", "dpo_qlora")
+
+
 def test_all_shipped_recipes_are_found():
     methods = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "dpo_lora", "grpo_lora")
     families = ("llama3_8b", "qwen3_30b_a3b", "gemma3_4b")
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
-    assert set(NAMES) == quickstarts | {f"{family}_{method}" for family in families for method in methods}
+    quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
+    assert set(NAMES) == quickstarts | quantised | {f"{family}_{method}" for family in families for method in methods}
     assert sorted(shipped_recipes()) == NAMES
 
 
@@ -163,6 +167,8 @@ def test_trl_mixture_of_datasets(tmp_path):
         ("use_cpu: true\nbf16: false\nliger_kernel_config: {rms_nrom: true}", [], "did you mean 'rms_norm'?"),
         ("model_config: {hidden_size: 8}", [], "`model_config` has no `model_type`"),
         ("use_cpu: true\nbf16: false\nload_in_8bit: true\nload_in_4bit: true", [], "8 bit and 4 bit"),
+        ("use_cpu: true\nload_in_4bit: true", [], "`load_in_4bit` is true, but `use_peft` is false"),
+        ("use_cpu: true\nload_in_8bit: true", [], "Set `use_peft: true` for adapters on them (QLoRA)"),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
         ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),
         ("trainer: sft\n\tmax_steps: 5", [], "mine.yaml is not valid YAML: line 2, column 1: "),

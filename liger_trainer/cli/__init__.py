@@ -50,6 +50,12 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0, 2 after an error that the user can put right, or 130 after Ctrl-C.
     """
+    from liger_trainer.cli.ranks import recorded
+
+    return recorded(_run_recipe_file)(name, arguments) or 0
+
+
+def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     options = [argument for argument in arguments if argument not in ("--smoke", "--debug")]
     debug = "--debug" in arguments
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -58,33 +64,34 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     if "--smoke" in arguments:  # before the first import of a library that reads them
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+    from liger_trainer.cli.ranks import leave_process_group, rank
     from liger_trainer.recipe import load_recipe
-    from liger_trainer.recipe_file import RecipeError
+    from liger_trainer.recipe_file import RecipeError, TrainingError
 
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
         from liger_trainer.recipe_run import run_recipe
 
         run_recipe(recipe)
+    except TrainingError as error:
+        if debug:
+            raise
+        print(f"liger-trainer: {f'rank {rank()}: ' if 'RANK' in os.environ else ''}{error}", file=sys.stderr)
+        return 2
     except RecipeError as error:
         if debug:
             raise
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank() == 0:
             print(f"liger-trainer: {error}", file=sys.stderr)
+        leave_process_group()
         return 2
     except KeyboardInterrupt:
         if debug:
             raise
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank() == 0:
             again = "the same command with `--resume_from_checkpoint true` goes on from the last checkpoint"
             print(f"\nliger-trainer: interrupted; {again}.", file=sys.stderr)
+        leave_process_group()
         return 130
-    finally:
-        _leave_process_group()
+    leave_process_group()
     return 0
-
-
-def _leave_process_group() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()

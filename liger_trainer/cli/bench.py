@@ -6,7 +6,7 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from liger_trainer.cli.parser import complain, positive
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from liger_trainer.benchmarks.device import Device
-    from liger_trainer.benchmarks.training_step import Task
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
-_SECONDS, _QUICK_SECONDS, _TRAINING_SECONDS, _LONGEST_SECONDS = 60.0, 15.0, 600.0, 540.0
+_SECONDS, _QUICK_SECONDS = 60.0, 15.0
 _QUICK_TOTAL_SECONDS = 420.0
 _CPU_TOKENS = 128
 
@@ -30,7 +29,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="time, memory and gradient error of every operation, beside other libraries",
         description="Measures operations with every provider that is installed, in turns: time of forward and "
         "backward, peak memory, gradient error against float64, and the share of what the machine could do. "
-        "Without OPS, lists what can be measured. `training` measures Trainer steps, one process a provider; `longest` "
+        "Without OPS, lists what can be measured. `training` measures Trainer steps, each provider in processes of its "
+        "own, one a GPU; `longest` "
         "looks for the longest sequence that each provider trains on, one process a try.",
     )
     parser.add_argument("operations", nargs="*", metavar="OPS", help="operations, `all`, `training` or `longest`")
@@ -58,9 +58,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     training.add_argument(
         "--trainer", choices=["causal_lm", "sft", "dpo", "grpo"], help="the Trainer, or TRL's; default: causal_lm, dpo"
     )
-    training.add_argument("--batch", type=positive, metavar="N", help="sequences or pairs of a step; default: 4, 1")
-    training.add_argument("--length", type=positive, metavar="N", help="their tokens, at first; default: 4096, 16384")
-    training.add_argument("--steps", type=positive, metavar="N", help="default: 6, two of them to warm up, and 2")
+    training.add_argument(
+        "--batch", type=positive, metavar="N", help="sequences or pairs of a step on one GPU; default: 4, 1"
+    )
+    training.add_argument(
+        "--length", type=_counts, metavar="N[,...]", help="their tokens, in turn or at first; default: 4096, 16384"
+    )
+    training.add_argument("--steps", type=positive, metavar="N", help="steps of a length; default: 6, 2")
+    training.add_argument(
+        "--warmup", type=int, choices=range(100), default=2, metavar="N", help="of these, not timed; default: 2"
+    )
+    training.add_argument(
+        "--gpus", type=_counts, metavar="N[,...]", help="numbers of GPUs, in turn; default: 1; not for `longest`"
+    )
+    training.add_argument(
+        "--accelerate_config",
+        metavar="NAME",
+        help="ddp, fsdp2, ..., or a file of accelerate; default of several --gpus: fsdp2, or ddp on CPUs",
+    )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
@@ -88,7 +103,9 @@ def bench(arguments: argparse.Namespace, argv: list[str]) -> int:
         if not arguments.operations:
             return _show_what_there_is(arguments)
         if arguments.operations in (["training"], ["longest"]):
-            return _train(arguments, command)
+            from liger_trainer.cli.bench_training import train
+
+            return train(arguments, command)
         for name in ("training", "longest"):
             if name in arguments.operations:
                 raise BenchmarkError(f"`{name}` is measured by itself; leave the other operations out.")
@@ -106,19 +123,20 @@ def _show_what_there_is(arguments: argparse.Namespace) -> int:
     from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.registry import OPERATIONS
 
-    _load(arguments)
+    load_providers(arguments)
     table = Table("operation", "what it is", "providers")
     for operation in OPERATIONS.values():
         table.add_row(operation.name, operation.description, ", ".join(operation.providers))
     console = Console()
     console.print(table)
     console.print(f"models: {', '.join(MODELS)}")
-    console.print("training: Trainer steps of a whole model, one process a provider")
+    console.print("training: Trainer steps of a whole model, processes of its own for each provider")
     console.print("longest: the longest sequence that each provider trains on, one process a try")
     return 0
 
 
-def _load(arguments: argparse.Namespace) -> None:
+def load_providers(arguments: argparse.Namespace) -> None:
+    """Registers every operation and provider, those of ``--provider_file`` too."""
     from liger_trainer.benchmarks.registry import load_operations, load_provider_file
 
     load_operations()
@@ -137,13 +155,13 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     from liger_trainer.benchmarks.report import table
     from liger_trainer.benchmarks.suite import Settings, run_operation
 
-    _load(arguments)
+    load_providers(arguments)
     names = [closest(name, [*OPERATIONS, "all", "training", "longest"], "operation") for name in arguments.operations]
     operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
     libraries = dict.fromkeys(family(known) for operation in OPERATIONS.values() for known in operation.providers)
-    device = Device(_device(arguments.device))
+    device = Device(find_device(arguments.device))
     settings = Settings(
-        models=tuple(MODELS[name] for name in _models(arguments.model, device)),
+        models=tuple(MODELS[name] for name in model_names(arguments.model, device)),
         tokens=tuple(arguments.tokens or ([_CPU_TOKENS] if device.module is None else [])),
         providers=tuple(closest(name, libraries, "provider") for name in arguments.providers or []),
         dtype=getattr(torch, arguments.dtype),
@@ -152,7 +170,7 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
         deadline=time.monotonic() + _QUICK_TOTAL_SECONDS if arguments.quick else float("inf"),
         accuracy=not arguments.no_accuracy,
     )
-    console = _console()
+    console = make_console()
     run = Run.begin(command, Machine.measure(device, settings.dtype))
     console.print(str(run.machine), run.versions)
     try:
@@ -172,77 +190,27 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _train(arguments: argparse.Namespace, command: str) -> int:
-    """Measures training steps, or looks for the longest sequence; each in processes of its own."""
-    from liger_trainer.benchmarks import longest, training
-    from liger_trainer.benchmarks.device import Device
-    from liger_trainer.benchmarks.records import Machine, Run
-
-    _load(arguments)
-    providers = _training_providers(arguments)
-    device = Device(_device(arguments.device))
-    run = Run.begin(command, Machine(device.name()))
-    measure: Any
-    records: list[Any]
-    if arguments.operations == ["longest"]:
-        measure, table, records, seconds = longest.find_longest, longest.table, run.longest, _LONGEST_SECONDS
-    else:
-        measure, table, records, seconds = training.run_provider, training.table, run.training, _TRAINING_SECONDS
-    for name in _models(arguments.model, device):
-        task, before = _task(arguments, name, device), len(records)
-        for provider in providers:
-            records.append(measure(task, provider, arguments.provider_file, arguments.seconds or seconds))
-            if arguments.output is not None:
-                run.write(arguments.output)
-        _console().print(table(records[before:]))
-    return 0
-
-
-def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
-    from liger_trainer.benchmarks.training_step import Task
-
-    searching = arguments.operations == ["longest"]
-    trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
-    return Task(
-        model,
-        arguments.layers,
-        arguments.trainer or trainer,
-        arguments.batch or batch,
-        arguments.length or length,
-        arguments.steps or steps,
-        not arguments.no_checkpointing,
-        str(device.device),
-        arguments.lora,
-    )
-
-
-def _training_providers(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
-    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, find_training_provider
-
-    if arguments.providers:
-        for name in arguments.providers:
-            find_training_provider(name)  # an unknown one is an error before anything is measured
-        return arguments.providers
-    if arguments.operations == ["longest"]:
-        return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
-    return [name for name in TRAINING_PROVIDERS if " " not in name]
-
-
-def _console() -> Console:
+def make_console() -> Console:
+    """A console as wide as the tables need."""
     from rich.console import Console
 
     return Console(width=None if Console().is_terminal else 150, highlight=False)
 
 
-def _models(wanted: list[str] | None, device: Device) -> list[str]:
+def model_names(wanted: list[str] | None, device: Device) -> list[str]:
+    """The models asked for, or one that suits the device."""
     from liger_trainer.benchmarks.models import MODELS
     from liger_trainer.benchmarks.registry import closest
 
     return [closest(name, MODELS, "model") for name in wanted or ["tiny" if device.module is None else "llama3-8b"]]
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """The device asked for, or the best there is.
+
+    Raises:
+        BenchmarkError: if this machine has none of the name.
+    """
     import torch
 
     from liger_trainer.benchmarks.registry import BenchmarkError

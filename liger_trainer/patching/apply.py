@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
+from liger_trainer.kernels._nf4_matmul import free_buffers
 from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
 from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
@@ -84,6 +86,7 @@ def apply_liger_kernel(
     except BaseException:
         revert_liger_kernel(model)
         raise
+    weakref.finalize(model, free_buffers).atexit = False
     meta = any(parameter.is_meta for parameter in model.parameters())
     return KernelReport(_model_name(model), tuple(report_rows), (_META_REMARK,) if meta else ())
 
@@ -91,9 +94,13 @@ def apply_liger_kernel(
 def revert_liger_kernel(model: nn.Module) -> int:
     """Takes the kernels out of `model`: every instance that carries a forward of ours gets its class's back.
 
+    The memory in which weights in 4 bits become floating (one buffer a device and dtype, as large as the largest of
+    them) is given back too, as it is when a model is collected.
+
     Returns:
         How many instances were reverted.
     """
+    free_buffers()
     return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.lora import lora_linears
-from liger_trainer.kernels.lora_mlp import lora_down
+from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
@@ -196,6 +196,12 @@ def gated_mlp_forward(argument: str, fused: bool, variant: _Variant, recompute: 
     def forward_separate(self, x):
         layers = adapted_layers(x, self.gate_proj, self.up_proj) if lora else None
         if layers is not None:
+            # As h will be, for a mask of dropout. Its own memory is not needed.
+            h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
+            (down,) = (not variant.multipliers and adapted_layers(h, self.down_proj)) or (None,)
+            if down is not None:
+                limit = {"limit": self.limit} if variant.limit else {}
+                return lora_mlp(x, *layers, down, variant.approximate or "silu", **limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = self.gate_proj(x), self.up_proj(x)

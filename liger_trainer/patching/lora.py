@@ -3,9 +3,11 @@
 PEFT runs them as separate layers, on a copy of x in the adapters' dtype that is kept for the backward: fp32 in a bf16
 model, as PEFT widens adapters for their optimiser. Ours is one operator that keeps x as it is (`kernels/lora.py`). In
 gated MLPs that are patched, gate and up are one such operator, and the down projection another (`gated_mlp.py`);
-queries, keys and values are one where an attention computes them of one tensor (`lora_attention.py`).
+queries, keys and values are one where an attention computes them of one tensor (`lora_attention.py`). Base layers may
+be plain or bitsandbytes' in 4 bits (`quantized.py`); on any other PEFT's own forward runs.
 
-The proof runs both forwards on a stand-in in plain linear layers on the CPU, where fp32 products are fp32.
+The proof runs both forwards on a stand-in in plain linear layers on the CPU, where fp32 products are fp32. Of a base in
+4 bits it also compares what is read of one with what bitsandbytes makes of it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_attention import shared_result
 from liger_trainer.patching.lora_layer import active_adapters, adapted_layer, is_lora_linear
 from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
+from liger_trainer.patching.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
 
 _SIZES = (16, 24, 3)  # input and output features of the stand-in, and the rank of its first adapter
-_TARGET = "lora.Linear"
 
 
 def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -38,29 +40,31 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     return type(self).forward(self, x) if layer is None else lora_linears(x, [layer])[0]
 
 
-def find_lora(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The verdict on `module` if it is one of PEFT's LoRA layers on a linear layer, else None."""
     kind = type(module)
-    if kind.__module__.startswith("peft.tuners.lora.") and kind.__name__.startswith("Linear"):
+    if kind.__module__.startswith("peft.tuners.lora.") and "Linear" in kind.__name__:
+        target = f"lora.{kind.__name__}"
         reason = _obstacle(module) if enabled("lora") else "switched off in liger_kernel_config"
         if reason:
-            return Finding("lora", f"lora.{kind.__name__}", module, reason=reason)
+            return Finding("lora", target, module, reason=reason)
         agreement = _proof(module, probe)
         if not agreement.equal:
-            return Finding("lora", _TARGET, module, error=agreement.error, reason=agreement.reason)
-        return Finding("lora", _TARGET, module, "lora_linear", forward, agreement.error)
+            return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
+        kernel = "lora_linear (4 bits)" if is_linear_4bit(module.base_layer) else "lora_linear"
+        return Finding("lora", target, module, kernel, forward, agreement.error)
     return None
 
 
 def _obstacle(module: Any) -> str:
     """Why no call of `module` would be ours."""
     if not is_lora_linear(module):
-        return "its base layer is quantised or sharded; PEFT's own forward runs"
+        return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
     foreign = overriding_forward(module)
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"
     base = type(module.base_layer)
-    if base is not nn.Linear:
+    if base is not nn.Linear and not is_linear_4bit(module.base_layer):
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     if variants and len(module.lora_variant) == len(module.lora_A):
@@ -71,9 +75,14 @@ def _obstacle(module: Any) -> str:
 def _proof(module: Any, probe: Probe) -> Agreement:
     names = [name for name in active_adapters(module) if name not in module.lora_variant]
     scalings = tuple(module.scaling[name] for name in names)
-    key = ("lora", type(module).forward, tuple(names), scalings)
+    base: Any = module.base_layer
+    layout = layout_of(base) if is_linear_4bit(base) else None
+    key = ("lora", type(module).forward, tuple(names), scalings, layout)
     if key not in probe.cache:
-        probe.cache[key] = _compare(module, names, probe)
+        agreement = _compare(module, names, probe)
+        if agreement.equal and layout is not None and not reads_as_bitsandbytes(layout, probe):
+            agreement = Agreement(float("inf"), reason="this bitsandbytes stores its 4 bits in another way")
+        probe.cache[key] = agreement
     return probe.cache[key]
 
 

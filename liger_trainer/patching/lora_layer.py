@@ -6,21 +6,25 @@ whether the layer is a plain product with plain adapters; where it is not, its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.kernels.lora import LoRA, LoRALayer
+from liger_trainer.kernels.nf4 import NF4Weight
 from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.quantized import is_linear_4bit, nf4_weight_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 
 def is_lora_linear(module: nn.Module) -> bool:
-    """Whether `module` is exactly PEFT's LoRA layer for linear layers; its subclasses compute something else."""
+    """Whether `module` is exactly PEFT's LoRA layer for linear layers, also in 4 bits; subclasses compute otherwise."""
     kind = type(module)
-    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+    return (kind.__module__, kind.__name__) in _LORA_LINEARS
 
 
 def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | None:
@@ -33,19 +37,38 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
     adapted = [is_lora_linear(module) for module in modules]
     if not any(adapted):
         return None
-    plain = [
-        _is_plain_lora(module, x) if lora else is_plain_linear(module, x) for module, lora in zip(modules, adapted)
-    ]
-    if not all(plain):
-        return None
-    return [_with_adapters(module, x) if lora else _operands(module) for module, lora in zip(modules, adapted)]
+    return _layers(x, modules)
 
 
 def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
     """What the LoRA layer `module`, which is being called, computes of `x`; None if its own forward must."""
-    if torch.nn.modules.module._has_any_global_hook() or not _is_plain_lora(module, x):
+    if torch.nn.modules.module._has_any_global_hook():
         return None
-    return _with_adapters(module, x)
+    (layer,) = _layers(x, [module]) or [None]
+    return layer
+
+
+def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
+    bases = [_base(module.base_layer if is_lora_linear(module) else module, x) for module in modules]
+    if not all(_has_plain_adapters(module, x) for module in modules if is_lora_linear(module)):
+        return None
+    known = [base for base in bases if base is not None]
+    if len(known) < len(bases):
+        return None
+    return [
+        base._replace(adapters=_adapters(module, x)) if is_lora_linear(module) else base
+        for module, base in zip(modules, known)
+    ]
+
+
+def _base(module: Any, x: torch.Tensor) -> LoRALayer | None:
+    """A layer without adapters; None if its weight may not be used without calling it."""
+    weight: torch.Tensor | NF4Weight | None = None
+    if is_plain_linear(module, x):
+        weight = module.weight
+    elif is_linear_4bit(module) and _is_unseen(module):
+        weight = nf4_weight_of(module, x)
+    return None if weight is None else LoRALayer(weight, module.bias)
 
 
 def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
@@ -75,8 +98,8 @@ def _is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     return autocast or parameter.dtype == x.dtype
 
 
-def _is_plain_lora(module: Any, x: torch.Tensor) -> bool:
-    if type(x) not in _PLAIN or not is_plain_linear(module.base_layer, x):
+def _has_plain_adapters(module: Any, x: torch.Tensor) -> bool:
+    if type(x) not in _PLAIN:
         return False
     if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
         return False
@@ -100,11 +123,7 @@ def _is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
     return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace and dropout.p < 1)
 
 
-def _operands(module: Any) -> LoRALayer:
-    return LoRALayer(module.weight, module.bias)
-
-
-def _with_adapters(module: Any, x: torch.Tensor) -> LoRALayer:
+def _adapters(module: Any, x: torch.Tensor) -> tuple[LoRA, ...]:
     adapters = []
     for name in active_adapters(module):
         dropout, scaling, mask = module.lora_dropout[name], module.scaling[name], None
@@ -113,4 +132,4 @@ def _with_adapters(module: Any, x: torch.Tensor) -> LoRALayer:
             scaling = scaling / (1 - dropout.p)
         a, b = module.lora_A[name].weight, module.lora_B[name].weight
         adapters.append(LoRA(a, b, scaling, mask))
-    return _operands(module.base_layer)._replace(adapters=tuple(adapters))
+    return tuple(adapters)

@@ -16,6 +16,8 @@ ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 ma
 split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. Autocast over fp32 weights that
 nobody splits caches a half-precision copy of them until the forward is over.
 
+A weight in 4 bits is whole, in the compute dtype, while it is multiplied; one buffer holds one after the other.
+
 The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the GPU is kept free for it.
 """
 
@@ -208,14 +210,14 @@ def _kept(run: Run, setting: Setting) -> _Kept:
     parameters, total, gpus = run.parameters, run.parameters.total, setting.gpus
     compute = precision_of(run, setting).compute
     weights, states = total.bytes, optimizer_memory(run.optim, parameters).states
-    buffers = 0.0
+    buffers = float(compute * parameters.dequantised)
     if setting.strategy == "ddp":
-        buffers = total.trained_bytes
+        buffers += total.trained_bytes
     elif setting.strategy == "zero2":
         weights = total.frozen_bytes + compute * total.trained
         master = 4.0 * total.trained if compute < 4 else 0.0
         states = (optimizer_memory(run.optim, parameters, 4.0 * total.trained).states + master) / gpus
-        buffers = 2.0 * compute * min(ZERO_BUCKET, total.trained)
+        buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
     elif setting.strategy == "fsdp2":
         weights = (total.frozen_bytes + _upcast(run)) / gpus
         states = optimizer_memory(run.optim, parameters, _upcast(run)).states / gpus

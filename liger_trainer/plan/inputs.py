@@ -72,7 +72,7 @@ def read_inputs(
     config = _config(values, source)
     try:
         model, dtype = _build(values, config)
-        parameters = count_parameters(model, _bits(values))
+        parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale for every 64 of them
+NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # the scale in 8 bits, and an fp32 scale for every 256 of those
 INT8_BYTES = 1.0
 
 
@@ -51,6 +52,7 @@ class Parameters:
         head_trained: Whether the head's weight gets a gradient.
         factored: Elements of Adafactor's state: rows and columns of each trained matrix instead of their product.
         largest: Elements of the largest trained parameter.
+        dequantised: Elements of the largest weight in 4 bits, which is made floating for its products; 0 without.
     """
 
     groups: dict[str, Group]
@@ -60,6 +62,7 @@ class Parameters:
     head_trained: bool
     factored: int
     largest: int
+    dequantised: int = 0
 
     @property
     def total(self) -> Group:
@@ -84,18 +87,20 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
-def count_parameters(model: Any, bits: int | None = None) -> Parameters:
+def count_parameters(model: Any, bits: int | None = None, nested: bool = False) -> Parameters:
     """Counts `model`, which may be on the meta device and wrapped by PEFT.
 
     Args:
         model: A Hugging Face model, or a PEFT model of one.
-        bits: 4 or 8 where the linear layers of the decoder will be quantised (bitsandbytes), None where not.
+        bits: 4 or 8 where the linear layers will be quantised (bitsandbytes), None where not. The head and stacked
+            experts never are.
+        nested: Whether the scales of 4 bits are quantised too (double quantisation).
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
-    quantised = _quantised(layers) if bits else set()
-    width = NF4_BYTES if bits == 4 else INT8_BYTES
+    quantised = _quantised(model, head) if bits else {}
+    width = INT8_BYTES if bits == 8 else NESTED_NF4_BYTES if nested else NF4_BYTES
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = 0
     for name, parameter in model.named_parameters():
@@ -114,6 +119,7 @@ def count_parameters(model: Any, bits: int | None = None) -> Parameters:
         head_trained=head is not None and head.requires_grad,
         factored=factored,
         largest=largest,
+        dequantised=max(quantised.values(), default=0) if bits == 4 else 0,
     )
 
 
@@ -136,10 +142,11 @@ def _kind(name: str, parameter: Any, embedding: Any, head: Any, inside: set[int]
     return "experts" if parameter.dim() == 3 or ".experts." in name else "layers"
 
 
-def _quantised(layers: nn.Module) -> set[int]:
-    """Identities of the weights that bitsandbytes quantises: those of linear layers that are no adapters."""
-    linear = ((name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear))
-    return {id(module.weight) for name, module in linear if "lora_" not in name}
+def _quantised(model: nn.Module, head: nn.Parameter | None) -> dict[int, int]:
+    """Identities and sizes of the weights that bitsandbytes quantises: of linear layers but the head and adapters."""
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    weights = (module.weight for name, module in linear if "lora_" not in name and module.weight is not head)
+    return {id(weight): weight.numel() for weight in weights}
 
 
 def _group(parameter: torch.Tensor, width: float | None) -> Group:
@@ -148,6 +155,6 @@ def _group(parameter: torch.Tensor, width: float | None) -> Group:
     return Group(parameter.numel(), size, parameter.numel() if trained else 0, size if trained else 0.0)
 
 
-def _sum(module: nn.Module, quantised: set[int], width: float) -> Group:
+def _sum(module: nn.Module, quantised: dict[int, int], width: float) -> Group:
     groups = (_group(parameter, width if id(parameter) in quantised else None) for parameter in module.parameters())
     return sum(groups, Group())

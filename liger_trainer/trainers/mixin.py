@@ -6,12 +6,13 @@ import contextlib
 import copy
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
@@ -24,13 +25,10 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
+from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+from liger_trainer.trainers.out_of_memory import memory_advice
 
 logger = logging.getLogger("liger_trainer")
 
@@ -55,7 +53,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(_Base):
+class LigerTrainerMixin(WholeCheckpointsMixin):
     """Kernels in the model from construction on, the callbacks, and checks of what goes in.
 
     Attributes:
@@ -65,6 +63,7 @@ class LigerTrainerMixin(_Base):
     kernel_report: KernelReport | None = None
     _takes_parts_of_sequences = True  # whether the loss is right on a part whose labels come as `shift_labels`
     _patched: weakref.ref[nn.Module] | None = None
+    _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch, where it has ids
 
     def _finish_init(self) -> None:
         """To be called at the end of `__init__`."""
@@ -164,7 +163,10 @@ class LigerTrainerMixin(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
-        with in_charge(self):  # the Trainer would otherwise apply the liger-kernel package, or miss it
+        with (
+            memory_advice(self),
+            in_charge(self),
+        ):  # the Trainer would otherwise apply the liger-kernel package, or miss it
             return super().train(*args, **kwargs)
 
     def compute_loss(
@@ -199,10 +201,12 @@ class LigerTrainerMixin(_Base):
         scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
         return expected_loss_gradient(scale / num_items)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the guard is shown its loss."""
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
         with self._offloading:
-            loss = super().training_step(*args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
         if self._guard is not None:
             self._guard.observe_loss(loss)
         return loss

@@ -8,7 +8,7 @@ from liger_trainer.benchmarks import tables
 from liger_trainer.benchmarks.records import LongestRecord, Machine, Record, Run, TrainingRecord, compare_with_eager
 from liger_trainer.benchmarks.registry import load_operations
 from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render
-from liger_trainer.benchmarks.training_tables import alignment_table, training_table
+from liger_trainer.benchmarks.training_tables import alignment_table, several_gpus_section, training_table
 
 load_operations()
 GROUP = ("rms_norm", "llama3-8b", 16384, "")
@@ -146,6 +146,25 @@ def test_alignment_is_a_table_of_its_own():
         ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0 / 45.0", "**12,000 / 30.0 / 15.0**"]
     ]
     assert alignment_table(Results([results(training=training[2:])])) == ""
+
+
+def test_several_gpus_are_a_table_of_their_own():
+    task, fsdp = ("llama3-8b", 0, "causal_lm", 8), {"gpus": 4, "accelerate_config": "fsdp2"}
+    training = [
+        TrainingRecord(*task, 4096, True, "hf", 8000.0, 0.4, 79.5, **fsdp),
+        TrainingRecord(*task, 8192, True, "hf", failure="out of memory", **fsdp),
+        TrainingRecord(*task, 8192, True, "liger_trainer", 9000.0, 0.5, 50.0, **fsdp),
+        TrainingRecord("llama3-8b", 0, "causal_lm", 4, 4096, True, "hf", 8100.0, 0.4, 70.0),
+    ]
+    measured = Results([results(training=training)])
+    assert cells(training_table(measured)) == [["Llama-3 8B", "8,100 / 70.0 / 40 %"]]
+    section = several_gpus_section(measured)
+    assert "Llama-3 8B, batch 8 a GPU, 4 GPUs, fsdp2:" in section
+    assert cells(section) == [
+        ["hf", "8,000 / 79.5 / 40 %", "OOM"],
+        ["liger_trainer", "–", "9,000 / 50.0 / 50 %"],
+    ]
+    assert several_gpus_section(Results([results(training=training[3:])])) == ""
 
 
 def test_the_longest_of_each_provider_counts():

@@ -8,7 +8,7 @@ from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, tokens_of_step
-from liger_trainer.benchmarks.training import _reason
+from liger_trainer.benchmarks.training_process import reason
 from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, model_config, run
 from liger_trainer.cli import main
 
@@ -89,12 +89,18 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "RuntimeError: no such trainer" in capsys.readouterr().out
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, 8, True, 0)
+    assert record.group == ("tiny", 1, "causal_lm", 1, True, 0, "", 8, 1)
 
 
 def test_reasons():
     trace = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"
-    assert _reason(trace, 1) == "out of memory"
-    assert _reason("torch.AcceleratorError: CUDA error: out of memory\nSearch for", 1) == "out of memory"
-    assert _reason("", -9) == "exit code -9"
-    assert _reason("a.b.SomeError: first\nsecond\n", 1) == "a.b.SomeError: first"
+    assert reason(trace, 1) == "out of memory"
+    assert reason("torch.AcceleratorError: CUDA error: out of memory\nSearch for", 1) == "out of memory"
+    assert (
+        reason("ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'", 1)
+        == "out of memory"
+    )
+    launched = "ValueError: first\nTraceback\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n==="
+    assert reason(launched, 1) == "ValueError: first"
+    assert reason("", -9) == "exit code -9"
+    assert reason("a.b.SomeError: first\nsecond\n", 1) == "a.b.SomeError: first"

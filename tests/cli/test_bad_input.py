@@ -10,7 +10,7 @@ import pytest
 
 from liger_trainer.cli import main
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_output import checkpoints
+from liger_trainer.trainers.checkpoints import complete_checkpoints
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -245,7 +245,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
         (tmp_path / name).mkdir()
         if state is not None:
             (tmp_path / name / "trainer_state.json").write_text(state)
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-5"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-5"]
 
 
 def test_several_gpus_in_one_process_are_refused(recipe, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Every recipe, and a recipe of every family, runs its few offline steps on a tiny model."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from liger_trainer import smoke
 from liger_trainer.cli import main
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe_run import run_recipe
+from tests.quantised import library
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
@@ -28,6 +31,42 @@ def test_every_shipped_recipe(name, tmp_path, capsys):
     assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
+
+
+def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):
+    """On a CPU bitsandbytes' weights train no more once they were evaluated."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    options = ["--output_dir", str(tmp_path / "run")]
+    recipe = load_recipe(find_recipe("llama3_8b_sft_qlora"), options, smoke=True)
+    assert recipe.model.use_peft
+    assert not recipe.model.load_in_4bit
+    assert "leaves `load_in_4bit` out" in caplog.text
+
+
+@pytest.mark.parametrize("trainer", ["sft", "causal_lm"])
+def test_a_new_model_in_4_bits(trainer, tmp_path):
+    library()
+    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
+    text = "model_name_or_path: Qwen/Qwen3-8B\nuse_peft: true\nload_in_4bit: true\nuse_bnb_nested_quant: true\n"
+    recipe.write_text(f"trainer: {trainer}\nlora_target_modules: all-linear\neval_strategy: 'no'\n{text}")
+    options = ["--output_dir", str(folder), "--load_in_4bit", "true"]
+    trained = run_recipe(load_recipe(recipe, options, smoke=True))
+    kinds = {type(module).__name__ for module in trained.model.modules()}
+    assert "Linear4bit" in kinds
+    assert all(entry["loss"] == entry["loss"] for entry in trained.state.log_history if "loss" in entry)
+    assert (folder / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_bitsandbytes_that_is_not_there(key, tmp_path, monkeypatch, capsys):
+    native = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "bitsandbytes" and native(name, *rest))
+    options = ["--use_peft", "true", f"--{key}", "true", "--load_in_4bit", json.dumps(key == "load_in_4bit")]
+    code = main(["train", "quickstart", "--output_dir", str(tmp_path / "run"), *options])
+    shown = capsys.readouterr().err
+    assert code
+    assert f"`{key}: true` needs bitsandbytes, which is not installed" in shown
+    assert "pip install 'liger-trainer[qlora]'" in shown
 
 
 @pytest.mark.parametrize("trainer", ["rloo", "reward"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import lora_mlp as operators
+from liger_trainer.kernels import _lora_down as operators
 from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.nf4 import LAYOUT_LENGTH
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
@@ -76,7 +80,27 @@ def test_the_product_is_not_kept(device):
     leaves = [leaf if leaf.shape[-1] > 4 else leaf.detach().float().requires_grad_() for leaf in leaves]  # and B
     ours = kept(lambda: on_layers(lora_mlp)(*leaves), *leaves[1:])
     gate_or_up = ((2, 5, INTERMEDIATE), half)
-    assert ours == [((2, 5, HIDDEN), half), gate_or_up, gate_or_up, ((10, 4), half), ((10, 5), half)]
+    z, stacked_a = ((2, 5, 5), half), ((5, HIDDEN), half)
+    assert [each for each in ours if 0 not in each[0]] == [z, ((2, 5, HIDDEN), half), gate_or_up, gate_or_up, stacked_a]
+
+
+def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
+    """Its recomputation ends where all is back that was saved, as it does with the linear layer of torch."""
+    calls, native = [], operators.lora_down_product
+    monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
+    leaves = [leaf.requires_grad_() for leaf in tensors(device)]
+
+    def layer(*given):
+        return given[0] + on_layers(lora_mlp)(*given)
+
+    def gradients(run):
+        calls.clear()
+        return torch.autograd.grad(run(layer, *leaves).square().sum(), leaves)
+
+    expected = gradients(lambda layer, *given: layer(*given))
+    got = gradients(functools.partial(checkpoint, use_reentrant=False))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert len(calls) == 1
 
 
 def test_a_fused_projection_and_a_kept_graph(device):
@@ -91,21 +115,32 @@ def test_a_fused_projection_and_a_kept_graph(device):
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (gate_up, a), retain_graph=keep), expected)
 
 
-def test_opcheck(device):
+@pytest.mark.parametrize("pending", [False, True])
+def test_opcheck(pending, device):
     gate, up, w, a, b = (
         seeded_randn(*shape, seed=i, device=device).requires_grad_()
         for i, shape in enumerate([(2, 5, INTERMEDIATE), (2, 5, INTERMEDIATE), *SHAPES[-3:]])
     )
     mask = torch.rand(2, 5, INTERMEDIATE, device=device) < 0.5
-    arguments = gate, up, w, None, [a], [b], [mask], [0.5], [True], "silu", scalars(), False
-    torch.library.opcheck(operators.gated_lora_down, arguments)
+    z, added_b = seeded_randn(2, 5, 3, device=device).requires_grad_(), seeded_randn(INTERMEDIATE, 3, device=device)
+    added = (z, [added_b.requires_grad_()]) if pending else (None, [])
+    factors = [0.0, 0.5 if pending else 0.0]
+    floating = [], [0] * LAYOUT_LENGTH
+    lists = *added, [a], [b], [mask], *floating, factors, [0.5], [True]
+    arguments = gate, up, w, None, *lists, "silu", scalars(), False
+    torch.library.opcheck(operators.lora_down_save, arguments)
+    stand_in = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
+    # The gradients of the operands come from the other operator, so there is no one schema check of both.
+    operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments[:-1]]
+    operands[5:9] = [[each.detach() for each in some] for some in operands[5:9]]
+    torch.library.opcheck(operators.lora_down_product, (stand_in, *operands))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
 def test_patched_mlps_of_a_model(family, monkeypatch):
     """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
-    calls, native = [], operators.gated_lora_down
-    monkeypatch.setattr(operators, "gated_lora_down", lambda *given: calls.append(1) or native(*given))
+    calls, native = [], operators.lora_down_product
+    monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
     model, batch = adapted(family, lora_dropout=0.1)
     expected = loss_and_gradients(model, batch)
     variant = _VARIANTS[1 if family == "gemma" else 0]

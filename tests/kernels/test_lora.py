@@ -92,7 +92,7 @@ def test_gradcheck_and_opcheck():
     x, w0, w1, _, bias, *adapters = leaves
     mask = torch.rand(*TOKENS, IN) < 0.5
     arguments = (x, [w0, w1], [bias], adapters[:3], adapters[3:], [mask])
-    options = [True, False], [0, 1, 1], [1.5, 0.3, 2.0], [False, True, False]
+    options = [], [0] * 8, [True, False], [0, 1, 1], [1.5, 0.3, 2.0], [False, True, False]
     torch.library.opcheck(operators.lora_linears, (*arguments, *options))
 
 

@@ -37,6 +37,14 @@ def test_each_way_to_save_saves():
     assert total(strategy="zero2", gpus=8) < total(strategy="ddp", gpus=8)
 
 
+def test_a_base_in_4_bits_has_room_for_one_weight():
+    run = run_of("llama3-8b", 4096, rank=16)
+    four_bits = dataclasses.replace(run.parameters, dequantised=4096 * 14336)
+    for setting in ({}, {"strategy": "ddp", "gpus": 2}, {"strategy": "zero2", "gpus": 2}):
+        larger = total(dataclasses.replace(run, parameters=four_bits), **setting)
+        assert larger - total(run, **setting) == 2 * 4096 * 14336
+
+
 def test_ddp_adds_its_buckets():
     one, many = moment("optimizer"), moment("optimizer", strategy="ddp", gpus=4)
     assert many.total - one.total == RUN.parameters.total.trained_bytes

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
 from tests.plan.cases import counted
+from tests.quantised import library, quantise
 
 SIZES = {
     "vocab_size": 96,
@@ -67,14 +68,38 @@ def test_saved_head_is_trained():
     assert counts.total.trained == 96 * 32 + 2 * 4 * (32 + 32)
 
 
-@pytest.mark.parametrize(("bits", "width"), [(4, 0.5625), (8, 1.0)])
-def test_quantised_layers(bits, width):
+@pytest.mark.parametrize(
+    ("bits", "nested", "width"), [(4, False, 0.5625), (4, True, 0.5 + 1 / 64 + 4 / 64 / 256), (8, False, 1.0)]
+)
+def test_quantised_layers(bits, nested, width):
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = build(LlamaConfig(**SIZES), lora)
-    plain, quantised = count_parameters(model), count_parameters(model, bits)
+    plain, quantised = count_parameters(model), count_parameters(model, bits, nested)
     linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     assert plain.total.bytes - quantised.total.bytes == linear * (2 - width)
     assert quantised.total.trained_bytes == plain.total.trained_bytes
+    assert (plain.dequantised, quantised.dequantised) == (0, 32 * 64 if bits == 4 else 0)
+
+
+def test_what_bitsandbytes_makes_is_what_is_counted():
+    library()
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}))
+    model = model.to(torch.bfloat16)
+    expected = count_parameters(model, 4, nested=True).total.bytes
+    total = sum(parameter.nbytes for parameter in quantise(model).parameters())
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        if state is not None:
+            total += state.absmax.nbytes + state.state2.absmax.nbytes
+    assert total == pytest.approx(expected, rel=1e-3)
+
+
+def test_experts_and_heads_are_not_quantised():
+    model = build(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+    plain, quantised = count_parameters(model), count_parameters(model, 4)
+    for kind in ("experts", "head", "embedding"):
+        assert quantised.groups[kind] == plain.groups[kind]
+    assert quantised.groups["layers"].bytes < 0.5 * plain.groups["layers"].bytes
 
 
 def test_no_layers_is_an_error():

@@ -1,0 +1,123 @@
+"""The processes that train one provider: how they are started, read and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.training_step import Task
+
+OUT_OF_MEMORY = "out of memory"
+_POLL_SECONDS = 0.1
+_END_SECONDS = 60.0  # torchrun gives its processes 30
+
+
+class ProcessError(Exception):
+    """There is no result; the message says why."""
+
+
+class TrainingProcess:
+    """Trains one provider on one length after the other, in one process or in one a GPU.
+
+    A context manager: the processes are gone behind it.
+
+    Args:
+        task: What is trained; its own length is not looked at.
+        lengths: Tokens of a sequence, in turn.
+        provider: Its name.
+        provider_file: A Python file that registers providers of its own.
+    """
+
+    def __init__(self, task: Task, lengths: list[int], provider: str, provider_file: Path | None = None) -> None:
+        self.arguments = [task.to_json(), json.dumps(lengths), provider]
+        self.files = [] if provider_file is None else [str(provider_file)]
+        self.task = task
+
+    def __enter__(self) -> TrainingProcess:
+        self.folder = tempfile.TemporaryDirectory()
+        results, self.errors = (Path(self.folder.name) / name for name in ("results.jsonl", "errors.txt"))
+        results.touch()
+        self.results = results.open(encoding="utf-8")
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*launch_command(self.task), *self.arguments, str(results), *self.files],
+                env=_environment(self.task),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        return self
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """What was measured on the next length.
+
+        Args:
+            seconds: After which it is given up.
+
+        Raises:
+            ProcessError: if it failed or took longer.
+        """
+        deadline = time.monotonic() + seconds
+        line = ""
+        while not line.endswith("\n"):
+            ended = self.process.poll() is not None  # asked first: a last result may be written between the two
+            line += self.results.readline()
+            if line.endswith("\n"):
+                break
+            if ended:
+                errors = self.errors.read_text(encoding="utf-8", errors="replace")
+                raise ProcessError(reason(errors, self.process.returncode))
+            if time.monotonic() > deadline:
+                raise ProcessError(f"no result in {seconds:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return json.loads(line)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The launcher passes it on: its processes have sessions of their own, and would outlive one that is killed.
+        self.process.terminate()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.results.close()
+        self.folder.cleanup()
+
+
+def launch_command(task: Task) -> list[str]:
+    """The command that runs `training_step`: through `accelerate launch` where the task has a configuration."""
+    step = ["-m", "liger_trainer.benchmarks.training_step"]
+    if not task.accelerate_config:
+        return [sys.executable, *step]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", task.accelerate_config]
+    launcher += ["--num_processes", str(task.gpus), "--main_process_port", "0"]
+    # Every process makes the same random weights on its own device; there is nothing to send from the first one's host.
+    return [*launcher, "--fsdp_cpu_ram_efficient_loading", "false", *step]
+
+
+def _environment(task: Task) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if not task.accelerate_config and ":" not in task.device:  # seeing several GPUs, it would run nn.DataParallel
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return environment
+
+
+def reason(errors: str, code: int) -> str:
+    """Why a process ended, in a line: from what it wrote to stderr, and its exit code."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    # The second is pinned memory's, the third NCCL's.
+    if any(sign in errors for sign in ("OutOfMemoryError", "CUDA error: out of memory", "'out of memory'")):
+        return OUT_OF_MEMORY
+    # A traceback ends with the error; its message may go on for lines. torchrun's own comes last and says nothing.
+    starts = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    starts = [line for line in starts if not line.startswith("torch.distributed.elastic.")]
+    return (starts[-1] if starts else lines[-1] if lines else f"exit code {code}")[:120]

@@ -1,0 +1,129 @@
+"""``liger-trainer bench training`` and ``bench longest``: whole training steps."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+from liger_trainer.cli.bench import find_device, load_providers, make_console, model_names
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.records import Run
+    from liger_trainer.benchmarks.training_step import Task
+
+_STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
+
+
+def train(arguments: argparse.Namespace, command: str) -> int:
+    """Measures training steps, or looks for the longest sequence; each provider in processes of its own.
+
+    Args:
+        arguments: The parsed command line.
+        command: The command line as it was typed, which is written beside the results.
+
+    Raises:
+        BenchmarkError: for a provider, a model, a device or a configuration that is not there.
+    """
+    from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.records import Machine, Run
+
+    load_providers(arguments)
+    providers = _training_providers(arguments)
+    device = Device(find_device(arguments.device))
+    run = Run.begin(command, Machine(device.name()))
+    measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
+    for name in model_names(arguments.model, device):
+        measure(arguments, _task(arguments, name, device), providers, run)
+    return 0
+
+
+def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
+    from liger_trainer.benchmarks.longest import find_longest, table
+
+    before = len(run.longest)
+    for provider in providers:
+        seconds = arguments.seconds or _LONGEST_SECONDS
+        run.longest.append(find_longest(task, provider, arguments.provider_file, seconds))
+        if arguments.output is not None:
+            run.write(arguments.output)
+    make_console().print(table(run.longest[before:]))
+
+
+def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
+    from liger_trainer.benchmarks.training import run_lengths, sweep_table, table
+
+    lengths = sorted(arguments.length or [task.length])
+    before = len(run.training)
+    for gpus, provider in itertools.product(arguments.gpus or [1], providers):
+        here = dataclasses.replace(task, gpus=gpus)
+        for record in run_lengths(
+            here, lengths, provider, arguments.provider_file, arguments.seconds or _STEPS_SECONDS
+        ):
+            run.training.append(record)
+            if arguments.output is not None:  # after every length, so that nothing is lost to a later one
+                run.write(arguments.output)
+    found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))
+    for _, records in itertools.groupby(found, key=lambda record: record.group):
+        make_console().print(table(list(records)))
+    if len({record.group for record in found}) > 1:
+        make_console().print(sweep_table(run.training[before:]))
+
+
+def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
+    from liger_trainer.benchmarks.registry import BenchmarkError
+    from liger_trainer.benchmarks.training_step import Task
+
+    searching = arguments.operations == ["longest"]
+    trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
+    if searching and len(arguments.length or []) > 1:
+        raise BenchmarkError("`longest` begins at one length; give `--length` one number.")
+    return Task(
+        model,
+        arguments.layers,
+        arguments.trainer or trainer,
+        arguments.batch or batch,
+        (arguments.length or [length])[0],
+        arguments.steps or steps,
+        not arguments.no_checkpointing,
+        str(device.device),
+        arguments.lora,
+        arguments.warmup,
+        accelerate_config=_accelerate_config(arguments, device),
+    )
+
+
+def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
+    """The file of the configuration that was asked for or several GPUs need; empty for one process without."""
+    from liger_trainer.benchmarks.registry import BenchmarkError
+    from liger_trainer.cli.train import accelerate_config
+    from liger_trainer.recipe_file import RecipeError
+
+    gpus, default = max(arguments.gpus or [1]), "ddp" if device.module is None else "fsdp2"
+    name = arguments.accelerate_config or (default if gpus > 1 else "")
+    if not name:
+        return ""
+    if arguments.operations == ["longest"]:
+        raise BenchmarkError("`longest` runs on one GPU; leave `--gpus` and `--accelerate_config` out.")
+    there = gpus if device.module is None else device.module.device_count()
+    if gpus > there:
+        raise BenchmarkError(f"`--gpus` is {gpus}, but this machine has {there}.")
+    try:
+        return str(accelerate_config(name))
+    except RecipeError as error:
+        raise BenchmarkError(str(error)) from None
+
+
+def _training_providers(arguments: argparse.Namespace) -> list[str]:
+    """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
+    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, find_training_provider
+
+    if arguments.providers:
+        for name in arguments.providers:
+            find_training_provider(name)  # an unknown one is an error before anything is measured
+        return arguments.providers
+    if arguments.operations == ["longest"]:
+        return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
+    return [name for name in TRAINING_PROVIDERS if " " not in name]

@@ -1,0 +1,83 @@
+"""What a trainer is doing, as a plan sees it: from its model and its arguments, without a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.plan.estimate import Run, Work
+from liger_trainer.plan.head import HeadSettings
+from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.plan.settings import Setting
+from liger_trainer.plan.shapes import read_layer_shape
+
+
+def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
+    """The run and the setting of a trainer whose micro-batches have ids of `shape`, rows and tokens.
+
+    Nothing of the model but sizes is read, and no memory is taken.
+
+    Raises:
+        ValueError: for a model, or a way to split it, that is not planned.
+    """
+    args: Any = trainer.args
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    kernels, ours = kernel_config_of(args), args.use_liger_kernel
+    rows, length = shape
+    head = HeadSettings(
+        loss=_loss(trainer, model),
+        fused=bool(ours and kernels.linear_cross_entropy),
+        cross_entropy=bool(ours and kernels.cross_entropy),
+        logits_memory=int(kernels.logits_memory),
+        retained=retained_bytes_of(args),
+    )
+    batch = args.per_device_train_batch_size
+    work = Work(max(rows // batch, 1), length, length, head, _bytes(getattr(trainer, "ref_model", None)))
+    run = Run(
+        count_parameters(model),
+        read_layer_shape(model),
+        work,
+        weight_bytes=model.get_input_embeddings().weight.element_size(),
+        mixed=bool(args.bf16 or args.fp16),
+        optim=str(getattr(args.optim, "value", args.optim)),
+        implementation=getattr(model.config, "_attn_implementation", None) or "sdpa",
+        recompute_mlp=kernels.recompute_mlp,
+    )
+    checkpointing = bool(args.gradient_checkpointing)
+    offloads = checkpointing and getattr(args, "activation_offloading", False)
+    setting = Setting(
+        _strategy(trainer),
+        args.world_size,
+        batch,
+        args.gradient_accumulation_steps,
+        checkpointing,
+        kernels.tiled_mlp,
+        getattr(args, "activation_offloading_fraction", 1.0) if offloads else 0.0,
+    )
+    return run, setting
+
+
+def _loss(trainer: Any, model: Any) -> str:
+    if model.get_output_embeddings() is None:
+        return "none"
+    return "cross_entropy" if getattr(trainer, "_name", "SFT") == "SFT" else "log_probs"
+
+
+def _bytes(model: nn.Module | None) -> float:
+    return 0.0 if model is None else float(sum(p.numel() * p.element_size() for p in model.parameters()))
+
+
+def _strategy(trainer: Trainer) -> str:
+    accelerator: Any = trainer.accelerator
+    kind = accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        kind += str(accelerator.state.deepspeed_plugin.zero_stage)
+    elif kind == "FSDP":
+        kind += str(accelerator.state.fsdp_plugin.fsdp_version)
+    known = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP2": "fsdp2", "DEEPSPEED2": "zero2"}
+    if kind not in known:
+        raise ValueError(f"{kind} is not planned.")
+    return known[kind]

@@ -1,0 +1,172 @@
+"""Checkpoints that are whole or not there: one is written in a folder of its own and renamed once all of it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+logger = logging.getLogger("liger_trainer")
+
+STAGING = "_incomplete"
+"""The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_NO_ROOM_WORDS = (
+    "PytorchStreamWriter failed writing",  # torch.save, by where it fails: at a file's content or its end
+    "iostream error",
+    ". unexpected pos ",
+    *(f"(os error {number})" for number in _NO_ROOM),  # safetensors
+)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first.
+
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint of a stock trainer whose writing was cut short has
+    none.
+    """
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+        if number is None or not path.is_dir():
+            continue
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning("%s is not complete (its writing was cut short); it is not used.", path)
+            continue
+        found.append((int(number.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def out_of_room(error: BaseException) -> bool:
+    """Whether the error of any library says that nothing more could be written; checkpoint formats have their own."""
+    return getattr(error, "errno", None) in _NO_ROOM or any(words in str(error) for words in _NO_ROOM_WORDS)
+
+
+class WholeCheckpointsMixin(_Base):
+    """Put before a Trainer: ``checkpoint-N`` appears under its name only when every process has written its part.
+
+    So a process that is killed while it saves leaves the checkpoints before it, and none that is half written; and
+    older ones are deleted (`save_total_limit`) only after that. Against a machine that loses power, whose disk may
+    forget what was written, this is no help.
+    """
+
+    _saving = False
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]. ``True`` goes on from the last *complete* checkpoint.
+
+        Raises:
+            ValueError: if there is none in ``output_dir``.
+        """
+        if resume_from_checkpoint is True:
+            found = complete_checkpoints(Path(str(self.args.output_dir)))
+            if not found:
+                folder = f"`output_dir` {str(self.args.output_dir)!r}"
+                raise ValueError(
+                    f"`resume_from_checkpoint` is True, but {folder} holds no complete checkpoint; leave it out to "
+                    "start at the beginning."
+                )
+            resume_from_checkpoint = str(found[-1])
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, STAGING) if self._saving else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._saving:  # the upload reads the folder in the background, and must not see it renamed
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged = run_dir / STAGING / final.name
+        first_of_node = self.args.local_process_index == 0
+        if first_of_node:
+            shutil.rmtree(staged.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._saving = True
+        try:
+            with _told_where(final, staged.parent):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._saving = False
+        self._name_the_best(run_dir, staged)
+        self.accelerator.wait_for_everyone()
+        if first_of_node:
+            put_in_place(staged, final)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _name_the_best(self, run_dir: Path, staged: Path) -> None:
+        """Puts into the state the name that the best checkpoint has, or is about to have."""
+        if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
+            return
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if best.name != staged.name and not best.exists():
+            return
+        self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+
+
+def put_in_place(staged: Path, final: Path) -> None:
+    """Gives a checkpoint that is whole its name, and removes the folder it was written in.
+
+    Called by one process of every machine. Where they share the folder, renaming gives the checkpoint to one of them.
+    """
+    ready = staged.with_name("ready")
+    try:
+        staged.rename(ready)
+    except FileNotFoundError:
+        return
+    if final.exists():  # of the same step, from a run before this one
+        final.rename(staged.with_name("replaced"))
+    ready.rename(final)
+    shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told_where(final: Path, staging: Path) -> Iterator[None]:
+    """Around the writing of a checkpoint: what fails is told with its place and the room there, and is cleared away."""
+    try:
+        yield
+    except Exception as error:
+        number = getattr(error, "errno", None)  # errors of the network are OSErrors too, but have none
+        if number is None and not out_of_room(error):
+            raise
+        free = shutil.disk_usage(next(folder for folder in final.absolute().parents if folder.exists())).free
+        shutil.rmtree(staging, ignore_errors=True)
+        raise OSError(
+            number or errno.ENOSPC,
+            f"{final} could not be written ({str(error).splitlines()[0]}): {free / 2**20:,.1f} MiB "
+            "were free there. What was written of it has been removed; the checkpoints before it are as they were.",
+        ) from error

@@ -1,0 +1,141 @@
+"""Training steps of several processes: the same path as on GPUs, FSDP2 under `accelerate launch`, on gloo."""
+
+import os
+
+import pytest
+
+from liger_trainer.benchmarks.records import Run, TrainingRecord
+from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.benchmarks.training import sweep
+from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess, launch_command
+from liger_trainer.benchmarks.training_step import Task, run
+from liger_trainer.cli import main
+from liger_trainer.cli.train import shipped_configs
+
+# accelerate has FSDP on accelerators alone, so its processes are told that they have some.
+AS_ON_GPUS = """
+import os
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from liger_trainer.benchmarks.training_step import training_provider
+
+if "RANK" in os.environ:  # not in the command's own process, which reads this file too
+    torch.distributed.init_process_group("gloo")
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+
+class IsSplit(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        assert all(isinstance(weight, DTensor) and weight.dtype == torch.float32 for weight in model.parameters())
+
+
+@training_provider("short")
+def short(setup):
+    setup.callbacks.append(IsSplit())
+    if setup.task.length > 16 and os.environ["RANK"] == "1":  # the other one waits for it
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    return setup.trainer(use_liger_kernel=False)
+"""
+ENDLESS = """
+import os, pathlib, time
+from liger_trainer.benchmarks.training_step import training_provider
+
+@training_provider("endless")
+def endless(setup):
+    pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+TINY = ["--model", "tiny", "--layers", "1", "--batch", "2", "--steps", "2", "--warmup", "1", "--device", "cpu"]
+
+
+def test_lengths_in_the_same_processes(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(AS_ON_GPUS)
+    several = ["--gpus", "2", "--accelerate_config", "fsdp2", "--length", "64,16,32", "--seconds", "120"]
+    mine = ["--providers", "short,liger_trainer", "--provider_file", str(tmp_path / "mine.py")]
+    assert main(["bench", "training", *TINY, *several, *mine, "--output", str(tmp_path)]) == 0
+    found = Run.read(tmp_path / "results.json")
+    stock, too_long, *ours = found.training
+    assert (stock.provider, stock.length, stock.failure) == ("short", 16, "")
+    assert (too_long.provider, too_long.length, too_long.failure) == ("short", 32, OUT_OF_MEMORY)
+    assert [(record.provider, record.length, record.failure) for record in ours] == [
+        ("liger_trainer", length, "") for length in (16, 32, 64)
+    ]
+    assert {(record.gpus, record.accelerate_config) for record in found.training} == {(2, "fsdp2")}
+    assert stock.losses == pytest.approx(ours[0].losses, abs=0.04)  # FSDP2 hands out losses in bf16
+    assert len(stock.losses) == 2
+    assert all(record.tokens_per_second > 0 for record in (stock, *ours))
+    assert "accelerate" in found.versions
+    lengths, rows = sweep(found.training)
+    assert lengths == [16, 32, 64]
+    assert rows[0][1][1:] == ["OOM", "–"]
+    printed = capsys.readouterr().out
+    assert "2 GPUs · fsdp2" in printed
+    assert "OOM" in printed
+
+
+def test_a_length_that_takes_too_long_is_ended(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    task = Task("tiny", device="cpu", gpus=2, accelerate_config=str(shipped_configs()["ddp"]))
+    with TrainingProcess(task, [16], "endless", tmp_path / "mine.py") as process:
+        for rank in ("0", "1"):
+            while not (tmp_path / rank).is_file():
+                assert process.process.poll() is None
+                with pytest.raises(ProcessError, match="no result in 0 s"):
+                    process.result(seconds=0.4)
+    for rank in ("0", "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_no_fsdp_is_not_called_so(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BenchmarkError, match="accelerate has no FSDP on cpu"):
+        run(Task("tiny", layers=1, batch=1, length=8, device="cpu"), "hf")
+
+
+def test_commands():
+    assert launch_command(Task("tiny"))[1:] == ["-m", "liger_trainer.benchmarks.training_step"]
+    command = launch_command(Task("tiny", gpus=4, accelerate_config="my.yaml"))
+    for option, value in {"--config_file": "my.yaml", "--num_processes": "4"}.items():
+        assert command[command.index(option) + 1] == value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["training", "--accelerate_config", "fsdp9"], "no file; the shipped ones are"),
+        (["longest", "--gpus", "2"], "`longest` runs on one GPU"),
+        (["longest", "--length", "8,16"], "give `--length` one number"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(BenchmarkError, match=message):
+        main(["bench", *options, "--device", "cpu", "--debug"])
+
+
+def test_more_gpus_beside_fewer():
+    def record(provider, gpus, length, rate=None, failure=""):
+        measured = (rate, None if rate is None else 0.4567, None if rate is None else 38.04)
+        more = {"gpus": gpus, "accelerate_config": "fsdp2", "failure": failure}
+        return TrainingRecord("tiny", 0, "causal_lm", 8, length, True, provider, *measured, **more)
+
+    records = [
+        record("hf", 1, 4096, 8000.0),
+        record("hf", 4, 4096, 7760.4),
+        record("hf", 4, 8192, failure=OUT_OF_MEMORY),
+        record("liger_trainer", 4, 8192, failure="no result in 9 s"),
+        record("liger_trainer", 4, 4096, 9000.0),
+    ]
+    assert sweep(records) == (
+        [4096, 8192],
+        [
+            ("hf, 1 GPU", ["8,000 / 38.0 / 46 %", "–"]),
+            ("hf, 4 GPUs", ["7,760 / 38.0 / 46 %, 97.0 % of 1", "OOM"]),
+            ("liger_trainer, 4 GPUs", ["9,000 / 38.0 / 46 %", "no result in 9 s"]),
+        ],
+    )

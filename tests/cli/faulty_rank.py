@@ -1,0 +1,28 @@
+"""`python -m liger_trainer RECIPE ...`, one rank of which dies in a step: in a way and at a step of the environment."""
+
+import os
+import signal
+import sys
+import time
+
+from liger_trainer.cli import run_recipe_file
+from liger_trainer.trainers.trainer import LigerTrainer
+
+
+class FaultyTrainer(LigerTrainer):
+    def training_step(self, *args, **kwargs):
+        if self.args.process_index == 1 and self.state.global_step == int(os.environ["FAULT_STEP"]):
+            if os.environ["FAULT"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ["FAULT"] == "hang":
+                time.sleep(3600)
+            raise ArithmeticError("the fault of rank 1")
+        return super().training_step(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    import liger_trainer.trainers.trainer as module
+
+    if "FAULT" in os.environ:
+        module.LigerTrainer = FaultyTrainer
+    sys.exit(run_recipe_file(sys.argv[1], sys.argv[2:]))

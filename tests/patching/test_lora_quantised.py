@@ -1,0 +1,288 @@
+"""LoRA on quantised bases: in 4 bits ours is PEFT's own in values and gradients; on others PEFT's forward runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.kernels import _nf4_matmul as matmul
+from liger_trainer.kernels import lora as operators
+from tests.quantised import library, quantise
+from tests.tiny_models import TINY_MODELS, tiny_batch
+
+LORA = {**dict.fromkeys(KERNEL_KEYS, False), "lora": True}
+# bitsandbytes' CPU code wants rows of whole blocks of 64.
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3")
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    library()
+    matmul.free_buffers()
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The numbers of layers of the operator's calls on models, whose hidden size nothing else has."""
+    calls = []
+    native = operators.operators.lora_linears
+
+    def counting(x, weights, *rest):
+        if x.shape[-1] >= 64:
+            calls.append(len(weights))
+        return native(x, weights, *rest)
+
+    monkeypatch.setattr(operators.operators, "lora_linears", counting)
+    return calls
+
+
+def adapted(family="llama", kind="nf4", dtype=torch.float32, lora=None, **options):
+    model = quantise(TINY_MODELS[family](**SIZES).to(dtype), kind, **options)
+    torch.manual_seed(0)
+    config = LoraConfig(**{"target_modules": "all-linear", "init_lora_weights": False, **(lora or {})})
+    return get_peft_model(model, config).train(), tiny_batch(family, model)
+
+
+def loss_and_gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_same(got, expected, tolerance=2e-5):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= tolerance * value.norm() + 1e-8, name
+
+
+def lora_row(report):
+    """The one of the layers; attentions have their own."""
+    (row,) = (row for row in report if row.target.startswith("lora."))
+    return row
+
+
+@pytest.mark.parametrize("config", [LORA, {}], ids=["layers", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_in_4_bits(fused, family, config):
+    model, batch = adapted(family, lora={"lora_dropout": 0.1})
+    expected = loss_and_gradients(model, batch)
+    report = apply_liger_kernel(model, config)
+    row = lora_row(report)
+    assert (row.target, row.kernel) == ("lora.Linear4bit", "lora_linear (4 bits)")
+    assert all(row.applied or row.reason.startswith("switched off") for row in report)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert (2 in fused) == (config != LORA and family != "phi3")  # gate and up
+    assert (3 in fused) == (family != "phi3")  # queries, keys and values
+    revert_liger_kernel(model)
+    fused.clear()
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compress_statistics": False}, {"blocksize": 128}, {"quant_storage": torch.bfloat16}, {"kind": "fp4"}],
+    ids=str,
+)
+def test_other_layouts(fused, options):
+    sizes = {"target_modules": ["down_proj"]} if "blocksize" in options else {}  # of 128 columns
+    model, batch = adapted(**options, lora=sizes)
+    if "blocksize" in options:
+        assert model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight.quant_state.blocksize == 128
+    expected = loss_and_gradients(model, batch)
+    assert lora_row(apply_liger_kernel(model, LORA)).applied
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "down_proj"]])
+def test_adapters_on_some_layers_beside_others_in_4_bits(targets):
+    model, batch = adapted(lora={"target_modules": targets})
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model)
+    assert_same(loss_and_gradients(model, batch), expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_as_exact(fused, autocast):
+    """Under autocast as PEFT; without, PEFT multiplies its fp32 adapters with an fp32 copy, and ours does not."""
+    model, batch = adapted(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.05)
+    exact = copy.deepcopy(model).float()
+    for module in exact.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
+    truth = loss_and_gradients(exact, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LORA)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got = loss_and_gradients(model, batch)
+    assert fused
+
+    def error(results):
+        names = [name for name in truth if name != "loss"]
+        return sum(float((results[name] - truth[name]).norm() / truth[name].norm()) for name in names) / len(names)
+
+    assert got.keys() == expected.keys()
+    assert error(got) <= 1.1 * error(expected)
+
+
+def test_another_compute_dtype_is_the_layer_s_business(fused):
+    """Products in fp32 of activations in bf16, which is bitsandbytes' default."""
+    model, batch = adapted(dtype=torch.bfloat16, compute_dtype=torch.float32)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LORA)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    model, batch = adapted(lora={"lora_dropout": 0.1})
+    model.enable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model)
+    assert_same(loss_and_gradients(model, batch), expected)
+
+
+def test_nothing_floating_of_a_base_is_kept_and_the_buffer_goes_with_the_model():
+    model, batch = adapted()
+    apply_liger_kernel(model)
+    largest, kept = SIZES["hidden_size"] * SIZES["intermediate_size"], []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+        loss = model(**batch).loss
+    loss.backward()
+    (buffer,) = matmul._buffers.values()
+    assert buffer.memory.numel() == largest
+    assert largest not in kept  # which activations and adapters do not have either
+    del model, loss, buffer
+    gc.collect()
+    assert not matmul._buffers
+
+
+def test_a_generation_s_steps_run_bitsandbytes_own_products(fused):
+    model, _ = adapted()
+    apply_liger_kernel(model, LORA)
+    few, many = (torch.randint(3, 100, (1, length)) for length in (4, 100))
+    with torch.no_grad():
+        model(few)
+        assert fused == []
+        model(many)
+    assert fused
+    fused.clear()
+    model(few)
+    assert fused
+
+
+def test_merged_disabled_and_hooked(fused):
+    model, batch = adapted()
+    apply_liger_kernel(model, LORA)
+    proj, seen = model.base_model.model.model.layers[0].self_attn.o_proj, []
+    with model.disable_adapter():
+        model(**batch)
+    assert fused == []
+    handle = proj.base_layer.register_forward_hook(lambda *_: seen.append(1))
+    model(**batch)
+    assert (seen, len(fused)) == ([1], 2 * 5 - 1)  # in two layers q with k and v, o, gate, up and down; but for one o
+    handle.remove()
+    with pytest.warns(UserWarning, match="4-bit"):
+        model.merge_adapter()
+    fused.clear()
+    model(**batch)
+    assert fused == []
+
+
+def test_a_state_that_a_copy_of_the_weight_lost(fused):
+    """FSDP puts plain tensors in the place of the parameters; the layer knows the state."""
+    model, batch = adapted()
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LORA)
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and type(module).__module__.startswith("bitsandbytes"):
+            module._parameters["weight"] = nn.Parameter(module.weight.data.as_subclass(torch.Tensor), False)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused
+
+
+def test_a_layout_that_is_not_the_one_we_know(monkeypatch):
+    model, _ = adapted(lora={"target_modules": ["q_proj"]})
+    functions = library().functional
+    native = functions.dequantize_4bit
+    monkeypatch.setattr(functions, "dequantize_4bit", lambda *args, **kwargs: native(*args, **kwargs) * 2)
+    row = lora_row(apply_liger_kernel(model, LORA))
+    assert not row.applied
+    assert "stores its 4 bits in another way" in row.reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other bases, and none
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rest_is_applied(report):
+    return {row.component for row in report.applied} >= {"rms_norm", "rope", "swiglu", "linear_cross_entropy"}
+
+
+def test_int8_trains_with_peft_s_forward(fused):
+    model, batch = adapted(kind="int8")
+    expected = loss_and_gradients(model, batch)
+    report = apply_liger_kernel(model)
+    row = lora_row(report)
+    assert (row.applied, row.target) == (False, "lora.Linear8bitLt")
+    assert "PEFT's own forward runs" in row.reason
+    assert rest_is_applied(report)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused == []
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_torchao_trains_with_peft_s_forward(fused, config):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = TINY_MODELS["llama"](**SIZES)
+    only = {"filter_fn": lambda module, name: isinstance(module, nn.Linear) and name != "lm_head"}
+    options = {"weight_dtype": torch.int4} if config.startswith("Intx") else {}
+    quantization.quantize_(model, getattr(quantization, config)(**options), **only)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False)).train()
+    batch = tiny_batch("llama", model)
+    expected = loss_and_gradients(model, batch)
+    report = apply_liger_kernel(model)
+    row = lora_row(report)
+    assert (row.applied, row.target) == (False, "lora.TorchaoLoraLinear")
+    assert rest_is_applied(report)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert fused == []
+
+
+@pytest.mark.parametrize("config", [{}, {"recompute_mlp": True}, {"tiled_mlp": True}], ids=str)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_a_quantised_model_without_adapters(family, kind, config):
+    """Layers' kernels read no weight but through its module; here the embedding and the norms are trained."""
+    model = quantise(TINY_MODELS[family](**SIZES), kind)
+    batch = tiny_batch(family, model)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+    expected = loss_and_gradients(model.train(), batch)
+    report = apply_liger_kernel(model, config)
+    assert {row.component for row in report.applied} >= {"rms_norm", "rope", "linear_cross_entropy"}
+    assert {"swiglu", "geglu"} & {row.component for row in report.applied}
+    assert_same(loss_and_gradients(model, batch), expected)

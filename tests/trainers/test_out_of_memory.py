@@ -1,0 +1,143 @@
+"""An out-of-memory error of training: its class and text stay, and what would take less memory follows."""
+
+import re
+
+import pytest
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from transformers import TrainingArguments
+
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.plan.estimate import estimate
+from liger_trainer.plan.running import running
+from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
+from liger_trainer.trainers.out_of_memory import advice, budgets
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB."
+
+
+def poison(model, most=0, message=CUDA):
+    """Makes the model's forward run out of memory for batches of more than `most` rows."""
+    sizes = []
+
+    def full(module, args, kwargs):
+        sizes.append(kwargs["input_ids"].shape[0])
+        if sizes[-1] > most:
+            raise torch.OutOfMemoryError(message)
+
+    model.register_forward_pre_hook(full, with_kwargs=True)
+    return sizes
+
+
+def failure(trainer, message=CUDA):
+    poison(trainer.model, message=message)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+    assert type(raised.value.__cause__) is torch.OutOfMemoryError
+    assert str(raised.value.__cause__) == message
+    text = str(raised.value)
+    assert text.startswith(message)
+    return raised.value, text
+
+
+def build(tmp_path, config=LigerTrainingArguments, **settings):
+    args = config(output_dir=str(tmp_path), **{**COMMON, "kernel_report": False, **settings})
+    return LigerTrainer(llama(), args, train_dataset=token_rows())
+
+
+def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
+    trainer = build(tmp_path, gradient_checkpointing=True, gradient_accumulation_steps=3)
+    error, text = failure(trainer)
+    assert should_reduce_batch_size(error)
+    assert "An allocation of 2.50 GiB failed, in or after a micro-batch of 4 × 10 tokens." in text
+    assert "Estimated at its fullest moment" in text
+    off, on = text.split("Already so:")
+    for budget in (
+        "logits_memory: 256MiB", 'liger_kernel_config: {"tiled_mlp": true}', "activation_offloading: true",
+        "per_device_train_batch_size: 2, gradient_accumulation_steps: 6",
+        "--accelerate_config zero2 on 2 GPUs", "--accelerate_config fsdp2 on 2 GPUs",
+    ):  # fmt: skip
+        assert budget in off
+    assert on.splitlines()[0] == " gradient_checkpointing: true."
+    assert "`liger-trainer plan RECIPE --gpus 1`" in text
+
+
+def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_path):
+    trainer = build(tmp_path)
+    text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 20_000))
+    now = float(re.search(r"moment \(.+\): ([\d.]+) GiB", text).group(1))
+    helps = re.findall(r"^  (.+)  \(([\d.]+) GiB\)$", text, re.MULTILINE)
+    sizes = [float(size) for _, size in helps]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= now
+    assert {"gradient_checkpointing: true", "per_device_train_batch_size: 2, gradient_accumulation_steps: 2"} <= {
+        name for name, _ in helps
+    }
+    # As the whole logits take 40 MB of these 512 MiB.
+    assert "logits_memory: 256MiB" in text.split("Of no help here by these estimates:")[1].splitlines()[0]
+
+
+def test_what_is_on_is_not_proposed(tmp_path):
+    trainer = build(tmp_path, per_device_train_batch_size=1, liger_kernel_config={"tiled_mlp": True})
+    trainer.args.activation_offloading, trainer.args.activation_offloading_fraction = True, 0.5
+    _, text = failure(trainer)
+    off, on = text.split("Already so:")
+    assert "gradient_checkpointing: true" in off
+    assert "activation_offloading_fraction: 1.0" in off
+    for budget in ("tiled_mlp", "per_device_train_batch_size: 1", "activation_offloading: true"):
+        assert budget not in off
+        assert budget in on
+
+
+def test_stock_arguments_and_no_kernels(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), **COMMON)
+    _, text = failure(LigerTrainer(llama(), args, train_dataset=token_rows()), "XPU out of memory.")
+    assert "An allocation failed, in or after" in text
+    assert "offloading" not in text  # Hugging Face's arguments have none
+    assert "use_liger_kernel: true" in failure(build(tmp_path, use_liger_kernel=False))[1]
+
+
+def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path):
+    trainer = build(tmp_path)
+    trainer.model.config.__dict__["num_attention_heads"] = None  # past its own check
+    _, text = failure(trainer)
+    assert "  gradient_checkpointing: true\n" in text
+    assert "Estimated" not in text
+
+
+def test_the_batch_of_grpo_is_left_alone(tmp_path):
+    trainer = object.__new__(LigerGRPOTrainer)
+    other = build(tmp_path)
+    trainer.args, trainer.accelerator = other.args, other.accelerator
+    assert not [budget for budget in budgets(trainer) if "per_device" in budget.text]
+
+
+def test_sft_too(tmp_path):
+    from liger_trainer.configs.sft_config import LigerSFTConfig
+
+    args = LigerSFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON)
+    trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
+    assert "Estimated at its fullest moment" in failure(trainer)[1]
+
+
+def test_auto_find_batch_size_still_finds_one(tmp_path):
+    trainer = build(tmp_path, auto_find_batch_size=True)
+    sizes = poison(trainer.model, most=3)
+    trainer.train()
+    assert sizes[0] == 4
+    assert set(sizes[1:]) == {3}
+    assert trainer.state.global_step == COMMON["max_steps"]
+
+
+def test_the_plan_of_a_trainer_is_that_of_its_sizes(tmp_path):
+    trainer = build(tmp_path, gradient_checkpointing=True)
+    run, setting = running(trainer, (4, 10))
+    assert run.parameters.total.elements == sum(p.numel() for p in trainer.model.parameters())
+    assert (run.work.rows, run.work.length, run.weight_bytes, run.mixed) == (1, 10, 4, False)
+    assert (setting.strategy, setting.batch, setting.checkpointing) == ("single", 4, True)
+    # Weights, gradients and two moments, all in fp32.
+    assert estimate(run, setting).total >= 16 * run.parameters.total.elements
+    assert estimate(*running(trainer, (4, 1000))).total > 4 * estimate(run, setting).total
