@@ -11,6 +11,7 @@ from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build
 from liger_trainer.head.lm_head import gathered, through_owner
+from liger_trainer.head.vocab_parallel import VocabParallelCall
 from liger_trainer.kernels.elementwise_divergence import jsd
 from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_jsd
 
@@ -65,8 +66,10 @@ def divergence(
 
 
 def _fuses(logits: torch.Tensor) -> bool:
-    """Whether a fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
+    """Whether a whole, fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
+        return False
+    if isinstance(logits.recorded.call, VocabParallelCall):
         return False
     return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
 

@@ -12,6 +12,7 @@ from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
+from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_log_probs, vocab_parallel_loss
 from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
@@ -58,7 +59,8 @@ def deferred_cross_entropy(
         and (weight is None or not weight.requires_grad)
         and 0.0 <= label_smoothing <= 1.0
     )
-    if not is_ours:
+    is_split = isinstance(input.recorded.call, VocabParallelCall)
+    if not is_ours or (is_split and weight is not None):
         return NotImplemented
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
     dtype = torch.float32 if torch.is_autocast_enabled(input.recorded.hidden.device.type) else input.meta.dtype
@@ -68,8 +70,9 @@ def deferred_cross_entropy(
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
-        "class_weights": weight,
     }
+    if weight is not None:
+        options["class_weights"] = weight
     return head_loss(input, target, **options).to(dtype)
 
 
@@ -89,6 +92,17 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
     options |= {"softcap": form.softcap, "logit_scale": form.logit_scale}
     target = target.to(hidden.device)
     logits.recorded.check()
+    of_call = vocab_parallel_loss if isinstance(call, VocabParallelCall) else _whole_head_loss
+    result = of_call(logits, target, **options)
+    loss = result.loss if isinstance(result, CrossEntropyOutput) else result
+    call.has_loss = call.has_loss or loss.requires_grad
+    loss = through_owner(call.head, loss)
+    return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss
+
+
+def _whole_head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
+    """`head_loss` with the weight whole."""
+    call, hidden = logits.recorded.call, logits.recorded.hidden
     with gathered(call) as (matrix, bias):
         if not logits.has_graph:
             hidden, matrix = hidden.detach(), matrix.detach()
@@ -98,15 +112,10 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
             options["logits_memory"] = call.logits_memory
             options["expected_grad"] = expected_gradient(options["reduction"])
             with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-                result = linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
-        else:
-            built = linear(hidden, matrix, bias, call.dtype)
-            with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-                result = cross_entropy(built, target, **options)
-    loss = result.loss if isinstance(result, CrossEntropyOutput) else result
-    call.has_loss = call.has_loss or loss.requires_grad
-    loss = through_owner(call.head, loss)
-    return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss
+                return linear_cross_entropy(cast[0], cast[1], target, bias=cast[2], **options)
+        built = linear(hidden, matrix, bias, call.dtype)
+        with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
+            return cross_entropy(built, target, **options)
 
 
 def head_log_probs(
@@ -132,17 +141,29 @@ def head_log_probs(
     """
     call, hidden, form = logits.recorded.call, logits.recorded.hidden, logits.recorded.chain.fused_form()
     logits.recorded.check()
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "temperature": temperature,
+        "softcap": form.softcap,
+        "logit_scale": form.logit_scale,
+        "outputs": outputs,
+        "retain_memory": retain_memory,
+    }
+    of_call = vocab_parallel_log_probs if isinstance(call, VocabParallelCall) else _whole_head_log_probs
+    result = of_call(logits, target.to(hidden.device), **options)
+    assert isinstance(result, LogProbsOutput)
+    call.has_loss = call.has_loss or result.log_probs.requires_grad
+    entropy = None if result.entropy is None else through_owner(call.head, result.entropy)
+    return dataclasses.replace(result, log_probs=through_owner(call.head, result.log_probs), entropy=entropy)
+
+
+def _whole_head_log_probs(logits: Any, target: torch.Tensor, **options: Any) -> Any:
+    """`head_log_probs` with the weight whole."""
+    call, hidden = logits.recorded.call, logits.recorded.hidden
     with gathered(call) as (matrix, bias):
         if not logits.has_graph:
             hidden, matrix = hidden.detach(), matrix.detach()
             bias = None if bias is None else bias.detach()
         cast = [None if x is None else x.to(call.dtype) for x in (hidden, matrix, bias)]
         with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-            result = linear_log_probs(
-                cast[0], cast[1], target.to(hidden.device), cast[2], ignore_index, temperature, form.softcap,
-                form.logit_scale, outputs, call.logits_memory, retain_memory,
-            )  # fmt: skip
-    assert isinstance(result, LogProbsOutput)
-    call.has_loss = call.has_loss or result.log_probs.requires_grad
-    entropy = None if result.entropy is None else through_owner(call.head, result.entropy)
-    return dataclasses.replace(result, log_probs=through_owner(call.head, result.log_probs), entropy=entropy)
+            return linear_log_probs(cast[0], cast[1], target, cast[2], logits_memory=call.logits_memory, **options)

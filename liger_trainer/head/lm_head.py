@@ -85,8 +85,17 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> 
     weight, bias = head.weight, head.bias
     # A weight that is a DTensor here was not gathered for this forward: tensor parallelism, not ours to undo.
     for tensor in (hidden, weight, bias):
-        if tensor is not None and (not _is_plain(tensor) or tensor.is_meta):
+        if tensor is not None and not _is_plain(tensor):
             return None
+    return product_dtype(hidden, weight, bias, in_fp32)
+
+
+def product_dtype(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, in_fp32: bool
+) -> torch.dtype | None:
+    """The dtype in which ``nn.Linear`` multiplies `hidden` `(..., H)` and `weight` `(V, H)`; None where it raises."""
+    if any(tensor is not None and tensor.is_meta for tensor in (hidden, weight, bias)):
+        return None
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
         return None
     dtype = weight.dtype

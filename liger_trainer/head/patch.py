@@ -36,6 +36,8 @@ from liger_trainer.head.lm_head import (
 from liger_trainer.head.probe import TOLERANCE, probe_head
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
+from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, is_bound_by_us, overriding_forward, unbind_forward
 from liger_trainer.patching.report import KernelReportRow
 
@@ -61,6 +63,27 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
         dtype = call_dtype(hidden, self, in_fp32)
         return None if dtype is None else HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
 
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return type(self).forward(self, *args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32)
+
+
+def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
+    """As [`make_head_forward`], over the forward `gathering` that tensor parallelism has given one head."""
+
+    def call_of(self: Any, hidden: torch.Tensor) -> VocabParallelCall | None:
+        return vocab_parallel_call(self, hidden, fused, logits_memory)
+
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gathering(*args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32=False)
+
+
+def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
+    """The forward of a head that defers what `call_of` gives a call for, and for the rest is `native`."""
+
     def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
         call = call_of(self, hidden)
         if call is None:
@@ -70,7 +93,6 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
 
     @functools.wraps(nn.Linear.forward)
     def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        native = type(self).forward
         input = input.float() if in_fp32 else input
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
@@ -81,6 +103,13 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
             return native(self, input)
         pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
         deferred = defer(self, input)
+        if deferred is None and self.training and is_split(self):
+            warn_once(
+                "split head",
+                "The LM head is split over processes in a way that the fused cross entropy does not know, so its "
+                "logits are put together. The result is right; it takes the memory of unfused training. Models that "
+                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Said once.)",
+            )
         return native(self, input) if deferred is None else deferred
 
     never_a_frame(forward)  # compiled as a frame of its own it would never defer
@@ -178,8 +207,9 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
         return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
     ours = tells_its_head(model)
     foreign = None if ours else _foreign_forward(model)
-    for head in heads:
-        foreign = foreign or overriding_forward(head)
+    gathering = [gathering_forward(head) for head in heads]  # where tensor parallelism splits them
+    for head, over in zip(heads, gathering):
+        foreign = foreign or (None if over is not None else overriding_forward(head))
     if foreign is not None:
         return left_alone(foreign)
     native = type(model).forward
@@ -196,13 +226,17 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
         return left_alone(f"the probe failed: {type(failure).__name__}: {failure}")
     if not error <= TOLERANCE:
         return left_alone("the probe's loss or gradients differ", error)
-    for head in heads:
+    for head, over in zip(heads, gathering):
         unbind_forward(head)
-        bind_forward(head, forward)
+        if over is None:
+            bind_forward(head, forward)
+        else:
+            bind_forward(head, make_split_head_forward(over, fused, int(logits_memory)), over)
     if not ours:
         bind_forward(model, make_model_forward(native))
     memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
     kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
+    kernel += ", vocabulary parallel" if any(gathering) else ""
     if whole_module:
         kernel = f"cross_entropy on chunks of {type(heads[0]).__name__} {memory}"
     return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)

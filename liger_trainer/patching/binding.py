@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
-_bound_functions: set[Callable] = set()
+# Weak, as a forward over another library's holds that one, and with it a module.
+_bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
-def bind_forward(module: nn.Module, forward: Callable) -> None:
+def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = None) -> None:
     """Makes `forward(self, ...)` the forward of this `module` alone.
 
+    Args:
+        module: The instance.
+        forward: A function of the module and its inputs.
+        over: The forward of its own that the instance may carry, which `forward` calls; unbinding gives it back. Such
+            a `forward` is made for this module alone.
+
     Raises:
-        ValueError: if the instance already carries a forward of its own (see [`overriding_forward`]).
+        ValueError: if the instance already carries another forward of its own (see [`overriding_forward`]).
     """
     foreign = overriding_forward(module)
-    if foreign is not None:
+    if foreign is not None and module.__dict__["forward"] is not over:
         raise ValueError(f"{type(module).__name__}'s forward is already overridden by {foreign}; it is left alone.")
+    if over is not None:
+        forward.replaced = over  # type: ignore[attr-defined]
     _bound_functions.add(forward)
     module.forward = types.MethodType(forward, module)
 
@@ -48,10 +58,13 @@ def is_bound_by_us(module: nn.Module) -> bool:
 
 
 def unbind_forward(module: nn.Module) -> bool:
-    """Gives the instance its class's forward back; False if the forward is not ours."""
+    """Gives the instance back the forward it had, mostly its class's; False if the forward is not ours."""
     if not is_bound_by_us(module):
         return False
+    replaced = getattr(module.forward, "replaced", None)
     del module.forward
+    if replaced is not None:
+        module.forward = replaced
     return True
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from liger_trainer.trainers.batch_check import check_prompts
 from liger_trainer.trainers.reward_functions import checked_reward_functions
+from liger_trainer.trainers.split_generation import alike, draw_alike
 from liger_trainer.trainers.trl_checks import check_completions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -23,6 +24,10 @@ class CheckedGeneration(LigerTRLMixin):
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
         super().__init__(*args, **kwargs)
+        draw_alike(self)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return alike(super()._get_train_sampler(*args, **kwargs), self.get_tp_size())
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))

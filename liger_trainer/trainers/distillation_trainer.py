@@ -76,11 +76,21 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
     Raises:
         ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process
             (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that cannot be
-            applied to the student.
+            applied to the student; for a student that tensor parallelism splits.
     """
 
     trl_module = trl_distillation_trainer
     config_class = LigerDistillationConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size = self.get_tp_size()
+        if size > 1:
+            raise ValueError(
+                f"`model` is split by tensor parallelism (`tp_size` is {size}), and TRL's on-policy distillation lets "
+                "every process generate completions of its own, which the processes of such a group must share. Load "
+                "it without `tp_size` and spread it with FSDP2, or distil with LigerGKDTrainer and `lmbda=0`."
+            )
 
     def _create_model(self, model_id: str, *args: Any, **kwargs: Any) -> nn.Module:
         model = create_model_from_path(model_id, *args, **kwargs)

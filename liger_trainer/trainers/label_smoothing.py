@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +19,21 @@ class FusedLabelSmoother(LabelSmoother):
     Both are, with e the smoothing, V classes and n the number of items,
     ``((1 - e) * sum_i nll_i + e / V * sum_i sum_v -logp_iv) / n`` over the labels that are not ignored. A batch without
     labels gives a zero that backpropagates.
+
+    Where a batch has `shift_labels`, the next token of each, they are the labels: of a sequence that context
+    parallelism spreads over processes, the next token of a part's last one is in another part.
     """
+
+    _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)
+
+    @contextlib.contextmanager
+    def of_batch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, losses are of the batch `inputs`."""
+        self._shifted = inputs.get("shift_labels")
+        try:
+            yield
+        finally:
+            self._shifted = None
 
     def __call__(
         self,
@@ -38,7 +54,9 @@ class FusedLabelSmoother(LabelSmoother):
             The loss, 0-d.
         """
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-        if shift_labels:
+        if shift_labels and self._shifted is not None:
+            labels = self._shifted
+        elif shift_labels:
             # The labels are shifted instead of the logits, whose slice would be a copy.
             labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
         labels = labels.reshape(-1).to(logits.device)

@@ -61,6 +61,7 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
     """
 
     kernel_report: KernelReport | None = None
+    _takes_parts_of_sequences = True  # whether the loss is right on a part whose labels come as `shift_labels`
     _patched: weakref.ref[nn.Module] | None = None
     _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch, where it has ids
 
@@ -68,6 +69,7 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
         """To be called at the end of `__init__`."""
         if self.args.n_gpu > 1:
             raise ValueError(data_parallel_message(type(self).__name__))
+        self._check_whole_sequences()
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
         self._own_callback(MemoryCallback)
@@ -88,6 +90,15 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
             )
         self._announce_kernels()
         self._set_up_offloading()
+
+    def _check_whole_sequences(self) -> None:
+        for name, size in (("cp_size", self.get_cp_size()), ("sp_size", self.get_sp_size())):
+            if size > 1 and not self._takes_parts_of_sequences:
+                raise ValueError(
+                    f"`parallelism_config` has `{name}={size}`, which gives every process a part of each sequence; the "
+                    f"loss of {type(self).__name__} needs whole ones. Set `{name}=1` and split the model with FSDP2 or "
+                    "tensor parallelism, or train with LigerTrainer or LigerSFTTrainer."
+                )
 
     def _set_up_offloading(self) -> None:
         """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""
@@ -173,7 +184,9 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
-        with self._expected_gradient(num_items_in_batch):
+        smoother = self.label_smoother
+        smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
+        with self._expected_gradient(num_items_in_batch), smoothing:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )

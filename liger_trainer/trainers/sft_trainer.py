@@ -33,6 +33,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     trl_module = trl_sft_trainer
     config_class = LigerSFTConfig
+    _takes_parts_of_sequences = True
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:

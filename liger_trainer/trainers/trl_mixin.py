@@ -36,6 +36,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     """
 
     trl_module: ModuleType | None = None
+    _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
     _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
@@ -89,6 +90,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         config = kernel_config_of(self.args)
         options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))
         if cast_lm_head_to_fp32:
+            _check_whole_head(model)
             _release_fp32_head(self.model if is_policy else model, model)
         if is_policy:
             self._statistics = options
@@ -103,6 +105,17 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
         return False
+
+
+def _check_whole_head(model: Any) -> None:
+    """Raises ValueError for a head in fp32 that tensor parallelism splits: TRL has overwritten its forward."""
+    size = getattr(model, "tp_size", None) or 1
+    if size > 1:
+        raise ValueError(
+            f"`cast_lm_head_to_fp32` is true and the model is split by tensor parallelism (`tp_size` is {size}), whose "
+            "forward of the head TRL replaces. Set `cast_lm_head_to_fp32=False`: the log-probabilities are computed in "
+            "fp32 from the head's products either way."
+        )
 
 
 def _release_fp32_head(model: Any, base: Any) -> None:

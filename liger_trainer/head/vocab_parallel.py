@@ -1,0 +1,181 @@
+"""A head whose rows tensor parallelism has split over processes: its loss without gathering weight or logits.
+
+transformers' tensor parallelism keeps such a weight as a DTensor and gives the module a forward of its own, which
+multiplies the hidden states, the same on every process, with the rows of this process and gathers the logits. Deferred,
+they are not gathered: the kernels exchange 32 bytes a token, and sum the gradient of the hidden states in the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
+from liger_trainer.kernels._autograd import saved_as_is
+from liger_trainer.kernels.cross_entropy import CrossEntropyOutput
+from liger_trainer.kernels.log_probs import LogProbsOutput
+from liger_trainer.kernels.vocab_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_log_probs,
+)
+
+Shards = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def gathering_forward(head: nn.Module) -> Callable | None:
+    """The forward that transformers' tensor parallelism has given `head`, if it is a linear's with gathered logits.
+
+    That is the style `colwise_gather_output` of a tensor-parallel plan. None for any other forward.
+    """
+    function = head.__dict__.get("forward")
+    function = getattr(function, "replaced", function)  # ours over it
+    styles = sys.modules.get("transformers.distributed.tensor_parallel")
+    if not inspect.isfunction(function) or styles is None or function.__globals__ is not vars(styles):
+        return None
+    held = inspect.getclosurevars(function).nonlocals
+    style: Any = held.get("self")
+    inner = held.get("original_forward")
+    if not hasattr(style, "output_layouts") or held.get("module") is not head:
+        return None
+    gathers = style.input_layouts.is_replicate() and style.output_layouts.is_replicate() and style.use_local_output
+    return function if gathers and getattr(inner, "__func__", None) is nn.Linear.forward else None
+
+
+def is_split(head: nn.Module) -> bool:
+    """Whether a parameter of `head` is a DTensor now, in its forward, where FSDP has gathered its own."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in head.parameters())
+
+
+@dataclasses.dataclass(eq=False)
+class VocabParallelCall(HeadCall):
+    """One call of a split head; `weight` and `bias` are DTensors over one dimension of a mesh, sharded by rows."""
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether no FSDP has lent the parameters for the call."""
+        return not is_sharded(self.head)
+
+    @property
+    def group_options(self) -> dict[str, Any]:
+        """Where the rows of this process lie, as the vocabulary-parallel operators take it."""
+        mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
+        start = mesh.get_local_rank() * _rows_per_process(self.weight)
+        return {"group": mesh.get_group(), "vocab_start": start, "vocab_size": self.vocab_size}
+
+    def shards(self) -> Shards:
+        """The rows of this process of weight and bias at the moment, connected to the parameters' gradients."""
+        now = self if self.owns_parameters else self.head  # `torch.func.functional_call` may have lent the call others
+        return _local_rows(now.weight, self.weight), None if self.bias is None else _local_rows(now.bias, self.bias)
+
+    def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
+        return self._gathered(hidden, _own_rows(self.weight), None if self.bias is None else _own_rows(self.bias))
+
+    def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `local_product`, with the parameters of the moment; it gathers the logits, and not the weight."""
+        weight, bias = self.shards()
+        return lambda hidden: self._gathered(hidden, weight, bias)
+
+    def split_logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The columns of this process, `(..., V_local)`; the gradient of `hidden` is summed over the processes."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
+        everywhere = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        return linear(everywhere.to_local(grad_placements=[Partial()]), weight, bias, self.dtype)
+
+    def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        columns, mesh = self.split_logits(hidden, weight, bias), self.weight.device_mesh  # type: ignore[attr-defined]
+        whole = torch.empty(*hidden.shape[:-1], self.vocab_size, device="meta")
+        parts = DTensor.from_local(
+            columns, mesh, [Shard(columns.dim() - 1)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+def vocab_parallel_call(head: Any, hidden: torch.Tensor, fused: bool, logits_memory: int) -> VocabParallelCall | None:
+    """The call of a split `head` on `hidden`; None where its own forward has to run."""
+    weight, bias = head.weight, head.bias
+    if not all(_is_split_by_rows(parameter) for parameter in (weight, bias) if parameter is not None):
+        return None
+    if type(hidden) not in (torch.Tensor, nn.Parameter):
+        return None
+    dtype = product_dtype(hidden, weight, bias, in_fp32=False)
+    return None if dtype is None else VocabParallelCall(head, weight, bias, dtype, fused, logits_memory)
+
+
+def vocab_parallel_loss(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor | CrossEntropyOutput:
+    """As `head_loss`, of deferred `logits` of a split head; `options` are those of the kernels, soft-cap included."""
+    call, hidden, (weight, bias) = _inputs(logits)
+    options |= call.group_options
+    with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
+        if not call.fused:
+            return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
+        cast = [None if x is None else x.to(call.dtype) for x in (hidden, weight, bias)]
+        return vocab_parallel_linear_cross_entropy(
+            cast[0], cast[1], target, bias_shard=cast[2], logits_memory=call.logits_memory, **options
+        )
+
+
+def vocab_parallel_log_probs(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor | LogProbsOutput:
+    """As `head_log_probs`, of deferred `logits` of a split head; `options` as above."""
+    call, hidden, (weight, bias) = _inputs(logits)
+    options |= call.group_options
+    cast = [None if x is None else x.to(call.dtype) for x in (hidden, weight, bias)]
+    with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
+        return vocab_parallel_linear_log_probs(
+            cast[0], cast[1], target, bias_shard=cast[2], logits_memory=call.logits_memory, **options
+        )
+
+
+def _inputs(logits: Any) -> tuple[VocabParallelCall, torch.Tensor, Shards]:
+    """The call, and its operands as the kernels take them."""
+    call, hidden = logits.recorded.call, logits.recorded.hidden
+    weight, bias = call.shards()
+    if logits.has_graph:
+        return call, hidden, (weight, bias)
+    return call, hidden.detach(), (weight.detach(), None if bias is None else bias.detach())
+
+
+def _is_split_by_rows(parameter: Any) -> bool:
+    """Whether `parameter` is a DTensor whose rows are split over one dimension of a mesh, some for every process."""
+    if type(parameter).__name__ != "DTensor" or parameter.device_mesh.ndim != 1:
+        return False
+    (placement,) = parameter.placements
+    last = _rows_per_process(parameter) * (parameter.device_mesh.size() - 1)
+    return placement.is_shard(0) and last < parameter.shape[0]
+
+
+def _rows_per_process(parameter: Any) -> int:
+    """Rows of every process but the last, which has what is left."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size())
+
+
+def _own_rows(parameter: Any) -> torch.Tensor:
+    return parameter.to_local()
+
+
+def _local_rows(parameter: Any, lent: Any) -> torch.Tensor:
+    """The rows of this process of `parameter`, which FSDP2 may keep as shards of them now.
+
+    Args:
+        parameter: What the module has now.
+        lent: What it had in its forward, split by tensor parallelism alone.
+    """
+    if parameter.device_mesh.ndim == lent.device_mesh.ndim:
+        return _own_rows(parameter)
+    from torch.distributed.tensor import Partial, Replicate
+
+    # As `whole_parameter`: every rank's gradient is that of its own batch, so the shards get the mean.
+    data = parameter.device_mesh.ndim - lent.device_mesh.ndim
+    rows = parameter.redistribute(placements=[*[Replicate()] * data, *lent.placements])
+    return rows.to_local(grad_placements=[*[Partial("avg")] * data, *lent.placements])

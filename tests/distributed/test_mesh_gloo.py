@@ -1,0 +1,80 @@
+"""Two dimensions of parallelism on four gloo processes: FSDP2 with tensor parallelism, and HSDP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+pytest.importorskip("transformers.distributed")
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from tests.distributed.matrix_wrappings import _fsdp2
+from tests.distributed.tensor_parallel import (
+    FAMILIES,
+    Case,
+    batch_of,
+    check_step,
+    hide_accelerators,
+    kernels_in,
+    load_split,
+)
+from tests.distributed.two_processes import failures_of, run_gloo_cases
+
+RANKS = 4
+RESHARDED = {"fsdp_plan": {"lm_head": "free_full_weight", "model.norm": "free_full_weight"}}
+
+
+def _fsdp_and_tp(rank: int, case: Case, **config: Any) -> None:
+    """transformers' mesh: ranks 0 and 1 split what they have of the model, and so do 2 and 3, with other rows."""
+    model = kernels_in(load_split(FAMILIES[case.family](**case.overrides), tp_size=2, fsdp_size=2, **config), case)
+    for _ in range(2):
+        model.zero_grad()
+        check_step(model, case, [batch_of(case, step) for step in range(2)], rank // 2)
+
+
+def _hsdp(rank: int, case: Case, units: str, reshard: bool) -> None:
+    model = kernels_in(FAMILIES[case.family](**case.overrides).train(), case)
+    wrapped = _fsdp2(model, None, units, reshard, (2, 2))
+    for _ in range(2):
+        wrapped.zero_grad()
+        check_step(wrapped, case, [batch_of(case, step) for step in range(RANKS)], rank)
+
+
+def _tp_of_four(rank: int, case: Case) -> None:
+    model = kernels_in(load_split(FAMILIES[case.family](**case.overrides), tp_size=RANKS), case)
+    check_step(model, case, [batch_of(case)])
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+CASES = {
+    "fsdp2 and tp": partial(_fsdp_and_tp, case=Case(loss="grpo")),
+    "fsdp2 and tp, tied": partial(_fsdp_and_tp, case=Case("gemma3_text", "sft")),
+    "fsdp2 and tp, odd vocabulary": partial(_fsdp_and_tp, case=Case("qwen3", overrides={"vocab_size": 127})),
+    "fsdp2 and tp, resharded": partial(_fsdp_and_tp, case=Case(loss="sft"), **RESHARDED),
+    "hsdp tail": partial(_hsdp, case=Case("qwen3", "grpo"), units="tail", reshard=False),
+    "hsdp head alone, resharded": partial(_hsdp, case=Case(loss="sft"), units="head alone", reshard=True),
+    "hsdp tied, resharded": partial(_hsdp, case=Case("gemma3_text"), units="tail", reshard=True),
+    "tp of four": partial(_tp_of_four, case=Case(loss="dpo", overrides={"vocab_size": 126, **HEADS})),
+}
+
+
+def _worker(rank: int, port: int, failures: mp.Queue) -> None:
+    hide_accelerators()
+    run_gloo_cases(CASES, rank, port, failures, RANKS)
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return failures_of(_worker, world=RANKS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_four_processes_train_as_one(case: str, failures: dict[str, str]) -> None:
+    assert case not in failures, failures[case]

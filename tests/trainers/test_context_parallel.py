@@ -1,0 +1,104 @@
+"""The Liger trainers with `cp_size=2` on two gloo processes, beside the stock trainers in one process.
+
+Trainer, accelerate and torch's split of the batch are as ever; attention alone is `gathered_attention`.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.parity import build
+from tests.trainers.tiny import COMMON, llama, logged, token_rows
+
+CASES = {
+    "trainer": {"gradient_accumulation_steps": 2},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "SFT": {"pad_to_multiple_of": 4},
+    "SFT, dft": {"pad_to_multiple_of": 4, "loss_type": "dft"},
+    "SFT, label smoothing": {"pad_to_multiple_of": 4, "label_smoothing_factor": 0.1},
+}
+COUNTED_BY_PROCESS = {"step_time", "total_flos", "num_tokens"}
+
+
+def train(name, folder, ours, spread):
+    """Logs of a training; `spread` splits each sequence over two processes."""
+    from accelerate import ParallelismConfig
+
+    case, output_dir = dict(CASES[name]), f"{folder}/{name}{ours}"
+    if spread:
+        case["parallelism_config"] = ParallelismConfig(cp_size=2)
+    if name.startswith("SFT"):
+        trainer = build("SFT", ours, output_dir, llama(), **case)
+    else:
+        trainer_class, args_class = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
+        args = args_class(output_dir=output_dir, **{**COMMON, **case})
+        trainer = trainer_class(llama(), args, train_dataset=token_rows(length=12))
+    trainer.train()
+    return logged(trainer)
+
+
+def work(folder):
+    import accelerate
+    import torch.distributed.tensor.experimental as experimental
+
+    from tests.distributed.gathered_attention import gathered_attention
+
+    split = experimental.context_parallel
+
+    @contextlib.contextmanager
+    def context_parallel(*args, **kwargs):
+        with split(*args, **kwargs), gathered_attention():
+            yield
+
+    experimental.context_parallel = context_parallel
+    # accelerate has nothing against CPUs here but this check, as its own tests need accelerators.
+    accelerate.ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    results = {name: train(name, folder, ours=True, spread=True) for name in CASES}
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spread")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    command += ["-m", "tests.trainers.test_context_parallel", str(folder)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_log_what_one_does(name, ranks):
+    folder, results = ranks
+    expected = train(name, folder, ours=False, spread=False)
+    for rank in results:
+        assert len(rank[name]) == len(expected)
+        for left, right in zip(expected, rank[name]):
+            assert left.keys() == right.keys()
+            for key in left.keys() - COUNTED_BY_PROCESS:
+                assert right[key] == pytest.approx(left[key], abs=2e-5, rel=2e-5), key
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_losses_of_whole_sequences_are_told(kind, size, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
+    with pytest.raises(ValueError, match=rf"`{size}=2`.*the loss of Liger{kind}Trainer needs whole ones"):
+        build(kind, True, tmp_path, folders["llama"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(sys.argv[1])

@@ -1,0 +1,133 @@
+"""The Liger trainers on a model that two gloo processes split, beside the stock trainers in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.split_generation import draw_alike
+from liger_trainer.trainers.trainer import LigerTrainer
+from liger_trainer.trainers.trl_mixin import _check_whole_head
+from tests.trainers.parity import build
+from tests.trainers.tiny import COMMON, llama, logged, token_rows, tokenizer
+
+pytest.importorskip("transformers.distributed")
+
+LORA = "SFT, lora"
+CASES = {
+    "trainer": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "SFT": {},
+    LORA: {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"], r=4)},
+    "DPO": {},
+    "GRPO": {"gradient_accumulation_steps": 2},
+}
+COUNTED_BY_PROCESS = {"step_time", "total_flos", "reward_std"}  # as if each process had tokens and rewards of its own
+
+
+def train(name, folder, ours, split):
+    """Logs of a training; `split` loads the model for two processes."""
+    from transformers.distributed import DistributedConfig
+
+    def model():
+        options = {"distributed_config": DistributedConfig(tp_size=2)} if split else {}
+        return AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32, **options)
+
+    case, output_dir = dict(CASES[name]), f"{folder}/{name}{ours}"
+    kind = name.partition(",")[0]
+    if kind in ("trainer", "label smoothing"):
+        trainer_class, args_class = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
+        args = args_class(output_dir=output_dir, **{**COMMON, **case})
+        trainer = trainer_class(model(), args, train_dataset=token_rows())
+    else:
+        if kind == "DPO":
+            case["ref_model"] = model()
+        trainer = build(kind, ours, output_dir, model(), **case)
+    if ours:
+        (head,) = (row for row in trainer.kernel_report if row.component == "linear_cross_entropy")
+        assert "vocabulary parallel" in head.kernel, head
+    trainer.train()
+    return logged(trainer)
+
+
+def work(folder):
+    import accelerate
+
+    # accelerate has nothing against CPUs here but this check, as its own tests need accelerators.
+    accelerate.ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    results = {name: train(name, folder, ours=True, split=True) for name in CASES}
+    results["stock, split"] = train(LORA, folder, ours=False, split=True)
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("split")
+    llama().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    command += ["-m", "tests.trainers.test_tensor_parallel", str(folder)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_log_what_one_does(name, ranks):
+    folder, results = ranks
+    # PEFT draws other weights for adapters of another width.
+    expected = results[0]["stock, split"] if name == LORA else train(name, folder, ours=False, split=False)
+    for rank in results:
+        assert len(rank[name]) == len(expected)
+        for left, right in zip(expected, rank[name]):
+            assert left.keys() == right.keys()
+            counted = {"num_tokens", "rewards/reward/std"} if name == "GRPO" else set()
+            for key in left.keys() - COUNTED_BY_PROCESS - counted:
+                assert right[key] == pytest.approx(left[key], abs=2e-5, rel=2e-5), key
+
+
+def stub(**changed):
+    args = {"use_vllm": False, "per_device_train_batch_size": 4, "steps_per_generation": 1, "num_generations": 4}
+    args |= {"seed": 3, "process_index": 3, **changed}
+    return SimpleNamespace(get_tp_size=lambda: 2, args=SimpleNamespace(**args), train_dataset=[])
+
+
+def test_processes_of_a_group_draw_alike():
+    drawn = []
+    for process in range(4):
+        draw_alike(stub(process_index=process))
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
+def test_what_cannot_be_generated_alike_is_told():
+    with pytest.raises(ValueError, match=r"`use_vllm` is true.*set `use_vllm=False`"):
+        draw_alike(stub(use_vllm=True))
+    with pytest.raises(ValueError, match=r"generates 6 completions at a time.*must be a multiple"):
+        draw_alike(stub(per_device_train_batch_size=6))
+    streamed = stub()
+    streamed.train_dataset = iter([])
+    with pytest.raises(ValueError, match="`train_dataset` is streamed"):
+        draw_alike(streamed)
+
+
+def test_a_split_head_in_fp32_is_told():
+    with pytest.raises(ValueError, match=r"`cast_lm_head_to_fp32` is true and the model is split"):
+        _check_whole_head(SimpleNamespace(tp_size=2))
+    _check_whole_head(llama())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(sys.argv[1])
