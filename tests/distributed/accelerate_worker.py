@@ -4,6 +4,7 @@
 
 A case is trained by our trainer; by the stock one too, where its result depends on the wrapping; by the stock one
 alone, on one process. FOLDER gets `CASE.json` (losses, gradient norms, or the failure) and `CASE.pt` (trained weights).
+The models lie in FOLDER's neighbour `models`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+import liger_trainer
 from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_on_cpu import shard_on_cpu
+from tests.distributed.accelerate_zero3 import gathers_of_head, keep_nothing_whole
 from tests.distributed.matrix_models import build_model
 from tests.trainers import parity
+
+Found = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What goes into the JSON file, and the weights."""
 
 ARGUMENTS: dict[str, Any] = {
     "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_steps": STEPS,
@@ -33,111 +40,111 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def world_size() -> int:
-    """The number of processes."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def model_of(case: Case, folder: Path) -> Any:
-    """A model whose weights are loaded where that is how one gets it; adapters are made here."""
-    model = build_model(case.parameters, vocab_size=VOCAB)
-    if case.parameters in ("full", "tied head"):
-        return str(folder.parent / "models" / case.parameters)
-    return model
-
-
 def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
-    """The trainer of `case`, whose model is loaded after its arguments are there."""
-    settings = {
-        **ARGUMENTS,
-        "per_device_train_batch_size": BATCH // world_size(),
-        **dict(case.options),
-        **more,
-    }
+    """The trainer of `case`, whose model is loaded when its arguments are there, as ZeRO-3 wants it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {**ARGUMENTS, "per_device_train_batch_size": BATCH // world, **dict(case.options), **more}
+    settings.setdefault("output_dir", str(folder / "output"))
     if ours:
         settings["kernel_report"] = False
-    output = folder / "output"
     if case.trainer in ("dpo", "grpo"):
-        return _alignment(case, ours, output, folder, settings)
-    import liger_trainer
-
-    rows = rows_of(case, world_size() == 1)
+        return _alignment(case, ours, folder, settings)
+    rows = rows_of(case, alone=world == 1)
     if case.trainer == "sft" and ours:
-        args = liger_trainer.LigerSFTConfig(
-            output_dir=str(output), dataset_kwargs={"skip_prepare_dataset": True}, **settings
-        )
-        data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in rows])
-        return liger_trainer.LigerSFTTrainer(
-            _loaded(case, folder), args, train_dataset=data, data_collator=collate, processing_class=parity.tokenizer()
-        )
-    trainer, arguments = (
-        (liger_trainer.LigerTrainer, liger_trainer.LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
-    )
-    args = arguments(output_dir=str(output), **settings)
+        args: Any = liger_trainer.LigerSFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
+        lists = [{name: value.tolist() for name, value in row.items()} for row in rows]
+        more = {"train_dataset": Dataset.from_list(lists), "processing_class": parity.tokenizer()}
+        return liger_trainer.LigerSFTTrainer(_loaded(case, folder), args, data_collator=collate, **more)
+    args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
+    trainer = liger_trainer.LigerTrainer if ours else Trainer
     return trainer(_loaded(case, folder), args, train_dataset=rows, data_collator=collate)
 
 
+def _source(case: Case, folder: Path) -> Any:
+    """A folder with the model, or the model itself where it has adapters."""
+    path = folder.parent / "models" / case.parameters
+    return str(path) if path.exists() else build_model(case.parameters, vocab_size=VOCAB)
+
+
 def _loaded(case: Case, folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = model_of(case, folder)
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) if isinstance(model, str) else model
+    source = _source(case, folder)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) if isinstance(source, str) else source
 
 
-def _alignment(case: Case, ours: bool, output: Path, folder: Path, settings: dict[str, Any]) -> Any:
+def _alignment(case: Case, ours: bool, folder: Path, settings: dict[str, Any]) -> Any:
+    output = settings.pop("output_dir")
     if case.trainer == "grpo":
         settings |= {"num_generations": 2, "max_completion_length": 6}
-    naive = not ours and case.parameters == "lora with head"
-    return parity.build(case.trainer.upper(), ours, output, model_of(case, folder), naive=naive, **settings)
+    naive = not ours and case.parameters == "lora with head"  # which TRL's head refuses
+    return parity.build(case.trainer.upper(), ours, output, _source(case, folder), naive=naive, **settings)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     """The whole weights after training; maybe empty on all processes but the first."""
     wrapped = trainer.model_wrapped
-    if isinstance(wrapped, FullyShardedDataParallel):  # its full state dict takes an accelerator
+    if isinstance(wrapped, FullyShardedDataParallel):  # torch writes its full state dict on accelerators alone
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
             return {name.replace("_fsdp_wrapped_module.", ""): _copy(each) for name, each in wrapped.named_parameters()}
     state = trainer.accelerator.get_state_dict(wrapped)
-    return {name: _copy(value) for name, value in (state or {}).items()}
+    return {name.replace("_orig_mod.", ""): _copy(value) for name, value in (state or {}).items()}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().cpu().clone()
 
 
-def train(case: Case, ours: bool, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def train(case: Case, ours: bool, folder: Path) -> Found:
     """The log of a training, and its weights."""
     trainer = build_trainer(case, ours, folder)
+    gathers = gathers_of_head(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    return {"loss": [log["loss"] for log in logs], "norm": [log.get("grad_norm") for log in logs]}, weights_of(trainer)
+    found = {name: [log.get(name) for log in logs] for name in ("loss", "grad_norm")}
+    found["spread"] = _spread(trainer)
+    found["gathers"] = gathers
+    return found, weights_of(trainer)
 
 
-def run(name: str, folder: Path) -> None:
-    """Trains a case and writes what came of it."""
-    case, main = CASES[name], os.environ.get("RANK", "0") == "0"
-    kinds = ["stock"] if world_size() == 1 else ["ours"]
-    if case.trainer == "grpo" or "average_tokens_across_devices" in dict(case.options):
-        kinds = ["stock", "ours"]
-    for kind in kinds:
-        path = folder / f"{name}.{kind}"
-        try:
-            found, weights = train(case, kind == "ours", folder)
-        except Exception:
-            found, weights = {"failure": traceback.format_exc()}, {}
-        if main:
-            torch.save(weights, f"{path}.pt")
-        if main or "failure" in found:
-            Path(f"{path}.json").write_text(json.dumps(found))
+def _spread(trainer: Any) -> str:
+    """How the model lies on the processes, as it is seen to."""
+    wrapped = trainer.model_wrapped
+    parameters = list(wrapped.parameters())
+    if any(hasattr(each, "device_mesh") for each in parameters):
+        return f"DTensor on {tuple(parameters[0].device_mesh.shape)}"  # type: ignore[attr-defined]
+    if any(hasattr(each, "ds_tensor") for each in parameters):
+        return "ZeRO-3"
+    return type(wrapped).__name__
+
+
+def reported(path: Path, work: Callable[[], Found]) -> None:
+    """Writes what `work` found, or how it failed: the first process, and any that fails."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        found, weights = work()
+    except Exception:
+        found, weights = {"failure": traceback.format_exc()}, {}
+    if first:
+        torch.save(weights, f"{path}.pt")
+    if first or "failure" in found:
+        Path(f"{path}.json").write_text(json.dumps(found))
+
+
+def prepare_process() -> None:
+    """What every process does first."""
+    torch.set_num_threads(1)
+    keep_nothing_whole()
+    if not torch.accelerator.is_available():
+        shard_on_cpu()
 
 
 def main(folder: str, *names: str) -> None:
     """Trains the cases `names` one after another."""
-    torch.set_num_threads(1)
-    if not torch.accelerator.is_available():
-        shard_on_cpu()
+    prepare_process()
     for name in names:
-        run(name, Path(folder))
+        case = CASES[name]
+        kinds = ("stock",) if "LOCAL_RANK" not in os.environ else ("stock", "ours") if case.of_wrapping else ("ours",)
+        for kind in kinds:
+            reported(Path(folder, f"{name}.{kind}"), lambda: train(case, kind == "ours", Path(folder)))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
