@@ -25,7 +25,7 @@ from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.offloading import PartialOffload
+from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -102,8 +102,7 @@ class LigerTrainerMixin(_Base):
                 context = trainer.maybe_activation_offload_context
                 trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
             return
-        if self.args.device.type == "cpu":
-            raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
+        check_offloading(self.args)
         from trl.models import get_act_offloading_ctx_manager
 
         assert isinstance(self.model, nn.Module)
