@@ -2,8 +2,9 @@
 
     accelerate launch ... -m tests.distributed.accelerate_checkpoints FOLDER save|resume CASE...
 
-`save` trains with the stock trainer and with ours, which keep checkpoints on the way and the model at the end, and then
-resumes ours from the middle. `resume` does the last alone, with whatever number of processes there is now.
+`save` trains with the stock trainer and with ours, which keep checkpoints on the way and the model at the end, and
+resumes both from the middle. `resume` does the last alone, with whatever number of processes there is now: W of them
+write `CASE.KIND.W.json`, an uninterrupted training `CASE.KIND.json`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def _train(name: str, ours: bool, folder: Path, resume: bool) -> Found:
 def main(folder: str, what: str, *names: str) -> None:
     """Saves or resumes the cases `names`."""
     prepare_process()
+    world = os.environ.get("WORLD_SIZE", "1")
     for name in names:
-        if what == "save":
-            for kind in ("stock", "ours"):
+        for kind in ("stock", "ours"):
+            if what == "save":
                 reported(Path(folder, f"{name}.{kind}"), lambda: _train(name, kind == "ours", Path(folder), False))
-        world = os.environ.get("WORLD_SIZE", "1")
-        reported(Path(folder, f"{name}.resumed {world}"), lambda: _train(name, True, Path(folder), True))
+            reported(Path(folder, f"{name}.{kind}.{world}"), lambda: _train(name, kind == "ours", Path(folder), True))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
