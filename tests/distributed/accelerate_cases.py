@@ -29,8 +29,8 @@ class Wrapping:
     processes: int = 2
 
 
-_HSDP = ("--use_parallelism_config", "true", "--parallelism_config_dp_replicate_size", "2")
-_HSDP += ("--parallelism_config_dp_shard_size", "2")
+_HSDP = ("--use_parallelism_config", "--use_fsdp", "--fsdp_version", "2")
+_HSDP += ("--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2")
 WRAPPINGS: dict[str, Wrapping] = {
     "single": Wrapping("single_gpu", processes=1),
     "ddp": Wrapping("ddp"),
@@ -72,7 +72,11 @@ def _with(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 
 _CHECKPOINTED = {"gradient_checkpointing": True}
-_REENTRANT = {**_CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": False}
+_REENTRANT = {
+    **_CHECKPOINTED,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_find_unused_parameters": False,
+}
 CASES: dict[str, Case] = {
     **{f"trainer, {name}": Case("trainer", name) for name in ("full", "lora", "lora with head", "tied head")},
     **{f"sft, {name}": Case("sft", name) for name in ("full", "lora", "lora with head", "tied head")},
@@ -82,9 +86,7 @@ CASES: dict[str, Case] = {
     "grpo, full": Case("grpo"),
     "grpo, lora": Case("grpo", "lora"),
     "accumulated": Case("trainer", rows="accumulated", options=_with(gradient_accumulation_steps=2)),
-    "accumulated, sft": Case(
-        "sft", "lora with head", rows="accumulated", options=_with(gradient_accumulation_steps=2)
-    ),
+    "accumulated, sft": Case("sft", "lora with head", rows="accumulated", options=_with(gradient_accumulation_steps=2)),
     "means of ranks": Case("trainer", options=_with(average_tokens_across_devices=False)),
     "a rank without labels": Case("trainer", rows="without labels"),
     "a rank without labels, sft": Case("sft", "lora with head", rows="without labels"),
@@ -92,7 +94,7 @@ CASES: dict[str, Case] = {
     "clipped": Case("trainer", options=_with(max_grad_norm=0.5)),
     "checkpointed": Case("sft", options=_with(**_CHECKPOINTED)),
     "checkpointed, reentrant": Case("trainer", "lora with head", options=_with(**_REENTRANT)),
-    "bf16": Case("sft", options=_with(bf16=True)),
+    "bf16": Case("sft", options=_with(bf16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),
     "compiled": Case("trainer", options=_with(torch_compile=True), device=True),
 }

@@ -3,12 +3,13 @@
     accelerate launch ... -m tests.distributed.accelerate_checkpoints FOLDER save|resume CASE...
 
 `save` trains with the stock trainer and with ours, which keep checkpoints on the way and the model at the end, and
-resumes both from the middle. `resume` does the last alone, with whatever number of processes there is now: W of them
-write `CASE.KIND.W.json`, an uninterrupted training `CASE.KIND.json`.
+resumes ours from the middle, the stock one's too where shards were saved. `resume` resumes ours alone, with whatever
+number of processes there is now: W of them write `CASE.KIND.W.json`, an uninterrupted training `CASE.KIND.json`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ from tests.distributed.accelerate_cases import Case
 from tests.distributed.accelerate_worker import Found, build_trainer, prepare_process, reported, weights_of
 
 STEPS, MIDDLE = 4, 2
+IN_SHARDS = "full, in shards"
 SAVED: dict[str, tuple[str, str]] = {
     "full": ("full", "FULL_STATE_DICT"),
     "lora with head": ("lora with head", "FULL_STATE_DICT"),
-    "full, in shards": ("full", "SHARDED_STATE_DICT"),
+    IN_SHARDS: ("full", "SHARDED_STATE_DICT"),
 }
 """Case → what trains, and how FSDP writes it."""
 ARGUMENTS: dict[str, Any] = {
@@ -55,9 +57,11 @@ def main(folder: str, what: str, *names: str) -> None:
     world = os.environ.get("WORLD_SIZE", "1")
     for name in names:
         for kind in ("stock", "ours"):
+            path, train = Path(folder, f"{name}.{kind}"), functools.partial(_train, name, kind == "ours", Path(folder))
             if what == "save":
-                reported(Path(folder, f"{name}.{kind}"), lambda: _train(name, kind == "ours", Path(folder), False))
-            reported(Path(folder, f"{name}.{kind}.{world}"), lambda: _train(name, kind == "ours", Path(folder), True))
+                reported(path, functools.partial(train, resume=False))
+            if kind == "ours" or (name == IN_SHARDS and what == "save"):
+                reported(Path(f"{path}.{world}"), functools.partial(train, resume=True))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

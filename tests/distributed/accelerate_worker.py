@@ -9,6 +9,7 @@ The models lie in FOLDER's neighbour `models`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import liger_trainer
 from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_on_cpu import shard_on_cpu
-from tests.distributed.accelerate_zero3 import gathers_of_head, keep_nothing_whole
+from tests.distributed.accelerate_zero3 import gathers_of_head, prepare_deepspeed
 from tests.distributed.matrix_models import build_model
 from tests.trainers import parity
 
@@ -49,15 +50,17 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         settings["kernel_report"] = False
     if case.trainer in ("dpo", "grpo"):
         return _alignment(case, ours, folder, settings)
-    rows = rows_of(case, alone=world == 1)
+    rows: Any = rows_of(case, alone=world == 1)
     if case.trainer == "sft" and ours:
         args: Any = liger_trainer.LigerSFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
         lists = [{name: value.tolist() for name, value in row.items()} for row in rows]
-        more = {"train_dataset": Dataset.from_list(lists), "processing_class": parity.tokenizer()}
-        return liger_trainer.LigerSFTTrainer(_loaded(case, folder), args, data_collator=collate, **more)
-    args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
-    trainer = liger_trainer.LigerTrainer if ours else Trainer
-    return trainer(_loaded(case, folder), args, train_dataset=rows, data_collator=collate)
+        rows = Dataset.from_list(lists)
+        trainer: Any = liger_trainer.LigerSFTTrainer
+    else:
+        args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
+        trainer = liger_trainer.LigerTrainer if ours else Trainer
+    more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
+    return trainer(_loaded(case, folder), args, **more)
 
 
 def _source(case: Case, folder: Path) -> Any:
@@ -132,7 +135,7 @@ def reported(path: Path, work: Callable[[], Found]) -> None:
 def prepare_process() -> None:
     """What every process does first."""
     torch.set_num_threads(1)
-    keep_nothing_whole()
+    prepare_deepspeed()
     if not torch.accelerator.is_available():
         shard_on_cpu()
 
@@ -144,7 +147,7 @@ def main(folder: str, *names: str) -> None:
         case = CASES[name]
         kinds = ("stock",) if "LOCAL_RANK" not in os.environ else ("stock", "ours") if case.of_wrapping else ("ours",)
         for kind in kinds:
-            reported(Path(folder, f"{name}.{kind}"), lambda: train(case, kind == "ours", Path(folder)))
+            reported(Path(folder, f"{name}.{kind}"), functools.partial(train, case, kind == "ours", Path(folder)))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,17 @@ from transformers import TrainerCallback
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
-def keep_nothing_whole() -> None:
-    """Makes ZeRO-3 split every parameter: by default it keeps those below 100000 elements whole."""
+def prepare_deepspeed() -> None:
+    """Makes ZeRO-3 split every parameter, and spares the compilation of DeepSpeed's all-reduce of its own on CPUs.
+
+    By default it keeps the parameters below 100000 elements whole.
+    """
     if HAS_DEEPSPEED:
+        import deepspeed
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
         DeepSpeedZeRoOffload.mark_persistent_parameters = lambda self, *thresholds: []
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def gathers_of_head(trainer: Any) -> list[int]:
@@ -32,8 +39,8 @@ class _Gathers(TrainerCallback):
         from deepspeed.runtime.zero import partition_parameters
 
         self.trainer, self.counted, self.now, self.weight = trainer, counted, 0, None
-        _watch(partition_parameters.AllGatherHandle, lambda param: [param], self._saw)
-        _watch(partition_parameters.AllGatherCoalescedHandle, list, self._saw)
+        for handle in (partition_parameters.AllGatherHandle, partition_parameters.AllGatherCoalescedHandle):
+            _watch(handle, self._saw)
 
     def _saw(self, parameters: list[Any]) -> None:
         self.now += any(parameter is self.weight for parameter in parameters)
@@ -46,12 +53,14 @@ class _Gathers(TrainerCallback):
         self.counted.append(self.now)
 
 
-def _watch(handle: Any, parameters_of: Callable[[Any], list[Any]], saw: Callable[[list[Any]], None]) -> None:
-    """Tells `saw` what every `handle` gathers, from now on."""
+def _watch(handle: Any, saw: Callable[[list[Any]], None]) -> None:
+    """Tells `saw` which parameters every `handle` gathers, from now on."""
     create = handle.__init__
 
-    def watched(self: Any, first: Any, *args: Any, **kwargs: Any) -> None:
-        create(self, first, *args, **kwargs)
-        saw(parameters_of(kwargs["params"] if "params" in kwargs else args[0]))
+    @functools.wraps(create)  # whose signature the next one asks for
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        given = inspect.signature(create).bind(self, *args, **kwargs).arguments
+        saw(given["params"] if "params" in given else [given["param"]])
 
     handle.__init__ = watched

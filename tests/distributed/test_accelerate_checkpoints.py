@@ -5,7 +5,6 @@ With enough GPUs all modes run with NCCL; elsewhere some of them with gloo.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.accelerate_cases import VOCAB
-from tests.distributed.accelerate_checkpoints import SAVED
+from tests.distributed.accelerate_checkpoints import IN_SHARDS, SAVED
 from tests.distributed.accelerate_launch import Outcome, launch, on_gpus, outcome, relative, save_models
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
@@ -30,7 +29,6 @@ from tests.distributed.matrix_models import build_model
 TOLERANCE = 1e-3
 """Of weights, relative to the way they went; AdamW's steps are rounded more than those of SGD."""
 
-IN_SHARDS = "full, in shards"
 WHOLE = ("full", "lora with head")
 MODES: dict[str, tuple[str, ...]] = {
     "ddp": WHOLE,
@@ -41,9 +39,12 @@ MODES: dict[str, tuple[str, ...]] = {
     "zero3": WHOLE,
 }
 ON_CPU = ("fsdp2", "zero3")
-RESUMED_BY_ONE = ("ddp", "fsdp2")
+RESUMED_BY_ONE = {"ddp": WHOLE, "fsdp2": (*WHOLE, IN_SHARDS), "zero2": ("full",), "zero3": ("full",)}
 PAIRS = [(mode, name) for mode, names in MODES.items() if on_gpus(mode) or mode in ON_CPU for name in names]
-LOSES_THE_OPTIMIZER = ("fsdp1", IN_SHARDS)  # in the stock trainer too: accelerate's, with a version of FSDP that is left
+LOSES_THE_OPTIMIZER = (
+    "fsdp1",
+    IN_SHARDS,
+)  # in the stock trainer too: accelerate's, with a version of FSDP that is left
 
 
 class Runs:
@@ -53,21 +54,23 @@ class Runs:
         self.folder = folder
         save_models(folder)
 
-    @functools.cache
     def saved(self, mode: str) -> Path:
-        """Two processes have saved, and resumed."""
+        """The folder where two processes have saved, and resumed."""
         if mode.startswith("zero") and not HAS_DEEPSPEED:
             pytest.skip("needs deepspeed")
-        folder = self.folder / mode
-        folder.mkdir()
-        launch(mode, "accelerate_checkpoints", str(folder), "save", *MODES[mode])
-        return folder
+        return self._once(mode, "save", MODES[mode])
 
-    @functools.cache
     def by_one(self, mode: str) -> Path:
-        """One process has resumed as well."""
-        folder = self.saved(mode)
-        launch(mode, "accelerate_checkpoints", str(folder), "resume", *MODES[mode], processes=1)
+        """The same folder, where one process has resumed as well."""
+        self.saved(mode)
+        return self._once(mode, "resume", RESUMED_BY_ONE[mode], processes=1)
+
+    def _once(self, mode: str, what: str, names: tuple[str, ...], **options: int) -> Path:
+        folder, begun = self.folder / mode, self.folder / f"{mode}.{what}"
+        if not begun.exists():
+            begun.touch()
+            folder.mkdir(exist_ok=True)
+            launch(mode, "accelerate_checkpoints", str(folder), what, *names, **options)
         return folder
 
 
@@ -85,16 +88,15 @@ def _check_weights(name: str, ours: Outcome, wanted: Outcome) -> None:
 
 
 def _files(folder: Path) -> set[str]:
-    """What a training leaves, but for what SFT has more than the trainer below it."""
+    """What a training leaves, but for the card that SFT writes of it."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return {name for name in found if Path(name).name not in ("README.md", "chat_template.jinja", "training_args.bin")}
+    return {name for name in found if Path(name).name != "README.md"}
 
 
 @pytest.mark.parametrize(("mode", "name"), PAIRS)
 def test_files_are_those_of_the_stock_trainer(mode: str, name: str, runs: Runs) -> None:
     ours, stock = (runs.saved(mode) / name / kind for kind in ("ours", "stock"))
-    extra = _files(ours) ^ _files(stock)
-    assert all(Path(file).name.startswith("tokenizer") for file in extra), extra
+    assert _files(ours) == _files(stock)
     weights = [Path(file) for file in _files(stock) if file.endswith(".safetensors")]
     assert weights or name == IN_SHARDS
     for file in weights:
@@ -107,12 +109,13 @@ def test_resumes_to_the_same_weights(mode: str, name: str, runs: Runs) -> None:
     uninterrupted = outcome(folder / f"{name}.ours")
     _check_weights(name, uninterrupted, outcome(folder / f"{name}.stock"))
     resumed = outcome(folder / f"{name}.ours.2")
-    _check_weights(name, resumed, outcome(folder / f"{name}.stock.2"))
+    if name == IN_SHARDS:
+        _check_weights(name, resumed, outcome(folder / f"{name}.stock.2"))
     if (mode, name) != LOSES_THE_OPTIMIZER:
         _check_weights(name, resumed, uninterrupted)
 
 
-@pytest.mark.parametrize(("mode", "name"), [pair for pair in PAIRS if pair[0] in RESUMED_BY_ONE])
+@pytest.mark.parametrize(("mode", "name"), [pair for pair in PAIRS if pair[0] in ("ddp", "fsdp2")])
 def test_one_process_resumes_what_two_saved(mode: str, name: str, runs: Runs) -> None:
     folder = runs.by_one(mode)
     _check_weights(name, outcome(folder / f"{name}.ours.1"), outcome(folder / f"{name}.ours"))

@@ -43,7 +43,7 @@ _EVERYWHERE = ("trainer, full", "trainer, tied head", "sft, lora with head", "a 
 ON_CPU: dict[str, tuple[str, ...]] = {
     "ddp": (*_EVERYWHERE, "sft, lora", "dpo, lora", "grpo, full", "short last", "checkpointed, reentrant"),
     "fsdp1": (*_EVERYWHERE, "sft, tied head", "dpo, full", "grpo, lora", "accumulated, sft", "checkpointed"),
-    "fsdp2": (*_EVERYWHERE, "dpo, full", "grpo, lora", "accumulated", "clipped", "checkpointed", "bf16"),
+    "fsdp2": (*_EVERYWHERE, "dpo, full", "grpo, lora", "accumulated", "clipped", "checkpointed"),
     "fsdp2 kept": ("sft, full", "trainer, lora with head", "dpo, lora with head"),
     "hsdp": ("trainer, full", "sft, lora with head"),
     "zero2": (*_EVERYWHERE, "trainer, lora", "dpo, full", "accumulated", "means of ranks"),
@@ -98,7 +98,7 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     try:
         ours, weights = outcome(folder / f"{name}.ours")
     except AssertionError:
-        print(runs.failed.get(wrapping, ""))
+        print(runs.failed.get(wrapping, "")[-6000:])
         raise
     wanted, after = outcome((folder if case.of_wrapping else runs.of("single")) / f"{name}.stock")
     tolerance = BF16_TOLERANCE if dict(case.options).get("bf16") else TOLERANCE
@@ -116,8 +116,8 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     print(f"{wrapping:11} {name:28}", *(f"{key} {value:.1e}" for key, value in errors.items()), ours["gathers"])
     assert max(errors.values()) <= tolerance, errors
     assert ours["spread"] == SPREAD[wrapping]
-    if wrapping == "zero3" and case.trainer != "grpo":
-        # Once a forward, whatever the head's gradient needs of the weight; the first step records the order.
+    if wrapping == "zero3" and case.trainer in ("trainer", "sft"):  # in the others the model may run more than once
+        # Once a forward, though the head's gradient needs the weight too; the first step records the order.
         forwards = dict(case.options).get("gradient_accumulation_steps", 1)
         assert ours["gathers"][-1] == forwards, ours["gathers"]
     if wrapping == "zero2":
