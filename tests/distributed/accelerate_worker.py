@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import liger_trainer
 from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_on_cpu import shard_on_cpu
-from tests.distributed.accelerate_zero3 import gathers_of_head, prepare_deepspeed
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
 from tests.distributed.matrix_models import build_model
 from tests.trainers import parity
 
@@ -135,7 +135,9 @@ def reported(path: Path, work: Callable[[], Found]) -> None:
 def prepare_process() -> None:
     """What every process does first."""
     torch.set_num_threads(1)
-    prepare_deepspeed()
+    if HAS_DEEPSPEED:
+        spare_compilation()
+        split_everything()
     if not torch.accelerator.is_available():
         shard_on_cpu()
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 on models so small that DeepSpeed would not split them, and how often it gathers the head."""
+"""ZeRO-3 on models so small that DeepSpeed would not split them, on any machine; how often it gathers the head."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from transformers import TrainerCallback
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
-def prepare_deepspeed() -> None:
-    """Makes ZeRO-3 split every parameter, and spares the compilation of DeepSpeed's all-reduce of its own on CPUs.
+def spare_compilation() -> None:
+    """Spares the compilation of DeepSpeed's own all-reduce for CPUs, which takes minutes and a compiler."""
+    import deepspeed
 
-    By default it keeps the parameters below 100000 elements whole.
-    """
-    if HAS_DEEPSPEED:
-        import deepspeed
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        DeepSpeedZeRoOffload.mark_persistent_parameters = lambda self, *thresholds: []
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+def split_everything() -> None:
+    """Makes ZeRO-3 split every parameter; by default it keeps those below 100000 elements whole."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    DeepSpeedZeRoOffload.mark_persistent_parameters = lambda self, *thresholds: []
 
 
 def gathers_of_head(trainer: Any) -> list[int]:
