@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +58,38 @@ def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     if not on_gpus(wrapping):
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        if how.config.startswith("fsdp"):  # both take an accelerator, on which parameters start out empty
+        if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
             command += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
     elif how.processes == 1:  # the Trainer would put a model on every GPU it sees
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command += ["-m", f"tests.distributed.{worker}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+class Launches:
+    """Launches that are made once each, when a test asks for them, or all at once where there are GPUs."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, str] = {}
+
+    def once(self, name: str, *arguments: str, **options: Any) -> None:
+        """`launch(*arguments, **options)` at the first call with `name`; what failed is printed in every test."""
+        if name not in self._made:
+            try:
+                self._made[name] = ""
+                launch(*arguments, **options)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                self._made[name] = f"{name}: {error}"
+        print(self._made[name][-6000:])
+
+
+def together(launches: list[Callable[[], object]]) -> None:
+    """Makes `launches` at once where there are GPUs: starting processes is most of their time."""
+    if gpu_count() >= 2:
+        with ThreadPoolExecutor() as pool:
+            for running in [pool.submit(each) for each in launches]:
+                running.result()
 
 
 def outcome(path: Path) -> Outcome:

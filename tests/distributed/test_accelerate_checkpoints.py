@@ -5,6 +5,7 @@ With enough GPUs all modes run with NCCL; elsewhere some of them with gloo.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.accelerate_cases import VOCAB
 from tests.distributed.accelerate_checkpoints import IN_SHARDS, SAVED
-from tests.distributed.accelerate_launch import Outcome, launch, on_gpus, outcome, relative, save_models
+from tests.distributed.accelerate_launch import Launches, Outcome, on_gpus, outcome, relative, save_models, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
 
@@ -41,6 +42,8 @@ MODES: dict[str, tuple[str, ...]] = {
 ON_CPU = ("fsdp2", "zero3")
 RESUMED_BY_ONE = {"ddp": WHOLE, "fsdp2": (*WHOLE, IN_SHARDS), "zero2": ("full",), "zero3": ("full",)}
 PAIRS = [(mode, name) for mode, names in MODES.items() if on_gpus(mode) or mode in ON_CPU for name in names]
+if not HAS_DEEPSPEED:
+    PAIRS = [(mode, name) for mode, name in PAIRS if not mode.startswith("zero")]
 LOSES_THE_OPTIMIZER = (
     "fsdp1",
     IN_SHARDS,
@@ -48,29 +51,26 @@ LOSES_THE_OPTIMIZER = (
 
 
 class Runs:
-    """The launches, each made when it is first looked at."""
+    """The launches."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.launches = folder, Launches()
         save_models(folder)
+        modes = dict.fromkeys(mode for mode, _ in PAIRS)
+        together([partial(self.by_one if mode in RESUMED_BY_ONE else self.saved, mode) for mode in modes])
 
     def saved(self, mode: str) -> Path:
         """The folder where two processes have saved, and resumed."""
-        if mode.startswith("zero") and not HAS_DEEPSPEED:
-            pytest.skip("needs deepspeed")
-        return self._once(mode, "save", MODES[mode])
+        folder = self.folder / mode
+        folder.mkdir(exist_ok=True)
+        self.launches.once(mode, mode, "accelerate_checkpoints", str(folder), "save", *MODES[mode])
+        return folder
 
     def by_one(self, mode: str) -> Path:
         """The same folder, where one process has resumed as well."""
-        self.saved(mode)
-        return self._once(mode, "resume", RESUMED_BY_ONE[mode], processes=1)
-
-    def _once(self, mode: str, what: str, names: tuple[str, ...], **options: int) -> Path:
-        folder, begun = self.folder / mode, self.folder / f"{mode}.{what}"
-        if not begun.exists():
-            begun.touch()
-            folder.mkdir(exist_ok=True)
-            launch(mode, "accelerate_checkpoints", str(folder), what, *names, **options)
+        folder, names = self.saved(mode), RESUMED_BY_ONE[mode]
+        resume = (mode, "accelerate_checkpoints", str(folder), "resume", *names)
+        self.launches.once(f"{mode} by one", *resume, processes=1)
         return folder
 
 

@@ -6,6 +6,7 @@ On a machine with enough GPUs every case runs with NCCL in every wrapping; elsew
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from tests.distributed.accelerate_cases import CASES, VOCAB, WRAPPINGS
-from tests.distributed.accelerate_launch import launch, on_gpus, outcome, relative, save_models
+from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, save_models, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
 
 TOLERANCE = 2e-4
-"""Of losses and gradient norms relative to themselves, of parameters to the way they went, in fp32."""
+"""Of losses and gradient norms relative to themselves, of each parameter to the way it went, in fp32."""
+GPU_TOLERANCE = 1e-3
+"""As above: the kernels sum in another order than cuBLAS."""
 BF16_TOLERANCE = 5e-2
+"""Of losses and gradient norms in bf16, which DeepSpeed also keeps weights in: a step is less than their rounding."""
 
 SPREAD = {
     "ddp": "DistributedDataParallel",
@@ -37,7 +41,12 @@ SPREAD = {
 }
 
 _FSDP1_REFERENCE = "torch refuses FSDP1's frozen units after the forward without adapters; TRL's trainer fails alike"
-LEFT_OUT = {("fsdp1", name): _FSDP1_REFERENCE for name in ("dpo, lora", "dpo, lora with head")}
+_BROKEN_GRAPHS = "the hooks of an owner break every graph"
+LEFT_OUT = {
+    **{("fsdp1", name): _FSDP1_REFERENCE for name in ("dpo, lora", "dpo, lora with head")},
+    **{(wrapping, "compiled"): _BROKEN_GRAPHS for wrapping in ("fsdp1", "zero2", "zero3")},
+    **{(wrapping, "compiled"): "compiled as fsdp2" for wrapping in ("fsdp2 kept", "hsdp")},
+}
 
 _EVERYWHERE = ("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels")
 ON_CPU: dict[str, tuple[str, ...]] = {
@@ -59,26 +68,27 @@ def _cases(wrapping: str) -> list[str]:
 
 
 ALL = [(wrapping, name) for wrapping in SPREAD for name in _cases(wrapping)]
+if not HAS_DEEPSPEED:
+    ALL = [(wrapping, name) for wrapping, name in ALL if not wrapping.startswith("zero")]
 
 
 class Runs:
-    """The launches, each made when its first case is looked at, for all the cases that were selected."""
+    """The launches of the cases that were selected."""
 
     def __init__(self, folder: Path, selected: list[tuple[str, str]]) -> None:
-        self.folder, self.selected, self.failed = folder, selected, {}
+        self.folder, self.launches, self.selected = folder, Launches(), selected
         save_models(folder)
+        together(
+            [partial(self.of, wrapping) for wrapping in dict.fromkeys(["single", *(where for where, _ in selected)])]
+        )
 
     def of(self, wrapping: str) -> Path:
         """The folder of a launch."""
         folder = self.folder / wrapping
-        if not folder.exists():
-            folder.mkdir()
-            chosen = dict.fromkeys(name for where, name in self.selected if wrapping in (where, "single"))
-            names = [name for name in chosen if wrapping != "single" or not CASES[name].of_wrapping]
-            try:
-                launch(wrapping, "accelerate_worker", str(folder), *names)
-            except AssertionError as error:
-                self.failed[wrapping] = str(error)
+        folder.mkdir(exist_ok=True)
+        chosen = dict.fromkeys(name for where, name in self.selected if wrapping in (where, "single"))
+        names = [name for name in chosen if wrapping != "single" or not CASES[name].of_wrapping]
+        self.launches.once(wrapping, wrapping, "accelerate_worker", str(folder), *names)
         return folder
 
 
@@ -92,27 +102,23 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(("wrapping", "name"), ALL)
 def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs) -> None:
     case = CASES[name]
-    if wrapping.startswith("zero") and not HAS_DEEPSPEED:
-        pytest.skip("needs deepspeed")
     folder = runs.of(wrapping)
-    try:
-        ours, weights = outcome(folder / f"{name}.ours")
-    except AssertionError:
-        print(runs.failed.get(wrapping, "")[-6000:])
-        raise
+    ours, weights = outcome(folder / f"{name}.ours")
     wanted, after = outcome((folder if case.of_wrapping else runs.of("single")) / f"{name}.stock")
-    tolerance = BF16_TOLERANCE if dict(case.options).get("bf16") else TOLERANCE
-    model = build_model(case.parameters, vocab_size=VOCAB)
+    in_bf16 = bool(dict(case.options).get("bf16"))
+    tolerance = BF16_TOLERANCE if in_bf16 else GPU_TOLERANCE if on_gpus(wrapping) else TOLERANCE
     errors = {
         key: relative(torch.tensor(ours[key]), torch.tensor(wanted[key]))
         for key in ("loss", "grad_norm")
-        if any(wanted[key])  # GRPO's is zero
+        if any(wanted[key])  # GRPO's loss is zero
     }
-    errors["weights"] = max(
-        relative(weights[path], after[path], before.detach())
-        for path, before in model.named_parameters()
-        if before.requires_grad
-    )
+    if not in_bf16:
+        before = {
+            path: each.detach()
+            for path, each in build_model(case.parameters, vocab_size=VOCAB).named_parameters()
+            if each.requires_grad
+        }
+        errors["weights"] = max(relative(weights[path], after[path], start) for path, start in before.items())
     print(f"{wrapping:11} {name:28}", *(f"{key} {value:.1e}" for key, value in errors.items()), ours["gathers"])
     assert max(errors.values()) <= tolerance, errors
     assert ours["spread"] == SPREAD[wrapping]
