@@ -48,17 +48,30 @@ LEFT_OUT = {
     **{(wrapping, "compiled"): "compiled as fsdp2" for wrapping in ("fsdp2 kept", "hsdp")},
 }
 
-_EVERYWHERE = ("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels")
+_WHERE_PARAMETERS_ARE_SPLIT = ("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels")
 ON_CPU: dict[str, tuple[str, ...]] = {
-    "ddp": (*_EVERYWHERE, "sft, lora", "dpo, lora", "grpo, full", "short last", "checkpointed, reentrant"),
-    "fsdp1": (*_EVERYWHERE, "sft, tied head", "dpo, full", "grpo, lora", "accumulated, sft", "checkpointed"),
-    "fsdp2": (*_EVERYWHERE, "dpo, full", "grpo, lora", "accumulated", "clipped", "checkpointed"),
+    "ddp": ("trainer, full", "sft, lora", "dpo, lora", "grpo, full", "short last", "checkpointed, reentrant"),
+    "fsdp1": (
+        *_WHERE_PARAMETERS_ARE_SPLIT,
+        "sft, tied head",
+        "dpo, full",
+        "grpo, lora",
+        "accumulated, sft",
+        "checkpointed",
+    ),
+    "fsdp2": (*_WHERE_PARAMETERS_ARE_SPLIT, "dpo, full", "grpo, lora", "accumulated", "clipped", "checkpointed"),
     "fsdp2 kept": ("sft, full", "trainer, lora with head", "dpo, lora with head"),
     "hsdp": ("trainer, full", "sft, lora with head"),
-    "zero2": (*_EVERYWHERE, "trainer, lora", "dpo, full", "accumulated", "means of ranks"),
-    "zero3": (*_EVERYWHERE, "a rank without labels, sft", "dpo, full", "dpo, lora with head", "accumulated, sft"),
+    "zero2": ("trainer, tied head", "trainer, lora", "a rank without labels", "accumulated", "means of ranks"),
+    "zero3": (
+        *_WHERE_PARAMETERS_ARE_SPLIT,
+        "a rank without labels, sft",
+        "dpo, full",
+        "dpo, lora with head",
+        "accumulated, sft",
+    ),
 }
-"""What runs where there are no GPUs: every case once, and what shards differently everywhere."""
+"""What runs where there are no GPUs: every case that can, once at least."""
 
 
 def _cases(wrapping: str) -> list[str]:
