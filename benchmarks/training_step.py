@@ -124,13 +124,17 @@ def ours_in_tiles(setup: Setup) -> Trainer:
 
 
 @training_provider("liger_trainer activation_offloading")
-def ours_offloading(setup: Setup, fraction: float = 1.0, **arguments: Any) -> Trainer:
-    return setup.trainer(ours=True, activation_offloading=True, activation_offloading_fraction=fraction, **arguments)
+def ours_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
+    return setup.trainer(ours=True, **_offloaded(fraction))
 
 
 @training_provider("liger_trainer tiled_mlp activation_offloading")
 def ours_for_long_sequences(setup: Setup, fraction: float = 1.0) -> Trainer:
-    return ours_offloading(setup, fraction, liger_kernel_config={"tiled_mlp": True})
+    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, **_offloaded(fraction))
+
+
+def _offloaded(fraction: float) -> dict[str, Any]:
+    return {"activation_offloading": True, "activation_offloading_fraction": fraction}
 
 
 def find_training_provider(name: str) -> Callable[[Setup], Trainer]:

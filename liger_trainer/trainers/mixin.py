@@ -27,7 +27,7 @@ from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.offloading import PartialOffload
+from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
 
 logger = logging.getLogger("liger_trainer")
@@ -112,8 +112,7 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
                 context = trainer.maybe_activation_offload_context
                 trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
             return
-        if self.args.device.type == "cpu":
-            raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
+        check_offloading(self.args)
         from trl.models import get_act_offloading_ctx_manager
 
         assert isinstance(self.model, nn.Module)

@@ -1,4 +1,4 @@
-"""Offloading a part of what autograd saves; the rest waits for the backward where it is."""
+"""Offloading activations: where it cannot be, and a part of what autograd saves while the rest waits where it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import TrainingArguments
+
+
+def check_offloading(args: TrainingArguments) -> None:
+    """Checks that there is a device to offload from.
+
+    Raises:
+        ValueError: for `activation_offloading` in training on the CPU.
+    """
+    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
+        raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
 
 
 class PartialOffload(saved_tensors_hooks):

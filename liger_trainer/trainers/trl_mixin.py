@@ -17,6 +17,7 @@ from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments, wants_kernels
+from liger_trainer.trainers.offloading import check_offloading
 from liger_trainer.trainers.token_statistics import StatisticsOptions
 from liger_trainer.trainers.trl_checks import check_reference, check_rows
 
@@ -45,6 +46,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
         config = given.arguments["args"] = own_arguments(self._configured(given.arguments.get("args"), model))
         check_loss_type(config)
+        check_offloading(config)  # TRL's own says an AttributeError
         wants = wants_kernels(config)
         head = self._own_fused_head(config)
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.

@@ -48,10 +48,10 @@ PARAMETERS: dict[str, Parameters] = {
 }
 
 
-def build_model(name: str) -> nn.Module:
+def build_model(name: str, **sizes: int) -> nn.Module:
     """The model with `PARAMETERS[name]`, in fp32; the same weights at every call, adapters that do something."""
     parameters = PARAMETERS[name]
-    model: Any = TINY_MODELS["llama"](**SIZES, tie_word_embeddings=parameters.tied).train()
+    model: Any = TINY_MODELS["llama"](**{**SIZES, **sizes}, tie_word_embeddings=parameters.tied).train()
     for frozen in parameters.frozen:
         model.get_parameter(frozen).requires_grad_(False)
     if parameters.lora is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from functools import partial
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, spare_compilation
 from tests.distributed.test_head_gloo import _expected, _items, _patched, _share, _whole_batch
 from tests.distributed.two_processes import WORLD, failures_of, run_cases, set_up_process
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+pytestmark = pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs deepspeed")
 
 CASES = {
     "llama": {},
@@ -64,6 +64,7 @@ def _worker(rank: int, port: int, failures: mp.Queue) -> None:
     os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
     import deepspeed
 
+    spare_compilation()
     deepspeed.init_distributed(dist_backend="gloo")
     run_cases({name: partial(_zero3, **options) for name, options in CASES.items()}, rank, failures)
 

@@ -118,6 +118,7 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
 
     monkeypatch.setattr("trl.models.get_act_offloading_ctx_manager", make)
     monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", make)
+    monkeypatch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
     trainer = sft(llama(), tmp_path, activation_offloading=True)
     assert made == [trainer.model]
     trainer = plain(llama(), tmp_path)
@@ -140,7 +141,8 @@ def offloading(build, tmp_path, monkeypatch, **options):
     for place in ("models", "trainer.sft_trainer", "trainer.dpo_trainer"):
         monkeypatch.setattr(f"trl.{place}.get_act_offloading_ctx_manager", make)
     with monkeypatch.context() as patch:
-        patch.setattr(LigerTrainerMixin, "_set_up_offloading", lambda self: None)  # refuses the CPU
+        patch.setattr(LigerTrainerMixin, "_set_up_offloading", lambda self: None)  # these refuse the CPU
+        patch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
         trainer = build(llama(num_hidden_layers=6), tmp_path, activation_offloading=True, **options)
     with monkeypatch.context() as patch:
         patch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
@@ -241,8 +243,12 @@ def test_a_fraction_of_nothing_is_refused(tmp_path):
         LigerTrainingArguments(str(tmp_path), activation_offloading_fraction=0.5)
 
 
-def test_without_an_accelerator_it_is_refused(tmp_path):
+@pytest.mark.parametrize("build", [plain, sft, dpo])
+def test_without_an_accelerator_it_is_refused(build, tmp_path):
     with pytest.raises(ValueError, match="`activation_offloading` is true, but training is on the CPU"):
-        plain(llama(), tmp_path, activation_offloading=True)
+        build(llama(), tmp_path, activation_offloading=True)
+
+
+def test_a_flag_that_is_no_flag_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`activation_offloading` is 1; it must be true or false"):
         plain(llama(), tmp_path, activation_offloading=1)

@@ -1,0 +1,110 @@
+"""Runs a worker under `accelerate launch` with a file of `configs/accelerate`, and reads what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.distributed.accelerate_cases import VOCAB, WRAPPINGS
+from tests.distributed.matrix_models import build_model
+from tests.trainers.tiny import tokenizer
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 300
+Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def gpu_count() -> int:
+    """The number of accelerators."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def on_gpus(wrapping: str) -> bool:
+    """Whether the processes of `wrapping` get an accelerator each; otherwise they are gloo processes on the CPU."""
+    return gpu_count() >= max(2, WRAPPINGS[wrapping].processes)
+
+
+def save_models(folder: Path) -> None:
+    """Writes the models that trainers load."""
+    for name in ("full", "tied head"):
+        build_model(name, vocab_size=VOCAB).save_pretrained(folder / "models" / name)
+        tokenizer().save_pretrained(folder / "models" / name)
+
+
+def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = None) -> None:
+    """Runs `tests.distributed.WORKER ARGUMENTS`.
+
+    Args:
+        wrapping: A name of `WRAPPINGS`.
+        worker: A module beside this one.
+        arguments: For the module.
+        processes: Another number of them.
+
+    Raises:
+        AssertionError: with the end of what was printed, where a process died.
+    """
+    how = WRAPPINGS[wrapping]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", f"configs/accelerate/{how.config}.yaml", *how.flags, "--mixed_precision", "no"]
+    command += ["--num_processes", str(processes or how.processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    if not on_gpus(wrapping):
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
+            command += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
+    elif how.processes == 1:  # the Trainer would put a model on every GPU it sees
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command += ["-m", f"tests.distributed.{worker}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+class Launches:
+    """Launches that are made once each, when a test asks for them, or all at once where there are GPUs."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, str] = {}
+
+    def once(self, name: str, *arguments: str, **options: Any) -> None:
+        """`launch(*arguments, **options)` at the first call with `name`; what failed is printed in every test."""
+        if name not in self._made:
+            try:
+                self._made[name] = ""
+                launch(*arguments, **options)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                self._made[name] = f"{name}: {error}"
+        print(self._made[name][-6000:])
+
+
+def together(launches: list[Callable[[], object]]) -> None:
+    """Makes `launches` at once where there are GPUs: starting processes is most of their time."""
+    if gpu_count() >= 2:
+        with ThreadPoolExecutor() as pool:
+            for running in [pool.submit(each) for each in launches]:
+                running.result()
+
+
+def outcome(path: Path) -> Outcome:
+    """What a worker wrote to `path`.
+
+    Raises:
+        AssertionError: where a process failed in this case, or in one before.
+    """
+    assert Path(f"{path}.json").exists(), f"{path.name} did not run"
+    found = json.loads(Path(f"{path}.json").read_text())
+    assert "failure" not in found, found["failure"]
+    return found, torch.load(f"{path}.pt")
+
+
+def relative(value: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor | None = None) -> float:
+    """How far `value` is from `wanted`, over the size of `wanted`, or of its way from `start`."""
+    size = (wanted if start is None else wanted - start).norm().item()
+    return (value - wanted).norm().item() / max(size, 1e-30)

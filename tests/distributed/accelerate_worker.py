@@ -1,0 +1,158 @@
+"""What `accelerate launch` runs on every process: trains the cases named on its command line.
+
+    accelerate launch ... -m tests.distributed.accelerate_worker FOLDER CASE...
+
+A case is trained by our trainer; by the stock one too, where its result depends on the wrapping; by the stock one
+alone, on one process. FOLDER gets `CASE.json` (losses, gradient norms, or the failure) and `CASE.pt` (trained weights).
+The models lie in FOLDER's neighbour `models`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import liger_trainer
+from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
+from tests.distributed.accelerate_on_cpu import shard_on_cpu
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
+from tests.distributed.matrix_models import build_model
+from tests.trainers import parity
+
+Found = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What goes into the JSON file, and the weights."""
+
+ARGUMENTS: dict[str, Any] = {
+    "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_steps": STEPS,
+    "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0, "seed": 3,
+    "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "ddp_timeout": 60,
+    "use_cpu": False,
+}  # fmt: skip
+
+
+def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
+    """The trainer of `case`, whose model is loaded when its arguments are there, as ZeRO-3 wants it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {**ARGUMENTS, "per_device_train_batch_size": BATCH // world, **dict(case.options), **more}
+    settings.setdefault("output_dir", str(folder / "output"))
+    if ours:
+        settings["kernel_report"] = False
+    if case.trainer in ("dpo", "grpo"):
+        return _alignment(case, ours, folder, settings)
+    rows: Any = rows_of(case, alone=world == 1)
+    if case.trainer == "sft" and ours:
+        args: Any = liger_trainer.LigerSFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
+        lists = [{name: value.tolist() for name, value in row.items()} for row in rows]
+        rows = Dataset.from_list(lists)
+        trainer: Any = liger_trainer.LigerSFTTrainer
+    else:
+        args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
+        trainer = liger_trainer.LigerTrainer if ours else Trainer
+    more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
+    return trainer(_loaded(case, folder), args, **more)
+
+
+def _source(case: Case, folder: Path) -> Any:
+    """A folder with the model, or the model itself where it has adapters."""
+    path = folder.parent / "models" / case.parameters
+    return str(path) if path.exists() else build_model(case.parameters, vocab_size=VOCAB)
+
+
+def _loaded(case: Case, folder: Path) -> Any:
+    source = _source(case, folder)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) if isinstance(source, str) else source
+
+
+def _alignment(case: Case, ours: bool, folder: Path, settings: dict[str, Any]) -> Any:
+    output = settings.pop("output_dir")
+    if case.trainer == "grpo":
+        settings |= {"num_generations": 2, "max_completion_length": 6}
+    naive = not ours and case.parameters == "lora with head"  # which TRL's head refuses
+    return parity.build(case.trainer.upper(), ours, output, _source(case, folder), naive=naive, **settings)
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """The whole weights after training; maybe empty on all processes but the first."""
+    wrapped = trainer.model_wrapped
+    if isinstance(wrapped, FullyShardedDataParallel):  # torch writes its full state dict on accelerators alone
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            return {name.replace("_fsdp_wrapped_module.", ""): _copy(each) for name, each in wrapped.named_parameters()}
+    state = trainer.accelerator.get_state_dict(wrapped)
+    return {name.replace("_orig_mod.", ""): _copy(value) for name, value in (state or {}).items()}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float().cpu().clone()
+
+
+def train(case: Case, ours: bool, folder: Path) -> Found:
+    """The log of a training, and its weights."""
+    trainer = build_trainer(case, ours, folder)
+    gathers = gathers_of_head(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    found = {name: [log.get(name) for log in logs] for name in ("loss", "grad_norm")}
+    found["spread"] = _spread(trainer)
+    found["gathers"] = gathers
+    return found, weights_of(trainer)
+
+
+def _spread(trainer: Any) -> str:
+    """How the model lies on the processes, as it is seen to."""
+    wrapped = trainer.model_wrapped
+    parameters = list(wrapped.parameters())
+    if any(hasattr(each, "device_mesh") for each in parameters):
+        return f"DTensor on {tuple(parameters[0].device_mesh.shape)}"  # type: ignore[attr-defined]
+    if any(hasattr(each, "ds_tensor") for each in parameters):
+        return "ZeRO-3"
+    return type(wrapped).__name__
+
+
+def reported(path: Path, work: Callable[[], Found]) -> None:
+    """Writes what `work` found, or how it failed: the first process, and any that fails."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        found, weights = work()
+    except Exception:
+        found, weights = {"failure": traceback.format_exc()}, {}
+    if first:
+        torch.save(weights, f"{path}.pt")
+    if first or "failure" in found:
+        Path(f"{path}.json").write_text(json.dumps(found))
+
+
+def prepare_process() -> None:
+    """What every process does first."""
+    torch.set_num_threads(1)
+    if HAS_DEEPSPEED:
+        spare_compilation()
+        split_everything()
+    if not torch.accelerator.is_available():
+        shard_on_cpu()
+
+
+def main(folder: str, *names: str) -> None:
+    """Trains the cases `names` one after another."""
+    prepare_process()
+    for name in names:
+        case = CASES[name]
+        kinds = ("stock",) if "LOCAL_RANK" not in os.environ else ("stock", "ours") if case.of_wrapping else ("ours",)
+        for kind in kinds:
+            reported(Path(folder, f"{name}.{kind}"), functools.partial(train, case, kind == "ours", Path(folder)))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,144 @@
+"""Checkpoints of the real trainers in every sharded mode: the stock trainer's files, resumed to the same weights.
+
+With enough GPUs all modes run with NCCL; elsewhere some of them with gloo.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.accelerate_cases import VOCAB
+from tests.distributed.accelerate_checkpoints import IN_SHARDS, SAVED
+from tests.distributed.accelerate_launch import Launches, Outcome, on_gpus, outcome, relative, save_models, together
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
+from tests.distributed.matrix_models import build_model
+
+TOLERANCE = 1e-3
+"""Of weights, relative to the way they went; AdamW's steps are rounded more than those of SGD."""
+
+WHOLE = ("full", "lora with head")
+MODES: dict[str, tuple[str, ...]] = {
+    "ddp": WHOLE,
+    "fsdp1": (*WHOLE, IN_SHARDS),
+    "fsdp2": (*WHOLE, IN_SHARDS),
+    "fsdp2 kept": (IN_SHARDS,),
+    "zero2": WHOLE,
+    "zero3": WHOLE,
+}
+ON_CPU = ("fsdp2", "zero3")
+RESUMED_BY_ONE = {"ddp": WHOLE, "fsdp2": (*WHOLE, IN_SHARDS), "zero2": ("full",), "zero3": ("full",)}
+PAIRS = [(mode, name) for mode, names in MODES.items() if on_gpus(mode) or mode in ON_CPU for name in names]
+if not HAS_DEEPSPEED:
+    PAIRS = [(mode, name) for mode, name in PAIRS if not mode.startswith("zero")]
+LOSES_THE_OPTIMIZER = (
+    "fsdp1",
+    IN_SHARDS,
+)  # in the stock trainer too: accelerate's, with a version of FSDP that is left
+
+
+class Runs:
+    """The launches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.launches = folder, Launches()
+        save_models(folder)
+        modes = dict.fromkeys(mode for mode, _ in PAIRS)
+        together([partial(self.by_one if mode in RESUMED_BY_ONE else self.saved, mode) for mode in modes])
+
+    def saved(self, mode: str) -> Path:
+        """The folder where two processes have saved, and resumed."""
+        folder = self.folder / mode
+        folder.mkdir(exist_ok=True)
+        self.launches.once(mode, mode, "accelerate_checkpoints", str(folder), "save", *MODES[mode])
+        return folder
+
+    def by_one(self, mode: str) -> Path:
+        """The same folder, where one process has resumed as well."""
+        folder, names = self.saved(mode), RESUMED_BY_ONE[mode]
+        resume = (mode, "accelerate_checkpoints", str(folder), "resume", *names)
+        self.launches.once(f"{mode} by one", *resume, processes=1)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("checkpoints"))
+
+
+def _check_weights(name: str, ours: Outcome, wanted: Outcome) -> None:
+    assert ours[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
+    for path, before in build_model(SAVED[name][0], vocab_size=VOCAB).named_parameters():
+        if before.requires_grad:
+            error = relative(ours[1][path], wanted[1][path], before.detach())
+            assert error <= TOLERANCE, f"{path} is off by {error:.1e} of its way"
+
+
+def _files(folder: Path) -> set[str]:
+    """What a training leaves, but for the card that SFT writes of it."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {name for name in found if Path(name).name != "README.md"}
+
+
+@pytest.mark.parametrize(("mode", "name"), PAIRS)
+def test_files_are_those_of_the_stock_trainer(mode: str, name: str, runs: Runs) -> None:
+    ours, stock = (runs.saved(mode) / name / kind for kind in ("ours", "stock"))
+    assert _files(ours) == _files(stock)
+    weights = [Path(file) for file in _files(stock) if file.endswith(".safetensors")]
+    assert weights or name == IN_SHARDS
+    for file in weights:
+        assert load_file(ours / file).keys() == load_file(stock / file).keys()
+
+
+@pytest.mark.parametrize(("mode", "name"), PAIRS)
+def test_resumes_to_the_same_weights(mode: str, name: str, runs: Runs) -> None:
+    folder = runs.saved(mode)
+    uninterrupted = outcome(folder / f"{name}.ours")
+    _check_weights(name, uninterrupted, outcome(folder / f"{name}.stock"))
+    resumed = outcome(folder / f"{name}.ours.2")
+    if name == IN_SHARDS:
+        _check_weights(name, resumed, outcome(folder / f"{name}.stock.2"))
+    if (mode, name) != LOSES_THE_OPTIMIZER:
+        _check_weights(name, resumed, uninterrupted)
+
+
+@pytest.mark.parametrize(("mode", "name"), [pair for pair in PAIRS if pair[0] in ("ddp", "fsdp2")])
+def test_one_process_resumes_what_two_saved(mode: str, name: str, runs: Runs) -> None:
+    folder = runs.by_one(mode)
+    _check_weights(name, outcome(folder / f"{name}.ours.1"), outcome(folder / f"{name}.ours"))
+
+
+@pytest.mark.parametrize("mode", [mode for mode, name in PAIRS if mode.startswith("zero") and name == "full"])
+def test_zero_says_that_it_keeps_its_number_of_processes(mode: str, runs: Runs) -> None:
+    folder = runs.by_one(mode)
+    with pytest.raises(AssertionError, match="used a DP world size of 2 but the current world size is 1"):
+        outcome(folder / "full.ours.1")
+
+
+@pytest.mark.parametrize("mode", dict.fromkeys(mode for mode, name in PAIRS if name != IN_SHARDS))
+def test_what_is_saved_loads_without_us(mode: str, runs: Runs) -> None:
+    """The whole model by transformers; the adapters by PEFT, merged into the plain model."""
+    folder = runs.saved(mode)
+    model = AutoModelForCausalLM.from_pretrained(folder / "full" / "ours" / "final", dtype=torch.float32)
+    for path, trained in outcome(folder / "full.ours")[1].items():
+        torch.testing.assert_close(model.state_dict()[path], trained, rtol=0, atol=0)
+    plain = build_model("full", vocab_size=VOCAB)
+    merged = PeftModel.from_pretrained(plain, folder / "lora with head" / "ours" / "final").merge_and_unload()
+    wanted = build_model("lora with head", vocab_size=VOCAB)
+    wanted.load_state_dict(outcome(folder / "lora with head.ours")[1])
+    ids = torch.arange(3, 11).unsqueeze(0)
+    assert "liger" not in f"{merged}{vars(merged)}"
+    torch.testing.assert_close(merged.eval()(ids).logits, wanted.eval()(ids).logits, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,148 @@
+"""The real trainers under `accelerate launch` with the shipped configurations train as the stock trainer alone does.
+
+On a machine with enough GPUs every case runs with NCCL in every wrapping; elsewhere a part of them runs with gloo.
+`-s` prints a table.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from tests.distributed.accelerate_cases import CASES, VOCAB, WRAPPINGS
+from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, save_models, together
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
+from tests.distributed.matrix_models import build_model
+
+TOLERANCE = 2e-4
+"""Of losses and gradient norms relative to themselves, of each parameter to the way it went, in fp32."""
+GPU_TOLERANCE = 1e-3
+"""As above: the kernels sum in another order than cuBLAS."""
+BF16_TOLERANCE = 5e-2
+"""Of losses and gradient norms in bf16, which DeepSpeed also keeps weights in: a step is less than their rounding."""
+
+SPREAD = {
+    "ddp": "DistributedDataParallel",
+    "fsdp1": "FullyShardedDataParallel",
+    "fsdp2": "DTensor on (2,)",
+    "fsdp2 kept": "DTensor on (2,)",
+    "hsdp": "DTensor on (2, 2)",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "ZeRO-3",
+}
+
+_FSDP1_REFERENCE = "torch refuses FSDP1's frozen units after the forward without adapters; TRL's trainer fails alike"
+_BROKEN_GRAPHS = "the hooks of an owner break every graph"
+LEFT_OUT = {
+    **{("fsdp1", name): _FSDP1_REFERENCE for name in ("dpo, lora", "dpo, lora with head")},
+    **{(wrapping, "compiled"): _BROKEN_GRAPHS for wrapping in ("fsdp1", "zero2", "zero3")},
+    **{(wrapping, "compiled"): "compiled as fsdp2" for wrapping in ("fsdp2 kept", "hsdp")},
+}
+
+_WHERE_PARAMETERS_ARE_SPLIT = ("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels")
+ON_CPU: dict[str, tuple[str, ...]] = {
+    "ddp": ("trainer, full", "sft, lora", "dpo, lora", "grpo, full", "short last", "checkpointed, reentrant"),
+    "fsdp1": (
+        *_WHERE_PARAMETERS_ARE_SPLIT,
+        "sft, tied head",
+        "dpo, full",
+        "grpo, lora",
+        "accumulated, sft",
+        "checkpointed",
+    ),
+    "fsdp2": (*_WHERE_PARAMETERS_ARE_SPLIT, "dpo, full", "grpo, lora", "accumulated", "clipped", "checkpointed"),
+    "fsdp2 kept": ("sft, full", "trainer, lora with head", "dpo, lora with head"),
+    "hsdp": ("trainer, full", "sft, lora with head"),
+    "zero2": ("trainer, tied head", "trainer, lora", "a rank without labels", "accumulated", "means of ranks"),
+    "zero3": (
+        *_WHERE_PARAMETERS_ARE_SPLIT,
+        "a rank without labels, sft",
+        "dpo, full",
+        "dpo, lora with head",
+        "accumulated, sft",
+    ),
+}
+"""What runs where there are no GPUs: every case that can, once at least."""
+
+
+def _cases(wrapping: str) -> list[str]:
+    if not on_gpus(wrapping):
+        return list(ON_CPU[wrapping])
+    return [name for name in CASES if (wrapping, name) not in LEFT_OUT]
+
+
+ALL = [(wrapping, name) for wrapping in SPREAD for name in _cases(wrapping)]
+if not HAS_DEEPSPEED:
+    ALL = [(wrapping, name) for wrapping, name in ALL if not wrapping.startswith("zero")]
+
+
+class Runs:
+    """The launches of the cases that were selected."""
+
+    def __init__(self, folder: Path, selected: list[tuple[str, str]]) -> None:
+        self.folder, self.launches, self.selected = folder, Launches(), selected
+        save_models(folder)
+        together(
+            [partial(self.of, wrapping) for wrapping in dict.fromkeys(["single", *(where for where, _ in selected)])]
+        )
+
+    def of(self, wrapping: str) -> Path:
+        """The folder of a launch."""
+        folder = self.folder / wrapping
+        folder.mkdir(exist_ok=True)
+        chosen = dict.fromkeys(name for where, name in self.selected if wrapping in (where, "single"))
+        names = [name for name in chosen if wrapping != "single" or not CASES[name].of_wrapping]
+        self.launches.once(wrapping, wrapping, "accelerate_worker", str(folder), *names)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    selected = [(each["wrapping"], each["name"]) for each in chosen if {"wrapping", "name"} <= each.keys()]
+    return Runs(tmp_path_factory.mktemp("accelerate"), [pair for pair in selected if pair in ALL])
+
+
+@pytest.mark.parametrize(("wrapping", "name"), ALL)
+def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs) -> None:
+    case = CASES[name]
+    folder = runs.of(wrapping)
+    ours, weights = outcome(folder / f"{name}.ours")
+    wanted, after = outcome((folder if case.of_wrapping else runs.of("single")) / f"{name}.stock")
+    in_bf16 = bool(dict(case.options).get("bf16"))
+    tolerance = BF16_TOLERANCE if in_bf16 else GPU_TOLERANCE if on_gpus(wrapping) else TOLERANCE
+    errors = {
+        key: relative(torch.tensor(ours[key]), torch.tensor(wanted[key]))
+        for key in ("loss", "grad_norm")
+        if any(wanted[key])  # GRPO's loss is zero
+    }
+    if not in_bf16:
+        before = {
+            path: each.detach()
+            for path, each in build_model(case.parameters, vocab_size=VOCAB).named_parameters()
+            if each.requires_grad
+        }
+        errors["weights"] = max(relative(weights[path], after[path], start) for path, start in before.items())
+    print(f"{wrapping:11} {name:28}", *(f"{key} {value:.1e}" for key, value in errors.items()), ours["gathers"])
+    assert max(errors.values()) <= tolerance, errors
+    assert ours["spread"] == SPREAD[wrapping]
+    if wrapping == "zero3" and case.trainer in ("trainer", "sft"):  # in the others the model may run more than once
+        # Once a forward, though the head's gradient needs the weight too; the first step records the order.
+        forwards = dict(case.options).get("gradient_accumulation_steps", 1)
+        assert ours["gathers"][-1] == forwards, ours["gathers"]
+    if wrapping == "zero2":
+        assert not any(ours["gathers"])
+
+
+def test_every_case_runs_somewhere() -> None:
+    assert {name for names in ON_CPU.values() for name in names} == {n for n, case in CASES.items() if not case.device}
+    assert SPREAD.keys() == WRAPPINGS.keys() - {"single"} == ON_CPU.keys()
