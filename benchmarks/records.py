@@ -139,6 +139,7 @@ class TrainingRecord:
         failure: Why there is no result.
         lora: Rank of the adapters; 0 where everything was trained.
         weights_gibibytes: What was allocated before the first step.
+        quantize: What the base was quantised to; empty where it was not.
     """
 
     model: str
@@ -155,11 +156,13 @@ class TrainingRecord:
     failure: str = ""
     lora: int = 0
     weights_gibibytes: float | None = None
+    quantize: str = ""
 
     @property
-    def group(self) -> tuple[str, int, str, int, int, bool, int]:
+    def group(self) -> tuple[str, int, str, int, int, bool, int, str]:
         """The task: what records must share to be compared."""
-        return self.model, self.layers, self.trainer, self.batch, self.length, self.checkpointing, self.lora
+        sizes = self.model, self.layers, self.trainer, self.batch, self.length
+        return *sizes, self.checkpointing, self.lora, self.quantize
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ def run_provider(
         seconds: After which it is given up.
     """
     sizes = (task.model, task.layers, task.trainer, task.batch, task.length, task.checkpointing)
-    record = TrainingRecord(*sizes, provider, lora=task.lora)
+    record = TrainingRecord(*sizes, provider, lora=task.lora, quantize=task.quantize)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         arguments = [json.dumps(dataclasses.asdict(task)), provider, str(result)]
@@ -79,6 +79,7 @@ def table(records: list[TrainingRecord]) -> Table:
     layers = f", {first.layers} layers" if first.layers else ""
     checkpointed = "every layer checkpointed" if first.checkpointing else "nothing checkpointed"
     lora = f" · LoRA r={first.lora}" if first.lora else ""
+    lora += f" on {first.quantize}" if first.quantize else ""
     sizes = f"{first.batch} × {first.length}"
     result = Table(
         title=f"{first.model}{layers} · {first.trainer}{lora} · batch {sizes} · {checkpointed}",

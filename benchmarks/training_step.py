@@ -28,6 +28,7 @@ import torch
 from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, load_provider_file
 from liger_trainer.benchmarks.trainer_setups import Setup, tokens_of_step
 
@@ -46,6 +47,7 @@ class Task:
         checkpointing: Whether every layer is recomputed in backward.
         device: Where; empty for the accelerator.
         lora: Rank of adapters on all linear layers; 0 to train everything.
+        quantize: ``"nf4"`` for a base that bitsandbytes has quantised, doubly; empty for bf16.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Task:
     checkpointing: bool = True
     device: str = ""
     lora: int = 0
+    quantize: str = ""
 
 
 TRAINING_PROVIDERS: dict[str, Callable[[Setup], Trainer]] = {}
@@ -186,6 +189,8 @@ def run(task: Task, provider: str) -> dict[str, Any]:
 
         config = model_config(MODELS[task.model], task.layers)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if task.quantize:
+        model = quantise(model, task.quantize, compress_statistics=True)
     times = StepTimes()
     arguments = {
         "output_dir": tempfile.mkdtemp(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import time
 from pathlib import Path
@@ -63,6 +64,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     training.add_argument("--steps", type=positive, metavar="N", help="default: 6, two of them to warm up, and 2")
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
+    training.add_argument("--quantize", choices=["nf4"], default="", help="base in 4 bits, with --lora; default: bf16")
     training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
 
 
@@ -199,9 +201,18 @@ def _train(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
+    from liger_trainer.benchmarks.registry import BenchmarkError
     from liger_trainer.benchmarks.training_step import Task
 
     searching = arguments.operations == ["longest"]
+    if arguments.quantize and searching:
+        raise BenchmarkError("`--quantize` is for `bench training`; leave it out.")
+    if arguments.quantize and not arguments.lora:
+        raise BenchmarkError("`--quantize` freezes the base, so there is nothing to train; give `--lora` a rank too.")
+    if arguments.quantize and importlib.util.find_spec("bitsandbytes") is None:
+        raise BenchmarkError(
+            "`--quantize` needs bitsandbytes, which is not installed: pip install 'liger-trainer[qlora]'"
+        )
     trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
     return Task(
         model,
@@ -213,6 +224,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         not arguments.no_checkpointing,
         str(device.device),
         arguments.lora,
+        quantize=arguments.quantize,
     )
 
 
