@@ -76,7 +76,7 @@ def quant_state(weight: NF4Weight, dtype: torch.dtype) -> Any:
     """The weight as bitsandbytes describes it."""
     from bitsandbytes.functional import QuantState
 
-    packed, absmax, code, shape, blocksize, nested = weight
+    _, absmax, code, shape, blocksize, nested = weight
     assert nested is not None
     inner = QuantState(nested.absmax, code=nested.code, blocksize=nested.blocksize, dtype=torch.float32)
     return QuantState(absmax, torch.Size(shape), code, blocksize, "nf4", dtype, nested.offset, inner)
