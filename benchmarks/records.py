@@ -145,6 +145,7 @@ class TrainingRecord:
         weights_gibibytes: What was allocated before the first step.
         gpus: Processes, one a GPU.
         accelerate_config: Name of the configuration they were launched with; empty for one process without.
+        quantize: What the base was quantised to; empty where it was not.
     """
 
     model: str
@@ -163,6 +164,7 @@ class TrainingRecord:
     weights_gibibytes: float | None = None
     gpus: int = 1
     accelerate_config: str = ""
+    quantize: str = ""
 
     @property
     def group(self) -> tuple:
@@ -173,7 +175,7 @@ class TrainingRecord:
     def sweep(self) -> tuple:
         """The task but for the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
-        return (*model, self.checkpointing, self.lora, self.accelerate_config)
+        return (*model, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 
 @dataclasses.dataclass

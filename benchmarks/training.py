@@ -53,7 +53,8 @@ def run_provider(
 def _record(task: Task, provider: str) -> TrainingRecord:
     sizes = (task.model, task.layers, task.trainer, task.batch, task.length, task.checkpointing)
     config = Path(task.accelerate_config).stem
-    return TrainingRecord(*sizes, provider, lora=task.lora, gpus=task.gpus, accelerate_config=config)
+    how = {"lora": task.lora, "quantize": task.quantize, "gpus": task.gpus, "accelerate_config": config}
+    return TrainingRecord(*sizes, provider, **how)
 
 
 def above_weights(record: TrainingRecord) -> float | None:
@@ -133,7 +134,8 @@ def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
 def _title(record: TrainingRecord, gpus: bool = True) -> str:
     layers = f", {record.layers} layers" if record.layers else ""
     parts = [f"{record.model}{layers}", record.trainer]
-    parts += [f"LoRA r={record.lora}"] if record.lora else []
+    base = f" on {record.quantize}" if record.quantize else ""
+    parts += [f"LoRA r={record.lora}{base}"] if record.lora else []
     parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
     parts += [record.accelerate_config] if record.accelerate_config else []
     return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])

@@ -31,6 +31,7 @@ import torch
 from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, load_provider_file
 from liger_trainer.benchmarks.trainer_setups import Setup, tokens_of_step
 
@@ -52,6 +53,7 @@ class Task:
         warmup: Of the steps, those that are not timed.
         gpus: Processes, one a GPU.
         accelerate_config: File for `accelerate launch`; empty for one process without it.
+        quantize: ``"nf4"`` for a base that bitsandbytes has quantised, doubly; empty for bf16.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Task:
     warmup: int = 2
     gpus: int = 1
     accelerate_config: str = ""
+    quantize: str = ""
 
     @property
     def samples(self) -> int:
@@ -235,6 +238,8 @@ def run(task: Task, provider: str) -> dict[str, Any]:
 
         config = model_config(MODELS[task.model], task.layers)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if task.quantize:
+        model = quantise(model, task.quantize, compress_statistics=True)
     # What a token costs with a frozen model, or with a reference model beside it, is not what the formula counts.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
     steps = Steps(device)

@@ -128,7 +128,7 @@ def task_title(record: TrainingRecord) -> str:
     unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer == "dpo" else ""
     sizes = f"{record.batch} {unit}× {record.length}" if alignment else ""
     return _title(
-        *(record.model, record.layers, record.trainer, record.lora, sizes),
+        *(record.model, record.layers, record.trainer, record.lora, record.quantize.upper(), sizes),
         "" if record.checkpointing else "nothing checkpointed",
     )
 

@@ -84,10 +84,10 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             f"{source}: `reward_weights` has {len(weights)} numbers and `reward_funcs` {len(functions)} names "
             f"({', '.join(functions)}); give one weight for each function, or leave `reward_weights` out."
         )
-    quantised = next((key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)), None)
-    if quantised and not values.get("use_peft"):
+    quantised = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    if len(quantised) == 1 and not values.get("use_peft"):
         raise RecipeError(
-            f"{source}: `{quantised}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
+            f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
         )
     if values.get("lora_target_modules") and not values.get("use_peft"):

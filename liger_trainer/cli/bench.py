@@ -78,6 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
+    training.add_argument("--quantize", choices=["nf4"], default="", help="base in 4 bits, with --lora; default: bf16")
     training.add_argument("--no_checkpointing", action="store_true", help="keep every activation")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
     if searching and len(arguments.length or []) > 1:
         raise BenchmarkError("`longest` begins at one length; give `--length` one number.")
+    _check_quantize(arguments)
     return Task(
         model,
         arguments.layers,
@@ -92,7 +94,23 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         arguments.lora,
         arguments.warmup,
         accelerate_config=_accelerate_config(arguments, device),
+        quantize=arguments.quantize,
     )
+
+
+def _check_quantize(arguments: argparse.Namespace) -> None:
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    if not arguments.quantize:
+        return
+    if arguments.operations == ["longest"]:
+        raise BenchmarkError("`--quantize` is for `bench training`; leave it out.")
+    if not arguments.lora:
+        raise BenchmarkError("`--quantize` freezes the base, so there is nothing to train; give `--lora` a rank too.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise BenchmarkError(
+            "`--quantize` needs bitsandbytes, which is not installed: pip install 'liger-trainer[qlora]'"
+        )
 
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:

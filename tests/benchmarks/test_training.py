@@ -11,6 +11,7 @@ from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, t
 from liger_trainer.benchmarks.training_process import reason
 from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, model_config, run
 from liger_trainer.cli import main
+from tests.quantised import library
 
 MINE = """
 from liger_trainer.benchmarks.training_step import training_provider
@@ -33,6 +34,29 @@ def test_losses_agree(trainer, lora):
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
     assert len(set(results["hf"]["losses"])) > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
+def test_losses_agree_on_a_base_in_4_bits(trainer):
+    library()
+    sizes = {"layers": 1, "batch": 2, "length": 16, "steps": 3, "device": "cpu", "lora": 4}
+    task = Task("tiny", trainer=trainer, quantize="nf4", **sizes)
+    results = {provider: run(task, provider)["losses"] for provider in ("hf", "liger_trainer")}
+    assert results["hf"] == pytest.approx(results["liger_trainer"], abs=0.02)
+    assert len(set(results["hf"])) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["training", "--quantize", "nf4"], "there is nothing to train; give `--lora`"),
+        (["longest", "--quantize", "nf4", "--lora", "4"], "`--quantize` is for `bench training`"),
+    ],
+)
+def test_quantize_that_cannot_be_meant(options, message, capsys):
+    assert main(["bench", *options, "--device", "cpu"])
+    assert message in capsys.readouterr().err
 
 
 def test_a_provider_with_a_number():

@@ -60,7 +60,10 @@ def test_a_new_model_in_4_bits(trainer, tmp_path):
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
 def test_bitsandbytes_that_is_not_there(key, tmp_path, monkeypatch, capsys):
     native = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "bitsandbytes" and native(name, *rest))
+    missing = {"bitsandbytes"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else native(name, *rest)
+    )
     options = ["--use_peft", "true", f"--{key}", "true", "--load_in_4bit", json.dumps(key == "load_in_4bit")]
     code = main(["train", "quickstart", "--output_dir", str(tmp_path / "run"), *options])
     shown = capsys.readouterr().err
