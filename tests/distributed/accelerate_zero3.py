@@ -23,7 +23,7 @@ def spare_compilation() -> None:
 def split_everything() -> None:
     """Makes ZeRO-3 split every parameter, and drop it right after use, as it does where a model is large.
 
-    By default it keeps those below 100000 elements whole, and up to a billion elements from the forward to the backward.
+    By default it keeps those below 100000 elements whole, and a billion elements from the forward to the backward.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
