@@ -21,9 +21,18 @@ def spare_compilation() -> None:
 
 
 def split_everything() -> None:
-    """Makes ZeRO-3 split every parameter; by default it keeps those below 100000 elements whole."""
+    """Makes ZeRO-3 split every parameter, and drop it right after use, as it does where a model is large.
+
+    By default it keeps those below 100000 elements whole, and a billion elements from the forward to the backward.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+    create = DeepSpeedZeRoOffload.__init__
+
+    def dropping(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **{**kwargs, "max_reuse_distance": 0, "max_live_parameters": 0})
+
+    DeepSpeedZeRoOffload.__init__ = dropping
     DeepSpeedZeRoOffload.mark_persistent_parameters = lambda self, *thresholds: []
 
 
