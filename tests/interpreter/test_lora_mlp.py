@@ -13,7 +13,9 @@ from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_referen
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
+from tests.interpreter.test_nf4 import moved
 from tests.kernels.test_lora import kept
+from tests.kernels.test_nf4 import random_weight
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
 
 HIDDEN, INTERMEDIATE = 16, 24
@@ -97,8 +99,11 @@ def test_opcheck(device):
         for i, shape in enumerate([(2, 5, INTERMEDIATE), (2, 5, INTERMEDIATE), *SHAPES[-3:]])
     )
     mask = torch.rand(2, 5, INTERMEDIATE, device=device) < 0.5
-    arguments = gate, up, w, None, [a], [b], [mask], [0.5], [True], "silu", scalars(), False
-    torch.library.opcheck(operators.gated_lora_down, arguments)
+    options = [0.5], [True], "silu", scalars(), False
+    torch.library.opcheck(operators.gated_lora_down, (gate, up, w, None, [a], [b], [mask], [], [0] * 4, *options))
+    four_bits = moved(random_weight(*w.shape, nested=True), device)
+    base = four_bits.packed, None, [a], [b], [mask], four_bits.statistics, four_bits.layout
+    torch.library.opcheck(operators.gated_lora_down, (gate, up, *base, *options))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
