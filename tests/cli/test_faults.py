@@ -48,7 +48,12 @@ LIMIT = 120  # seconds; torch's own for a collective is 1800
 def run(folder, *options, fault=None, step=0):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--main_process_port", "0", "-m", "tests.cli.faulty_rank", f"{folder}.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     environment |= {} if fault is None else {"FAULT": fault, "FAULT_STEP": str(step)}
     Path(f"{folder}.yaml").write_text(RECIPE)
     began = time.monotonic()

@@ -17,7 +17,9 @@ from liger_trainer.kernels.nf4 import LAYOUT_LENGTH
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
+from tests.interpreter.test_nf4 import moved
 from tests.kernels.test_lora import kept
+from tests.kernels.test_nf4 import random_weight
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
 
 HIDDEN, INTERMEDIATE = 16, 24
@@ -115,8 +117,9 @@ def test_a_fused_projection_and_a_kept_graph(device):
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (gate_up, a), retain_graph=keep), expected)
 
 
+@pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize("pending", [False, True])
-def test_opcheck(pending, device):
+def test_opcheck(pending, four_bits, device):
     gate, up, w, a, b = (
         seeded_randn(*shape, seed=i, device=device).requires_grad_()
         for i, shape in enumerate([(2, 5, INTERMEDIATE), (2, 5, INTERMEDIATE), *SHAPES[-3:]])
@@ -125,9 +128,12 @@ def test_opcheck(pending, device):
     z, added_b = seeded_randn(2, 5, 3, device=device).requires_grad_(), seeded_randn(INTERMEDIATE, 3, device=device)
     added = (z, [added_b.requires_grad_()]) if pending else (None, [])
     factors = [0.0, 0.5 if pending else 0.0]
-    floating = [], [0] * LAYOUT_LENGTH
-    lists = *added, [a], [b], [mask], *floating, factors, [0.5], [True]
-    arguments = gate, up, w, None, *lists, "silu", scalars(), False
+    options = [a], [b], [mask]
+    base, statistics = w, ([], [0] * LAYOUT_LENGTH)
+    if four_bits:
+        weight = moved(random_weight(*w.shape, nested=True), device)
+        base, statistics = weight.packed, (weight.statistics, weight.layout)
+    arguments = gate, up, base, None, *added, *options, *statistics, factors, [0.5], [True], "silu", scalars(), False
     torch.library.opcheck(operators.lora_down_save, arguments)
     stand_in = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
     # The gradients of the operands come from the other operator, so there is no one schema check of both.
