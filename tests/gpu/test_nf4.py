@@ -79,7 +79,7 @@ def exact_copy(model):
         if base is not None:
             plain = nn.Linear(base.in_features, base.out_features, bias=False, device=base.weight.device)
             plain.weight.data = functions.dequantize_4bit(base.weight.data, base.weight.quant_state)
-            module.base_layer = plain
+            module.base_layer = plain.requires_grad_(False)  # frozen, as what it stands for
     return model.double()
 
 
