@@ -15,9 +15,9 @@ that an adapter reads.
 
 The backward is fullest at one of two moments. In the down projection's, everything above is there, besides the
 incoming gradient H and that of the product, I, which the product itself is written over; with a PEFT adapter its own
-bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and gradients
-of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up, so it adds
-nothing.
+bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and
+gradients of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up,
+so it adds nothing.
 
 Experts run as transformers' grouped matmul: k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H), all kept; the backward begins with gradients of the weighted and the

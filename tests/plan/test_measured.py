@@ -71,9 +71,7 @@ LIGER = [  # Liger's kernels, whose layers keep the same tensors, around PEFT's;
 ]
 
 
-@pytest.mark.parametrize(
-    ("rank", "setting", "measured"), [case[1:] for case in LIGER], ids=[case[0] for case in LIGER]
-)
+@pytest.mark.parametrize(("rank", "setting", "measured"), [case[1:] for case in LIGER], ids=[case[0] for case in LIGER])
 def test_with_liger(rank, setting, measured):
     memory = estimate(run_of("llama3-8b", 4096, rank=rank, fused=False), setting)
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
