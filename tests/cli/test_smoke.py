@@ -13,7 +13,6 @@ from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe, shi
 from liger_trainer.recipe_run import run_recipe
 from tests.quantised import library
 
-
 # A smoke run is one process: of the recipes for several GPUs one shows that, the others are those without their suffix.
 _SPREAD = {name for name in shipped_recipes() if name.endswith(("_fsdp2", "_zero3"))} - {"llama3_8b_sft_fsdp2"}
 
