@@ -113,7 +113,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "RuntimeError: no such trainer" in capsys.readouterr().out
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, True, 0, "", 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, True, 0, "", "", 8, 1)
 
 
 def test_reasons():

@@ -55,6 +55,20 @@ def test_adapters(bits, setting, measured):
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 
+LOG_PROBS = [
+    ("DPO, 4 pairs of 2048", {"length": 2048, "rows": 2}, Setting(batch=4), 21.93),
+    ("GRPO, 8 of 2048", {"length": 2048, "prompt": 256}, Setting(batch=8), 22.39),
+]
+
+
+@pytest.mark.parametrize(
+    ("work", "setting", "measured"), [case[1:] for case in LOG_PROBS], ids=[case[0] for case in LOG_PROBS]
+)
+def test_adapters_under_log_probs(work, setting, measured):
+    memory = estimate(run_of("llama3-8b", rank=16, loss="log_probs", **work), setting)
+    assert memory.total / GIB == pytest.approx(measured, rel=0.05), memory
+
+
 FSDP2 = [("8 x 4096", 4096, 38.02), ("8 x 16384", 16384, 77.4)]
 
 
