@@ -76,13 +76,16 @@ def test_every_gradient_on_its_own(needed, device):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("index", range(1, len(SHAPES)), ids=[f"{n}_{p}" for n in ("gate", "up", "down") for p in "wab"])
+NAMES = [f"{layer}_{parameter}" for layer in ("gate", "up", "down") for parameter in "wab"]
+
+
+@pytest.mark.parametrize("index", range(1, len(SHAPES)), ids=NAMES)
 def test_parameters_of_another_size(index, device):
     """None is read past its end: an A and a B whose ranks or features do not fit are told."""
     for given in (lambda x: x[:-1], lambda x: x[:, :-1]):
         parameters = tensors(device)
         parameters[index] = given(parameters[index]).contiguous()
-        with pytest.raises(ValueError, match="must (be|have)"):
+        with pytest.raises(ValueError, match=r"must (be|have)"):
             on_layers(lora_mlp)(*parameters)
 
 

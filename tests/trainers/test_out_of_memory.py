@@ -109,11 +109,11 @@ def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path)
     assert "Estimated" not in text
 
 
-def test_a_mistake_in_the_advice_does_not_hide_the_error(tmp_path):
+def test_a_mistake_in_the_advice_does_not_hide_the_error(tmp_path, monkeypatch):
     trainer = build(tmp_path)
     poison(trainer.model)
-    with pytest.raises(torch.OutOfMemoryError) as raised, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(out_of_memory, "budgets", lambda trainer: 1 / 0)
+    monkeypatch.setattr(out_of_memory, "budgets", lambda trainer: 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer.train()
     assert str(raised.value) == CUDA
 
