@@ -16,6 +16,8 @@ class RecipeArguments:
             (`LigerTrainer` on blocks of plain text), ``"dpo"``, ``"orpo"``, ``"cpo"`` (SimPO is its ``loss_type:
             "simpo"``) and ``"reward"`` (pairs of a chosen and a rejected answer), ``"kto"`` (answers with a label),
             ``"grpo"`` or ``"rloo"`` (prompts, and reward functions).
+        accelerate_config: How the recipe is meant to be spread over GPUs: a name or file as ``--accelerate_config``
+            takes it. ``liger-trainer train`` uses it where that is not given and there are GPUs.
         model_config: A configuration to train from scratch, with its ``model_type``; a mapping or JSON. Used in place
             of ``model_name_or_path``.
         model_family: The ``model_type`` that ``--smoke`` shrinks; found from the model's id where it is not given.
@@ -34,6 +36,9 @@ class RecipeArguments:
 
     trainer: Literal["sft", "causal_lm", "dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"] = field(
         default="sft", metadata={"help": "Which trainer runs."}
+    )
+    accelerate_config: str | None = field(
+        default=None, metadata={"help": "Configuration of accelerate for `liger-trainer train` on GPUs."}
     )
     model_config: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Configuration of a model to train from scratch, with its model_type; JSON."}

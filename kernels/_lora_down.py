@@ -1,9 +1,6 @@
 """A gated activation and its down projection with adapters, as two operators; formulas are in `lora_mlp`.
 
-Two, so that a checkpoint repeats only the first. Under torch's non-reentrant checkpoints a recomputation ends with the
-last tensor that was saved, and an operator saves when it has run: as one, the product and h, which are a third of the
-MLP, would be computed again for nobody. So the first saves, and returns a stand-in for y that has y's shape and no
-memory; the second computes y, saves nothing, and hands dy to the stand-in::
+Two, so that a checkpoint repeats only the first, as in `gated_down`::
 
     stand_in = lora_down_save(gate, up, z, W, A, B)         dgate, dup, dz, dA, dB, dW, db = its backward, of dy
     y        = lora_down_product(stand_in, gate, ...)       dy -> stand_in
@@ -27,7 +24,7 @@ from liger_trainer.kernels._base_weights import Weight, weights_of
 from liger_trainer.kernels._lora_gated_kernels import LowRank
 from liger_trainer.kernels._lora_linears import split_rows
 from liger_trainer.kernels._lora_products import rows_of
-from liger_trainer.kernels.gated_down import gradients_and_h
+from liger_trainer.kernels.gated_down import gradients_and_h, stand_in_for
 
 
 @torch.library.custom_op("liger_trainer::lora_down_save", mutates_args=())
@@ -56,18 +53,17 @@ def lora_down_save(
     `added_scalings` one factor for each half, 0 where it has no adapter; `statistics` and `layouts` are of a weight in
     4 bits.
     """
-    return gate.new_zeros(()).expand(_shape(gate, weight, statistics, layouts))
+    return _stand_in(gate, weight, statistics, layouts)
 
 
 @lora_down_save.register_fake
 def _(gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts, *_):
-    return gate.new_empty(()).expand(_shape(gate, weight, statistics, layouts))
+    return _stand_in(gate, weight, statistics, layouts)
 
 
-def _shape(gate: torch.Tensor, weight: torch.Tensor, statistics: Any, layouts: Any) -> tuple[int, ...]:
-    """That of y."""
+def _stand_in(gate: torch.Tensor, weight: torch.Tensor, statistics: Any, layouts: Any) -> torch.Tensor:
     (base,) = weights_of([weight], statistics, layouts)
-    return *gate.shape[:-1], base.shape[0]
+    return stand_in_for(gate, base.shape[0])
 
 
 @torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())

@@ -1,4 +1,4 @@
-"""A gated activation and its down projection as one operator, which keeps ``h`` for neither: it is built again.
+"""A gated activation and its down projection, which keep ``h`` for neither: it is built again.
 
 ::
 
@@ -11,6 +11,14 @@ pass of the backward, which has gate and up in registers, writes h once more, ov
 Bytes moved beyond the matrix products: forward 3 elements, backward 6 (three read, three written) instead of 5. With
 `inplace_backward` the gradients go over gate and up, and the backward allocates nothing of h's size but dh. A frozen W
 needs no h, so none is written. Formulas of the activations are in `_gated_activation`.
+
+There are two operators, so that a checkpoint repeats only the first. Under torch's non-reentrant checkpoints a
+recomputation ends with the last tensor that was saved, and an operator saves when it has run: as one, h and the product
+would be computed again for nobody. So the first saves, and returns a stand-in for y that has y's shape and no memory;
+the second computes y, saves nothing, and hands dy to the stand-in::
+
+    stand_in = gated_down_save(gate, up, W, b)              dgate, dup, dW, db = its backward, of dy
+    y        = gated_down(stand_in, gate, up, W, b)         dy -> stand_in
 """
 
 from __future__ import annotations
@@ -29,8 +37,8 @@ from liger_trainer.kernels.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.swiglu import swiglu_reference
 
 
-@torch.library.custom_op("liger_trainer::gated_down", mutates_args=())
-def gated_down(
+@torch.library.custom_op("liger_trainer::gated_down_save", mutates_args=())
+def gated_down_save(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     weight: torch.Tensor,
@@ -40,10 +48,35 @@ def gated_down(
     interleaved: bool,
     inplace_backward: bool,
 ) -> torch.Tensor:
-    """``h @ weight.T + bias`` as an operator; call `swiglu_down` or one of its kin, which check their inputs.
+    """Stands in for y, whose gradient it turns into those of the operands; call `swiglu_down` or one of its kin.
 
     `up` is None where `gate` is a whole fused projection.
     """
+    return stand_in_for(gate, weight.shape[0])
+
+
+@gated_down_save.register_fake
+def _(gate, up, weight, *_):
+    return stand_in_for(gate, weight.shape[0])
+
+
+def stand_in_for(gate: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Zeros of y's shape that share one element of memory."""
+    return gate.new_zeros(()).expand(*gate.shape[:-1], out_features)
+
+
+@torch.library.custom_op("liger_trainer::gated_down", mutates_args=())
+def gated_down(
+    stand_in: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+) -> torch.Tensor:
+    """``h @ weight.T + bias``, whose gradient goes to `stand_in`."""
     h = gated.empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, interleaved)
@@ -52,8 +85,15 @@ def gated_down(
 
 
 @gated_down.register_fake
-def _(gate, up, weight, bias, activation, scalars, interleaved, inplace_backward):
-    return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
+def _(stand_in, gate, *_):
+    return gate.new_empty(stand_in.shape)
+
+
+def _hand_over(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    return dy, *(None,) * 7
+
+
+gated_down.register_autograd(_hand_over)
 
 
 @torch.library.custom_op("liger_trainer::gated_recompute", mutates_args=("dh",))
@@ -146,7 +186,7 @@ def gradients_and_h(
     return dgate if need_gate else None, dup if need_up else None, dh
 
 
-gated_down.register_autograd(_backward, setup_context=_setup_context)
+gated_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
@@ -185,7 +225,8 @@ def swiglu_down(
     """``linear(swiglu(gate, up), weight, bias)`` that does not keep the product for its backward but builds it again.
 
     It saves a third of what a gated MLP holds between forward and backward, for one more store an element in the
-    backward. Inside a layer that is checkpointed as a whole it saves nothing that outlives the layer's own backward.
+    backward. Inside a layer that is checkpointed as a whole nothing of it outlives the layer's own backward, but its
+    recomputation leaves the product out.
 
     Args:
         gate: Gate projection, (..., intermediate), or, with `up` None, a whole fused projection, (..., 2 *
@@ -210,7 +251,7 @@ def swiglu_down(
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
     if kernel_takes(gate, up, weight, bias, inplace_backward):
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
-        return gated_down(gate, up, weight, bias, "silu", values, False, inplace_backward)
+        return _operators(gate, up, weight, bias, "silu", values, inplace_backward)
     return swiglu_down_reference(
         *(gate, up, weight, bias),
         gate_multiplier=gate_multiplier,
@@ -248,8 +289,21 @@ def geglu_down(
     activation = activation_name(approximate)
     gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
     if kernel_takes(gate, up, weight, bias, inplace_backward):
-        return gated_down(gate, up, weight, bias, activation, gated.scalars(), False, inplace_backward)
+        return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward)
     return geglu_down_reference(gate, up, weight, bias, approximate)
+
+
+def _operators(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    inplace_backward: bool,
+) -> torch.Tensor:
+    operands = gate, up, weight, bias, activation, scalars, False
+    return gated_down(gated_down_save(*operands, inplace_backward), *operands)
 
 
 def swiglu_down_reference(

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
@@ -69,6 +71,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
+    _check_launch(recipe, trainer)
 
     try:
         metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
@@ -86,6 +89,23 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer, metrics
+
+
+def _check_launch(recipe: Recipe, trainer: Trainer) -> None:
+    """Warns where the recipe is written for a model that is split, and this one is not."""
+    from liger_trainer.cli.train import accelerate_config
+
+    name = recipe.recipe.accelerate_config
+    if name is None:
+        return
+    meant = yaml.safe_load(accelerate_config(name).read_text(encoding="utf-8")).get("distributed_type")
+    split = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled}
+    if not split.get(meant, True):
+        logger.warning(
+            "%s is written for `accelerate_config: %s`, but the model is not split here; start it on GPUs with "
+            "`liger-trainer train`, or with `accelerate launch --config_file` and that configuration.",
+            *(recipe.source, name),
+        )
 
 
 def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:

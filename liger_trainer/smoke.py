@@ -125,6 +125,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     evaluated = str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) != "no"
     family = family_of(values)
     small: dict[str, Any] = {
+        "accelerate_config": None,
         "model_family": family,
         "model_config": {"model_type": family, **FAMILIES[family]},
         "model_name_or_path": None,

@@ -41,7 +41,7 @@ QUANTISED = ("sft_lora", "sft_qlora", "dpo_qlora")
 
 
 def test_all_shipped_recipes_are_found():
-    methods = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "dpo_lora", "grpo_lora")
+    methods = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "dpo_lora", "grpo_lora", "sft_fsdp2", "sft_zero3")
     families = ("llama3_8b", "qwen3_30b_a3b", "gemma3_4b")
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}

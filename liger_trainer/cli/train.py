@@ -14,8 +14,9 @@ from liger_trainer.cli.parser import complain
 def train(arguments: Namespace, options: Sequence[str]) -> int:
     """Trains ``arguments.recipe`` with the `options` that win over it.
 
-    One process runs in place. With ``--accelerate_config``, or where this machine has several GPUs, `accelerate launch`
-    takes over this process; the recipe is read and checked first, so that a mistake is told once and not by every rank.
+    One process runs in place. With ``--accelerate_config``, or one in the recipe and a GPU, or where this machine has
+    several GPUs, `accelerate launch` takes over this process; the recipe is read and checked first, so that a mistake
+    is told once and not by every rank.
 
     Returns:
         The exit code: 0, or 2 after an error that the user can put right.
@@ -26,7 +27,8 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
     try:
         path = find_recipe(arguments.recipe)
-        command = launch_command(path, [*options, *flags], arguments.accelerate_config, arguments.num_processes)
+        config = arguments.accelerate_config or _config_of(path, arguments.smoke)
+        command = launch_command(path, [*options, *flags], config, arguments.num_processes)
         if command is not None:
             check_values(read_recipe(path), options, path)
     except RecipeError as error:
@@ -40,6 +42,15 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     print("liger-trainer:", " ".join(command[1:]), file=sys.stderr, flush=True)
     sys.stdout.flush()
     return os.execv(command[0], command)  # does not come back
+
+
+def _config_of(recipe: Path, smoke: bool) -> str | None:
+    """The accelerate configuration that a recipe names, where it is to be followed: in a launched process it was."""
+    from liger_trainer.recipe_file import read_recipe
+
+    if smoke or "RANK" in os.environ or not count_gpus():
+        return None
+    return read_recipe(recipe).get("accelerate_config")
 
 
 def launch_command(

@@ -9,9 +9,9 @@ common input, and the down projection another, which builds its input again inst
 With `recompute_mlp` a plain down projection joins them in one operator that does not keep its input, the product, but
 builds it again in the backward. That saves 2 bytes an element of the intermediate size and token in bf16, a third of
 what a gated MLP keeps, for one more store an element, well under a hundredth of a layer's time. It is off by default:
-under layer checkpointing, the usual setting, nothing of an MLP outlives its layer's own backward, so it would cost the
-store and save one layer's product at most; and policies that choose by operator which products to keep no longer see
-the down projection's.
+under layer checkpointing, the usual setting, nothing of an MLP outlives its layer's own backward, so it would save one
+layer's product at most, and the pass that a recomputation makes over it; and policies that choose by operator which
+products to keep no longer see the down projection's.
 
 With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`kernels/tiled_mlp.py`), so that
 what an MLP needs no longer grows with the sequence.

@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from liger_trainer.cli import train
+from liger_trainer.cli import main, train
 from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_run import _check_launch
 
 NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
@@ -84,3 +86,27 @@ def test_unknown_config_names_the_shipped_ones(gpus):
     gpus(1)
     with pytest.raises(RecipeError, match=r"'fsdp3'.*ddp, fsdp1, fsdp2"):
         train.launch_command(RECIPE, [], "fsdp3", None)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "expected"), [(2, [], "zero3"), (2, ["--accelerate_config", "ddp"], "ddp"), (0, [], None)]
+)
+def test_the_configuration_that_a_recipe_names(gpus, monkeypatch, tmp_path, count, options, expected):
+    gpus(count)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("trainer: causal_lm\naccelerate_config: zero3\nmodel_config: {model_type: llama}\n")
+    launched, run = [], []
+    monkeypatch.setattr("os.execv", lambda _, command: launched.append(command) or 0)
+    monkeypatch.setattr("liger_trainer.cli.run_recipe_file", lambda *given: run.append(given) or 0)
+    assert main(["train", str(recipe), *options]) == 0
+    assert [Path(command[command.index("--config_file") + 1]).stem for command in launched] == [expected] * (count > 0)
+    assert len(run) == (count == 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_split", "warns"), [("fsdp2", False, True), ("fsdp2", True, False), ("ddp", False, False)]
+)
+def test_a_recipe_for_a_split_model_warns_where_it_is_not(caplog, name, is_split, warns):
+    recipe = SimpleNamespace(recipe=SimpleNamespace(accelerate_config=name), source="mine.yaml")
+    _check_launch(recipe, SimpleNamespace(is_fsdp_enabled=is_split, is_deepspeed_enabled=False))
+    assert ("mine.yaml is written for `accelerate_config: fsdp2`" in caplog.text) == warns

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels import _gated_activation as operators
 from liger_trainer.kernels import gated_down as down_operators
@@ -107,6 +108,22 @@ def test_h_is_not_kept(device):
     assert sorted(saved) == sorted([(2, 3, INTERMEDIATE)] * 2 + [(HIDDEN, INTERMEDIATE)])
 
 
+def test_a_checkpoint_does_not_repeat_the_product(device, monkeypatch):
+    calls, native = [], down_operators.gated_down
+    monkeypatch.setattr(down_operators, "gated_down", lambda *given: calls.append(1) or native(*given))
+    gate, up, weight, _ = inputs(device=device)
+
+    def gradients(run):
+        calls.clear()
+        y = run(lambda *given: swiglu_down(given[0] * 1.0, *given[1:]), gate, up, weight)
+        return torch.autograd.grad(y.square().sum(), (gate, up, weight))
+
+    expected = gradients(lambda layer, *given: layer(*given))
+    got = gradients(partial(checkpoint, use_reentrant=False))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert len(calls) == 1
+
+
 @fusions
 def test_a_frozen_weight_needs_no_h(fused, device):
     gate, up, weight, _ = inputs(fused, device=device)
@@ -185,8 +202,12 @@ def test_opcheck(device):
     gate, up, weight, bias = inputs(device=device)
     gate_up = inputs(True, device=device)[0]
     plain = operators.scalars()
-    opcheck(down_operators.gated_down, (gate, up, weight, bias, "silu", plain, False, False))
-    opcheck(down_operators.gated_down, (gate_up, None, weight, None, "gelu", plain, False, False))
+    for tensors in ((gate, up, weight, bias, "silu"), (gate_up, None, weight, None, "gelu")):
+        opcheck(down_operators.gated_down_save, (*tensors, plain, False, False))
+        stand_in = randn(2, 3, HIDDEN, device=device).requires_grad_()
+        # The gradients of the operands come from the other operator, so there is no one schema check of both.
+        operands = [x.detach() if isinstance(x, torch.Tensor) else x for x in tensors]
+        opcheck(down_operators.gated_down, (stand_in, *operands, plain, False))
     detached = [x.detach().clone() for x in (gate, up)]
     dh = randn(6, INTERMEDIATE, seed=2, device=device)
     opcheck(down_operators._gated_recompute, (dh, *detached, "silu", plain, False, True, False))
