@@ -96,7 +96,7 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     if model.name.startswith("gemma3"):
         return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
     if model.experts:
-        experts = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+        experts: dict[str, Any] = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
         config = Qwen3MoeConfig(
             **sizes, **experts, moe_intermediate_size=model.expert_intermediate, norm_topk_prob=True
         )
