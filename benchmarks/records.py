@@ -18,7 +18,7 @@ from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 _PACKAGES = (
-    *("torch", "triton", "transformers", "accelerate", "trl", "peft"),
+    *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
 )
 

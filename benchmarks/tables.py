@@ -19,6 +19,7 @@ from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training_tables import (
     alignment_steps_table,
     alignment_table,
+    lora_table,
     several_gpus_section,
     training_table,
 )
@@ -26,6 +27,10 @@ from liger_trainer.benchmarks.training_tables import (
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
 _OURS = "liger_trainer"
+_PACKAGES = (
+    *("torch", "triton", "transformers", "trl", "bitsandbytes"),
+    *("liger-kernel", "quack-kernels", "cut-cross-entropy"),
+)
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 _README_ROWS = (
     ("rms_norm", "llama3-8b", 16384, ""),
@@ -74,8 +79,7 @@ class Results:
         runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
         lines = []
         for run in runs:
-            packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "quack-kernels", "cut-cross-entropy")
-            known = ", ".join(f"{name} {run.versions[name]}" for name in packages if name in run.versions)
+            known = ", ".join(f"{name} {run.versions[name]}" for name in _PACKAGES if name in run.versions)
             lines.append(f"{run.machine.device}, {known}: `{run.command}`")
         return "<sub>" + "<br>".join(lines) + "</sub>"
 
@@ -187,6 +191,7 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
+    "lora": lora_table,
     "alignment": alignment_table,
     "several-gpus": several_gpus_section,
     "alignment-steps": alignment_steps_table,

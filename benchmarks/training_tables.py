@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.benchmarks.registry import family
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training import above_weights, sweep
 
@@ -42,9 +43,20 @@ liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,4 --batch 8 
 
 
 def training_table(results: Results) -> str:
-    """Tokens/s / peak GiB, and the share of the hardware's peak where it is known; a row a task of one GPU."""
+    """Full fine-tuning on one GPU: tokens/s / peak GiB, and the share of the hardware's peak where it is known."""
+    return _steps_table(results, [group for group in _supervised(results) if not results.tasks[group][0].lora])
+
+
+def lora_table(results: Results) -> str:
+    """The same of adapters, on bf16 and on quantised bases; empty without results."""
+    groups = [group for group in _supervised(results) if results.tasks[group][0].lora]
+    groups.sort(key=lambda group: (results.tasks[group][0].quantize, not results.tasks[group][0].checkpointing))
+    return _steps_table(results, groups) if groups else ""
+
+
+def _supervised(results: Results) -> list[tuple]:
     groups = [group for group, records in results.tasks.items() if not records[0].accelerate_config]
-    return _steps_table(results, [group for group in groups if not _is_alignment(results, group)])
+    return [group for group in groups if not _is_alignment(results, group)]
 
 
 def several_gpus_section(results: Results) -> str:
@@ -63,7 +75,7 @@ def _sweep_table(results: Results, groups: Mapping[tuple, Sequence[TrainingRecor
     lengths, rows = sweep(records)
     gpus = " and ".join(str(count) for count in sorted({record.gpus for record in records}))
     more = (f"batch {first.batch} a GPU", f"{gpus} GPUs", first.accelerate_config)
-    title = _title(first.model, first.layers, first.trainer, first.lora, *more)
+    title = _title(first.model, first.layers, first.trainer, _adapters(first), *more)
     header = ["provider", *(f"{length:,}" for length in lengths)]
     return (
         f"{title}:\n\n" + markdown(header, [[name, *cells] for name, cells in rows]) + "\n\n" + results.source(groups)
@@ -91,15 +103,12 @@ def _is_alignment(results: Results, group: tuple) -> bool:
 
 def _steps_table(results: Results, groups: Sequence[tuple]) -> str:
     tasks = [results.tasks[group] for group in groups]
-    measured = {record.provider for records in tasks for record in records}
+    measured = {family(record.provider) for records in tasks for record in records}
     columns = [name for name in _LIBRARIES if name in measured]
     rows = []
     for records in tasks:
-        by_name = {record.provider: record for record in records}
-        rates = {name: record.tokens_per_second for name, record in by_name.items() if record.tokens_per_second}
-        best = all(rates.get(_OURS, 0.0) >= rate for rate in rates.values())
-        cells = [_progress(by_name.get(name), bold=name == _OURS and best) for name in columns]
-        rows.append([task_title(records[0]), *cells])
+        bold = _fastest_of_several(records)
+        rows.append([task_title(records[0]), *(_cell(records, library, bold) for library in columns)])
     versions = {"liger-kernel": results.version("liger-kernel")}
     header = [_LIBRARIES[name] + versions.get(name, "") for name in columns]
     return markdown(["model", *header], rows) + "\n\n" + results.source(groups)
@@ -109,7 +118,7 @@ def longest_table(results: Results) -> str:
     """The longest sequence each provider trains on, a row a provider and task."""
     rows = [
         [
-            _title(record.model, record.layers, record.trainer, record.lora, f"batch {record.batch}"),
+            _title(record.model, record.layers, record.trainer, _rank(record.lora), f"batch {record.batch}"),
             record.provider,
             f"{record.length:,}",
             "–" if record.too_long is None else f"{record.too_long:,}",
@@ -128,24 +137,47 @@ def task_title(record: TrainingRecord) -> str:
     unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer == "dpo" else ""
     sizes = f"{record.batch} {unit}× {record.length}" if alignment else ""
     return _title(
-        *(record.model, record.layers, record.trainer, record.lora, record.quantize.upper(), sizes),
+        *(record.model, record.layers, record.trainer, _adapters(record), sizes),
         "" if record.checkpointing else "nothing checkpointed",
     )
 
 
-def _title(model: str, layers: int, trainer: str, lora: int, *more: str) -> str:
+def _title(model: str, layers: int, trainer: str, *more: str) -> str:
     parts = [MODELS[model].title, f"{layers} of its layers" if layers else "", _TRAINERS.get(trainer, "")]
-    return ", ".join(part for part in (*parts, f"LoRA r={lora}" if lora else "", *more) if part)
+    return ", ".join(part for part in (*parts, *more) if part)
 
 
-def _progress(record: TrainingRecord | None, bold: bool) -> str:
-    if record is None:
-        return "–"
+def _rank(lora: int) -> str:
+    return f"LoRA r={lora}" if lora else ""
+
+
+def _adapters(record: TrainingRecord) -> str:
+    return _rank(record.lora) + (f" on {record.quantize}" if record.quantize else "")
+
+
+def _fastest_of_several(records: Sequence[TrainingRecord]) -> TrainingRecord | None:
+    """Ours, where it is faster than another library that was measured."""
+    best = max(records, key=lambda record: record.tokens_per_second or 0.0)
+    compared = any(record.tokens_per_second for record in records if family(record.provider) != _OURS)
+    return best if compared and family(best.provider) == _OURS else None
+
+
+def _cell(records: Sequence[TrainingRecord], library: str, bold: TrainingRecord | None) -> str:
+    """A library at its defaults, then at each of its settings."""
+    own = sorted((record for record in records if family(record.provider) == library), key=lambda one: one.provider)
+    texts = []
+    for record in own:
+        text = f"**{_progress(record)}**" if record is bold else _progress(record)
+        setting = record.provider.removeprefix(library).strip()
+        texts.append(f"{text} with `{setting}`" if setting else text)
+    return "; ".join(texts) or "–"
+
+
+def _progress(record: TrainingRecord) -> str:
     if record.tokens_per_second is None:
         return record.failure
     text = f"{record.tokens_per_second:,.0f}"
     text += "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}"
     above = above_weights(record) if record.trainer in _ALIGNMENT else None
     text += "" if above is None else f" / {above:.1f}"
-    text += "" if record.mfu is None else f" / {100 * record.mfu:.0f} %"
-    return f"**{text}**" if bold else text
+    return text + ("" if record.mfu is None else f" / {100 * record.mfu:.0f} %")

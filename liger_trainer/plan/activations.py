@@ -8,12 +8,16 @@ H, query width Q, key (and value) width K and MLP width I keeps, where its weigh
 
 RoPE is linear and keeps nothing. QK norms keep q and k from before them (Q + K), norms behind attention and MLP their
 inputs (2 H). SDPA takes keys and values repeated to Q each where a mask rules out its own grouping. Frozen weights keep
-no input. A LoRA adapter keeps one copy of its input each, as PEFT's fp32 adapters cast it and autocast casts it back.
+no input. The adapters of q, k and v keep the norm's output, H, once, and so do those of gate and up; that of the output
+projection reads what attention keeps, and the down projection's input is built again. In PEFT's own layers each adapter
+keeps one copy of its input, as fp32 adapters cast it and autocast casts it back. Dropout keeps a byte for each number
+that an adapter reads.
 
 The backward is fullest at one of two moments. In the down projection's, everything above is there, besides the
-incoming gradient H and that of the product, I; with an adapter its own bf16 share, I, and the same in fp32. In the
-attention's, the MLP is gone, and gradients of output, q, k, v stand beside what the attention keeps. The gated kernels'
-backward writes over gate and up, so it adds nothing.
+incoming gradient H and that of the product, I, which the product itself is written over; with a PEFT adapter its own
+bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and
+gradients of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up,
+so it adds nothing.
 
 Experts run as transformers' grouped matmul: k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H), all kept; the backward begins with gradients of the weighted and the
@@ -77,14 +81,16 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
     masked = implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
     repeated = masked or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
-    elements = shape.query + 2 * keys + shape.query + shape.adapted_attention + shape.adapted_output
+    elements = shape.query + 2 * keys + shape.query
     if shape.trained:
         elements += shape.hidden * (3 if precision.autocast else 1)
     if shape.qk_norm:
         elements += shape.query + shape.key_value
     stream = shape.hidden * (3 if shape.post_norms else 2)  # both norms' inputs, and that of the one behind
     scores = shape.heads * length * (4 + precision.compute) if implementation == "eager" else 0
-    return elements * precision.compute + stream * precision.stream + scores
+    adapters = _adapters_saved(shape, precision, shape.adapted_attention, shape.hidden)
+    adapters += _adapters_saved(shape, precision, shape.adapted_output, 0)
+    return elements * precision.compute + stream * precision.stream + scores + adapters
 
 
 def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = False) -> float:
@@ -93,12 +99,27 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
     if shape.trained:
         elements += shape.hidden * (2 if precision.autocast else 1)
     if shape.intermediate:
-        product = shape.intermediate if shape.trained else shape.adapted_down
-        elements += 2 * shape.intermediate + (0 if recompute_mlp and shape.trained else product) + shape.adapted_mlp
+        elements += 2 * shape.intermediate
+        elements += shape.intermediate if shape.trained and not recompute_mlp else 0
     inner, rows = shape.experts_per_token * shape.expert_intermediate, shape.experts_per_token * shape.hidden
     elements += 4 * inner + rows * (2 if shape.trained else 1)
     behind = shape.hidden * precision.stream if shape.post_norms else 0
-    return elements * precision.compute + behind
+    adapters = _adapters_saved(shape, precision, shape.adapted_mlp, shape.hidden)
+    adapters += _adapters_saved(shape, precision, shape.adapted_down, 0)
+    return elements * precision.compute + behind + adapters
+
+
+def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unkept: int) -> float:
+    """Bytes a token that adapters keep.
+
+    Args:
+        shape: The layer.
+        precision: Bytes of a number.
+        read: Input widths of the adapters, summed.
+        unkept: Width of that input, which they share; 0 where something else keeps it or it is built again.
+    """
+    elements = min(read, unkept) if shape.fused_adapters else read
+    return elements * precision.compute + (read if shape.adapter_dropout else 0)
 
 
 def layer_memory(
@@ -131,7 +152,7 @@ def layer_memory(
     tile = 0.0
     down = shape.intermediate * compute
     if shape.adapted_down:
-        down += shape.adapted_down * (compute + ADAPTER_BYTES)
+        down += shape.adapted_down * _adapter_gradient(shape, compute)
     experts = 2 * shape.experts_per_token * shape.hidden * compute
     if tiled_mlp and shape.intermediate and not shape.experts_per_token:
         mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient
@@ -153,12 +174,19 @@ def layer_memory(
 
 def _attention_backward(shape: LayerShape, compute: int) -> float:
     """Gradients in the attention's backward: at its output projection, in its middle, or at q, k and v."""
-    output = shape.query * compute + shape.adapted_output * (compute + ADAPTER_BYTES)
+    output = shape.query * compute + shape.adapted_output * _adapter_gradient(shape, compute)
     middle = (2 * shape.query + 2 * shape.key_value) * compute
-    adapted = shape.hidden * (compute + ADAPTER_BYTES) if shape.adapted_attention else 0
+    adapted = shape.hidden * _adapter_gradient(shape, compute) if shape.adapted_attention else 0
     start = (shape.query + 2 * shape.key_value + 2 * shape.hidden) * compute + adapted
     gone = 2 * shape.query * compute  # q and the output, before the projections' own backward
     return max(output, middle, start - gone)
+
+
+def _adapter_gradient(shape: LayerShape, compute: int) -> int:
+    """Bytes of a number that an adapter holds beside its input's gradient while it adds its own to it."""
+    if not shape.fused_adapters:
+        return compute + ADAPTER_BYTES
+    return compute if shape.adapter_dropout else 0  # else a matmul adds it
 
 
 def _experts_end(shape: LayerShape, compute: int) -> float:

@@ -69,16 +69,16 @@ def read_inputs(
         from liger_trainer.smoke import shrink
 
         values = shrink(values, given)
-    config = _config(values, source)
+    config, mapping = _config(values, source), kernels_of(values, source)
+    fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
     try:
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
-        shape = read_layer_shape(model)
+        shape = read_layer_shape(model, fused)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     notes = _notes(values, config, prompt_length)
     half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
-    mapping = kernels_of(values, source)
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
         parameters,

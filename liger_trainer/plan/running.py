@@ -27,6 +27,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     kernels, ours = kernel_config_of(args), args.use_liger_kernel
     rows, length = shape
+    fused_adapters = bool(ours and kernels.lora and not getattr(model, "is_loaded_in_8bit", False))
     head = HeadSettings(
         loss=_loss(trainer, model),
         fused=bool(ours and kernels.linear_cross_entropy),
@@ -38,7 +39,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     work = Work(max(rows // batch, 1), length, length, head, _bytes(getattr(trainer, "ref_model", None)))
     run = Run(
         count_parameters(model),
-        read_layer_shape(model),
+        read_layer_shape(model, fused_adapters),
         work,
         weight_bytes=model.get_input_embeddings().weight.element_size(),
         mixed=bool(args.bf16 or args.fp16),

@@ -33,6 +33,8 @@ class LayerShape:
         adapted_output: The same of the attention's output projection.
         adapted_mlp: The same of the gate and up projections.
         adapted_down: The same of the down projection.
+        fused_adapters: Whether adapters run in our operators, which keep no copies of their inputs; else PEFT's do.
+        adapter_dropout: Whether adapters have dropout, whose mask is kept.
         trained: Whether the layer's own weights are trained.
         vocab: Size V of the vocabulary.
     """
@@ -53,12 +55,18 @@ class LayerShape:
     adapted_output: int = 0
     adapted_mlp: int = 0
     adapted_down: int = 0
+    fused_adapters: bool = True
+    adapter_dropout: bool = False
     trained: bool = True
     vocab: int = 0
 
 
-def read_layer_shape(model: Any) -> LayerShape:
+def read_layer_shape(model: Any, fused_adapters: bool = True) -> LayerShape:
     """The [`LayerShape`] of a model.
+
+    Args:
+        model: On any device.
+        fused_adapters: Whether its adapters, if it has some, will run in our operators.
 
     Raises:
         ValueError: if its configuration lacks what a decoder has.
@@ -88,6 +96,8 @@ def read_layer_shape(model: Any) -> LayerShape:
         sliding_window=window,
         full_layers=full,
         **_adapted(layer),
+        fused_adapters=fused_adapters,
+        adapter_dropout=_has_dropout(layer),
         trained=any(parameter.requires_grad for parameter in own),
         vocab=config.vocab_size,
     )
@@ -130,3 +140,8 @@ def _adapted(layer: nn.Module) -> dict[str, int]:
             place = "adapted_down" if "down" in last or last in ("w2", "fc2") else "adapted_mlp"
         widths[place] += int(getattr(module, "in_features", 0))
     return widths
+
+
+def _has_dropout(layer: nn.Module) -> bool:
+    found = (dropout for module in layer.modules() for dropout in getattr(module, "lora_dropout", {}).values())
+    return any(getattr(dropout, "p", 0) for dropout in found)

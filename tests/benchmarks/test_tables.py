@@ -8,7 +8,7 @@ from liger_trainer.benchmarks import tables
 from liger_trainer.benchmarks.records import LongestRecord, Machine, Record, Run, TrainingRecord, compare_with_eager
 from liger_trainer.benchmarks.registry import load_operations
 from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render
-from liger_trainer.benchmarks.training_tables import alignment_table, several_gpus_section, training_table
+from liger_trainer.benchmarks.training_tables import alignment_table, lora_table, several_gpus_section, training_table
 
 load_operations()
 GROUP = ("rms_norm", "llama3-8b", 16384, "")
@@ -131,6 +131,31 @@ def test_training_rows():
         "no result in 100 s",
         "**30,000 / 60.0 / 41 %**",
     ]
+
+
+def test_adapters_are_a_table_of_their_own():
+    task = ("llama3-8b", 0, "causal_lm", 4, 4096)
+    training = [
+        TrainingRecord(*task, True, "liger_trainer activation_offloading", 11800.0, None, 8.5, lora=16, quantize="nf4"),
+        TrainingRecord(*task, True, "hf", 8100.0, None, 33.6, lora=16, quantize="nf4"),
+        TrainingRecord(*task, False, "liger_trainer", 15600.0, None, 70.4, lora=16),
+        TrainingRecord(*task, True, "hf", 7500.0, None, 43.2, lora=16),
+        TrainingRecord(*task, True, "liger_trainer activation_offloading", 11000.0, None, 18.0, lora=16),
+        TrainingRecord(*task, True, "liger_trainer", 12000.0, None, 22.0, lora=16),
+        TrainingRecord(*task, True, "hf", 8000.0, 0.4, 70.0),
+    ]
+    measured = Results([results(training=training)])
+    assert [row[0] for row in cells(training_table(measured))] == ["Llama-3 8B"]
+    assert cells(lora_table(measured)) == [
+        [
+            "Llama-3 8B, LoRA r=16",
+            "7,500 / 43.2",
+            "**12,000 / 22.0**; 11,000 / 18.0 with `activation_offloading`",
+        ],
+        ["Llama-3 8B, LoRA r=16, nothing checkpointed", "–", "15,600 / 70.4"],
+        ["Llama-3 8B, LoRA r=16 on nf4", "8,100 / 33.6", "**11,800 / 8.5** with `activation_offloading`"],
+    ]
+    assert lora_table(Results([results(training=training[-1:])])) == ""
 
 
 def test_alignment_is_a_table_of_its_own():

@@ -79,7 +79,7 @@ def exact_copy(model):
         if base is not None:
             plain = nn.Linear(base.in_features, base.out_features, bias=False, device=base.weight.device)
             plain.weight.data = functions.dequantize_4bit(base.weight.data, base.weight.quant_state)
-            module.base_layer = plain
+            module.base_layer = plain.requires_grad_(False)  # frozen, as what it stands for
     return model.double()
 
 
@@ -190,6 +190,11 @@ def test_decoding_runs_bitsandbytes_own_products(device):
 @one_gpu
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_losses_are_those_of_trl(kind, tmp_path):
+    """At a learning rate at which rounding stays rounding.
+
+    At 1e-3 it does not: on the CPU, TRL with eager attention drifts from TRL by 1.5 % within 20 steps of DPO, as ours
+    does. At 2e-4 both stay within 0.3 %, while a gradient without the adapters' part moves the loss by 7 %.
+    """
     folder = str(tmp_path / "model")
     llama(hidden_size=256, intermediate_size=512).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -200,7 +205,7 @@ def test_losses_are_those_of_trl(kind, tmp_path):
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     loading = {"quantization_config": quantised, "dtype": torch.bfloat16, "device_map": None}
-    case = {"model_init_kwargs": loading, "bf16": True, "use_cpu": False, "max_steps": 20}
+    case = {"model_init_kwargs": loading, "bf16": True, "use_cpu": False, "max_steps": 20, "learning_rate": 2e-4}
     curves = []
     for ours in (False, True):
         trainer = build(kind, ours, tmp_path / str(ours), folder, peft_config=lora(*TARGETS), **case)
@@ -208,4 +213,4 @@ def test_losses_are_those_of_trl(kind, tmp_path):
         curves.append([log["loss"] for log in logged(trainer) if "loss" in log])
     assert len(curves[0]) == 20
     assert curves[0][-1] < curves[0][0]
-    assert curves[1] == pytest.approx(curves[0], rel=2e-2, abs=5e-3)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-2)

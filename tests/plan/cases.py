@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 @functools.cache
-def counted(name, layers=0, rank=0):
+def counted(name, layers=0, rank=0, bits=None, fused_adapters=True):
     """Parameters and layer shape of a benchmarked model, with adapters on all linear layers if `rank` is not 0."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -24,11 +24,11 @@ def counted(name, layers=0, rank=0):
         if rank:
             lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
             model = get_peft_model(model, lora)
-    return count_parameters(model), read_layer_shape(model)
+    return count_parameters(model, bits, nested=True), read_layer_shape(model, fused_adapters)
 
 
-def run_of(name, length, layers=0, rank=0, loss="cross_entropy", rows=1, prompt=0, **work):
+def run_of(name, length, layers=0, rank=0, loss="cross_entropy", rows=1, prompt=0, bits=None, fused=True, **work):
     """A run of a benchmarked model on sequences of `prompt` + `length` tokens."""
-    parameters, shape = counted(name, layers, rank)
+    parameters, shape = counted(name, layers, rank, bits, fused)
     work = Work(rows=rows, length=prompt + length, loss_length=length, head=HeadSettings(loss=loss), **work)
     return Run(parameters, shape, work)

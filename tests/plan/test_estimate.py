@@ -6,6 +6,7 @@ import pytest
 
 from liger_trainer.plan.estimate import Work, estimate, host_bytes, moments
 from liger_trainer.plan.head import HeadSettings, head_memory
+from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.settings import Setting, candidates, relative_cost
 from tests.plan.cases import GIB, counted, run_of
 
@@ -43,6 +44,39 @@ def test_a_base_in_4_bits_has_room_for_one_weight():
     for setting in ({}, {"strategy": "ddp", "gpus": 2}, {"strategy": "zero2", "gpus": 2}):
         larger = total(dataclasses.replace(run, parameters=four_bits), **setting)
         assert larger - total(run, **setting) == 2 * 4096 * 14336
+
+
+def test_adapters_of_peft_keep_copies_and_dropout_its_masks():
+    ours = run_of("llama3-8b", 4096, rank=16)
+    hidden, intermediate, tokens, layers = 4096, 14336, 4096, 32
+
+    def more(**changes):
+        run = dataclasses.replace(ours, shape=dataclasses.replace(ours.shape, **changes))
+        kept = [moment("loss", one, checkpointing=False).total for one in (run, ours)]
+        return (kept[0] - kept[1]) / tokens / layers
+
+    # Ours keep the input of q, k, v and that of gate, up once each; those of o and down are there or built again.
+    assert more(fused_adapters=False) == 2 * (2 * hidden + hidden + hidden + intermediate)
+    assert more(adapter_dropout=True) == 3 * hidden + hidden + 2 * hidden + intermediate
+
+
+@pytest.mark.parametrize(
+    ("options", "fused", "dropout"),
+    [
+        ([], True, False),
+        (["--lora_dropout", "0.1"], True, True),
+        (["--liger_kernel_config", '{"lora": false}'], False, False),
+        (["--use_liger_kernel", "false"], False, False),
+        (["--load_in_8bit", "true"], False, False),
+        (["--load_in_4bit", "true"], True, False),
+    ],
+    ids=str,
+)
+def test_a_recipe_says_how_its_adapters_run(options, fused, dropout):
+    adapters = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--lora_dropout", "0.0"]
+    shape = read_inputs("quickstart", [*adapters, *options]).run.shape
+    assert shape.adapted_down
+    assert (shape.fused_adapters, shape.adapter_dropout) == (fused, dropout)
 
 
 def test_ddp_adds_its_buckets():
