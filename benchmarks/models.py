@@ -1,8 +1,12 @@
-"""The models whose shapes are benchmarked, by name."""
+"""The models whose shapes are benchmarked, by name, and their configurations."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +77,32 @@ MODELS = {
         ),
     )
 }
+
+
+def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
+    """The published configuration of a model's shapes."""
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": layers or model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "use_cache": False,
+    }
+    if model.name.startswith("gemma3"):
+        return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
+    if model.experts:
+        experts: dict[str, Any] = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+        config = Qwen3MoeConfig(
+            **sizes, **experts, moe_intermediate_size=model.expert_intermediate, norm_topk_prob=True
+        )
+        config.head_dim = model.head_dim  # read by the model, though not a declared field
+        return config
+    if model.name.startswith("qwen3"):
+        return Qwen3Config(**sizes)
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope)

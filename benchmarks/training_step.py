@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, load_provider_file
 from liger_trainer.benchmarks.trainer_setups import Setup, tokens_of_step
@@ -157,35 +157,6 @@ def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
         return functools.partial(function, **{settings[0]: float(number)})
     except ValueError:
         raise BenchmarkError(f"Provider {name!r}: {number!r} is no number.") from None
-
-
-def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
-    """The published configuration of a model's shapes."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
-
-    sizes: dict[str, Any] = {
-        "vocab_size": model.vocab,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_hidden_layers": layers or model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "use_cache": False,
-    }
-    if model.name.startswith("gemma3"):
-        return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
-    if model.experts:
-        experts = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
-        config = Qwen3MoeConfig(
-            **sizes, **experts, moe_intermediate_size=model.expert_intermediate, norm_topk_prob=True
-        )
-        config.head_dim = model.head_dim  # read by the model, though not a declared field
-        return config
-    if model.name.startswith("qwen3"):
-        return Qwen3Config(**sizes)
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope)
 
 
 class Steps(TrainerCallback):

@@ -137,18 +137,22 @@ def as_autocast(x: torch.Tensor) -> torch.Tensor:
 def _check(x: torch.Tensor, layers: Sequence[LoRALayer]) -> None:
     if not layers:
         raise ValueError("`layers` is empty; give at least one LoRALayer.")
-    for weight, bias, adapters in layers:
-        _check_weight(weight, x)
-        out_features = weight.shape[0]
-        if bias is not None:
-            _check_shape("bias", bias, x, out_features)
-        for a, b, _, mask in adapters:
-            _check_shape("lora_a", a, x, None, x.shape[-1])
-            _check_shape("lora_b", b, x, out_features, a.shape[0])
-            if mask is not None and (mask.dtype != torch.bool or mask.numel() != x.numel()):
-                raise ValueError(
-                    f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each of `x`'s elements."
-                )
+    for layer in layers:
+        _check_weight(layer.weight, x)
+        if layer.bias is not None:
+            _check_shape("bias", layer.bias, x, layer.weight.shape[0])
+        check_adapters(x, layer)
+
+
+def check_adapters(x: torch.Tensor, layer: LoRALayer) -> None:
+    """Raises ValueError if the adapters of `layer` do not fit its weight, or its input `x`."""
+    for a, b, _, mask in layer.adapters:
+        _check_shape("lora_a", a, x, None, x.shape[-1])
+        _check_shape("lora_b", b, x, layer.weight.shape[0], a.shape[0])
+        if mask is not None and (mask.dtype != torch.bool or mask.numel() != x.numel()):
+            raise ValueError(
+                f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each of `x`'s elements."
+            )
 
 
 def _check_weight(weight: torch.Tensor | NF4Weight, x: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from liger_trainer.kernels.lora import (
     LoRA,
     LoRALayer,
     as_autocast,
+    check_adapters,
     lora_linears,
     lora_linears_operator,
     lora_linears_reference,
@@ -82,6 +83,7 @@ def _down(
     z: torch.Tensor | None = None,
     added: Sequence[LoRA | None] = (None, None),
 ) -> torch.Tensor:
+    check_adapters(gate if up is not None else gate.detach().narrow(-1, 0, gate.shape[-1] // 2), down)
     adapters = down.adapters
     (memory,), statistics, layouts = flat_weights([down.weight])
     operands = (
@@ -130,6 +132,8 @@ def lora_mlp(
         gated_by, multiplied = lora_linears(x, [gate, up])
         return lora_down(gated_by, multiplied, down, activation, limit=limit, inplace_backward=True)
     name = _activation(activation, limit)
+    for layer in (gate, up):  # the operator below knows neither B, and the elementwise kernels no bounds but W's
+        check_adapters(x, layer)
     adapters = [next(iter(layer.adapters), None) for layer in (gate, up)]
     stacked = torch.cat([adapter.a for adapter in adapters if adapter is not None])
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]

@@ -1,4 +1,4 @@
-"""Finding and reading recipe files."""
+"""Finding and reading recipe files, and finding the configurations of accelerate that they name."""
 
 from __future__ import annotations
 
@@ -53,6 +53,25 @@ def find_recipe(name: str | Path) -> Path:
     near = difflib.get_close_matches(path.stem, shipped, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise RecipeError(f"No recipe file {str(name)!r}.{hint} The shipped recipes are {', '.join(shipped)}.")
+
+
+def accelerate_config(name: str) -> Path:
+    """The file of an accelerate configuration given by its path or, for a shipped one, by its bare name.
+
+    Raises:
+        RecipeError: if there is no such file and no such configuration.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = shipped_configs()
+    if name in shipped:
+        return shipped[name]
+    raise RecipeError(f"`accelerate_config` is {name!r}, which is no file; the shipped ones are {', '.join(shipped)}.")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The accelerate configurations that come with the package: name to file."""
+    return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,7 +12,7 @@ import yaml
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
-from liger_trainer.recipe_file import RecipeError, TrainingError, first_line
+from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
 from liger_trainer.recipe_model import check_model, lora_advice
 from liger_trainer.recipe_output import prepare_output_dir, room_for
 from liger_trainer.recipe_rewards import check_reward_models
@@ -93,8 +93,6 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
 def _check_launch(recipe: Recipe, trainer: Trainer) -> None:
     """Warns where the recipe is written for a model that is split, and this one is not."""
-    from liger_trainer.cli.train import accelerate_config
-
     name = recipe.recipe.accelerate_config
     if name is None:
         return

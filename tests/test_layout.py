@@ -48,6 +48,16 @@ def test_private_names_stay_in_their_kernel_module():
                 assert not [name for name in names if name.startswith("_")], f"{path.relative_to(ROOT)}: {module}"
 
 
+def test_only_the_command_line_imports_the_command_line():
+    for folder in ("kernels", "callbacks", "configs", "benchmarks", "liger_trainer"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "cli" in path.parts or path.name == "__main__.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                imported = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.cli")
+                assert not imported, path.relative_to(ROOT)
+
+
 def test_subpackages_come_from_the_source_tree():
     from liger_trainer.kernels import runtime
 

@@ -51,7 +51,7 @@ def test_wheel_works_on_its_own(wheel, tmp_path):
     code = (
         "import liger_trainer, liger_trainer.kernels.runtime, liger_trainer.functional\n"
         "from liger_trainer.recipe import load_recipe; from liger_trainer.recipe_file import shipped_recipes\n"
-        "from liger_trainer.cli.train import shipped_configs\n"
+        "from liger_trainer.recipe_file import shipped_configs\n"
         "print(liger_trainer.__file__, len(shipped_recipes()), len(shipped_configs()))\n"
         "load_recipe('quickstart', ['--use_cpu', 'true'])\n"
         "from liger_trainer.benchmarks.registry import OPERATIONS, load_operations; load_operations()\n"

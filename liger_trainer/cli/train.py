@@ -61,6 +61,8 @@ def launch_command(
     Raises:
         RecipeError: if `config` is neither a shipped configuration nor a file.
     """
+    from liger_trainer.recipe_file import accelerate_config
+
     gpus = count_gpus()
     if config is None:
         if "RANK" in os.environ or max(gpus, num_processes or 1) <= 1:
@@ -75,27 +77,6 @@ def launch_command(
     if num_processes is not None:
         command += ["--num_processes", str(num_processes)]
     return [*command, "-m", "liger_trainer", str(recipe), *options]
-
-
-def accelerate_config(name: str) -> Path:
-    """The file of an accelerate configuration given by its path or, for a shipped one, by its bare name."""
-    from liger_trainer.recipe_file import RecipeError
-
-    if Path(name).is_file():
-        return Path(name)
-    shipped = shipped_configs()
-    if name in shipped:
-        return shipped[name]
-    raise RecipeError(
-        f"`--accelerate_config` is {name!r}, which is no file; the shipped ones are {', '.join(shipped)}."
-    )
-
-
-def shipped_configs() -> dict[str, Path]:
-    """The accelerate configurations that come with the package: name to file."""
-    from liger_trainer.recipe_file import packaged_files
-
-    return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
 
 
 def count_gpus() -> int:

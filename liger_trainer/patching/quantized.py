@@ -61,8 +61,10 @@ def _weight(packed: torch.Tensor, state: Any) -> NF4Weight:
     if state.nested:
         inner = state.state2
         nested = NestedAbsmax(inner.code, inner.absmax, state.offset, inner.blocksize)
-    # Stored in any dtype, as sharding wants it; the bytes are the same. `data` is a plain tensor.
-    memory = packed.data.as_subclass(torch.Tensor).view(torch.uint8)
+    # Stored in any dtype, as sharding wants it; the bytes are the same. bitsandbytes' own `__torch_function__`, which
+    # only keeps the class, has no part in it: torch.compile does not get through it.
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = packed.data.view(torch.uint8)
     return NF4Weight(memory, state.absmax, state.code, tuple(state.shape), state.blocksize, nested)
 
 

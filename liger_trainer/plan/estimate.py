@@ -14,9 +14,7 @@ the GPUs; whole, in the compute dtype, are two layers (one at work, one on its w
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
 ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
 split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. Autocast over fp32 weights that
-nobody splits caches a half-precision copy of them until the forward is over.
-
-A weight in 4 bits is whole, in the compute dtype, while it is multiplied; one buffer holds one after the other.
+nobody splits caches half-precision copies for the forward. The largest weight in 4 bits has a buffer when floating.
 
 The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the GPU is kept free for it.
 """

@@ -26,7 +26,10 @@ else:
 logger = logging.getLogger("liger_trainer")
 
 STAGING = "_incomplete"
-"""The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted."""
+"""The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted, once
+`finish_interrupted` has taken out what is whole."""
+
+_WHOLE, _REPLACED = ".whole", ".replaced"  # what is left of a checkpoint is its name
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _NO_ROOM_WORDS = (
@@ -38,11 +41,12 @@ _NO_ROOM_WORDS = (
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first.
+    """The complete checkpoints in `folder`, oldest first, once `finish_interrupted` has run.
 
     The Trainer writes ``trainer_state.json`` last, so a checkpoint of a stock trainer whose writing was cut short has
     none.
     """
+    finish_interrupted(folder)
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
@@ -87,6 +91,8 @@ class WholeCheckpointsMixin(_Base):
                     "start at the beginning."
                 )
             resume_from_checkpoint = str(found[-1])
+        elif isinstance(resume_from_checkpoint, str):
+            finish_interrupted(Path(resume_from_checkpoint).parent)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -103,6 +109,7 @@ class WholeCheckpointsMixin(_Base):
         staged = run_dir / STAGING / final.name
         first_of_node = self.args.local_process_index == 0
         if first_of_node:
+            finish_interrupted(run_dir)
             shutil.rmtree(staged.parent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._saving = True
@@ -143,15 +150,27 @@ def put_in_place(staged: Path, final: Path) -> None:
 
     Called by one process of every machine. Where they share the folder, renaming gives the checkpoint to one of them.
     """
-    ready = staged.with_name("ready")
+    whole = staged.with_name(staged.name + _WHOLE)
     try:
-        staged.rename(ready)
+        staged.rename(whole)
     except FileNotFoundError:
         return
     if final.exists():  # of the same step, from a run before this one
-        final.rename(staged.with_name("replaced"))
-    ready.rename(final)
+        final.rename(staged.with_name(staged.name + _REPLACED))
+    whole.rename(final)
     shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+def finish_interrupted(folder: Path) -> None:
+    """Gives checkpoints in `folder` their names that were whole when their process was killed over giving them.
+
+    Any number of processes may call this at once.
+    """
+    for whole in (folder / STAGING).glob(f"{PREFIX_CHECKPOINT_DIR}-*{_WHOLE}"):
+        final = folder / whole.name.removesuffix(_WHOLE)
+        if not final.exists():  # else the one that it was to replace, which is whole too
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                whole.rename(final)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,12 @@ def memory_advice(trainer: Any) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"{error}\n\n{advice(error, trainer, trainer._step_shape)}") from error
+        try:
+            text = advice(error, trainer, trainer._step_shape)
+        except Exception as problem:  # whatever it is, the user is to see the error that it would have explained
+            logger.debug("No advice on the memory: %s", problem)
+            raise error from None
+        raise torch.OutOfMemoryError(f"{error}\n\n{text}") from error
 
 
 def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None) -> str:
@@ -68,7 +73,7 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
     estimates: list[str] = []
     try:
         estimates = _estimated(off, *running(trainer, shape)) if shape is not None else []
-    except Exception as problem:  # whatever it is, the user is to see the error that it would have explained
+    except Exception as problem:  # the names of the arguments are worth something without
         logger.debug("No estimate of the memory: %s", problem)
     lines += estimates or ["What may take less memory:", *(f"  {budget.text}" for budget in off)]
     on = [budget.text for budget in found if budget.on]

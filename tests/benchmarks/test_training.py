@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, tokens_of_step
 from liger_trainer.benchmarks.training_process import reason
-from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, model_config, run
+from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, run
 from liger_trainer.cli import main
 from tests.quantised import library
 

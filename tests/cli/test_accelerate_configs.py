@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from liger_trainer.cli import main, train
-from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_file import RecipeError, shipped_configs
 from liger_trainer.recipe_run import _check_launch
 
 NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
@@ -16,12 +16,12 @@ TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP
 
 
 def test_all_are_shipped():
-    assert sorted(train.shipped_configs()) == sorted(NAMES)
+    assert sorted(shipped_configs()) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate_accepts_it(name):
-    config = load_config_from_file(str(train.shipped_configs()[name]))
+    config = load_config_from_file(str(shipped_configs()[name]))
     assert config.distributed_type == TYPES.get(name, "DEEPSPEED")
     assert config.mixed_precision == "bf16"
     assert config.num_processes == (1 if name == "single_gpu" else 8)

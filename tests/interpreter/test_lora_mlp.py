@@ -76,6 +76,19 @@ def test_every_gradient_on_its_own(needed, device):
     torch.testing.assert_close(got, expected)
 
 
+NAMES = [f"{layer}_{parameter}" for layer in ("gate", "up", "down") for parameter in "wab"]
+
+
+@pytest.mark.parametrize("index", range(1, len(SHAPES)), ids=NAMES)
+def test_parameters_of_another_size(index, device):
+    """None is read past its end: an A and a B whose ranks or features do not fit are told."""
+    for given in (lambda x: x[:-1], lambda x: x[:, :-1]):
+        parameters = tensors(device)
+        parameters[index] = given(parameters[index]).contiguous()
+        with pytest.raises(ValueError, match=r"must (be|have)"):
+            on_layers(lora_mlp)(*parameters)
+
+
 def test_the_product_is_not_kept(device):
     half = torch.bfloat16
     leaves = [leaf.requires_grad_(len(leaf) < 5) for leaf in tensors(device, half)]  # x and A

@@ -161,6 +161,23 @@ def test_checkpointing(reentrant):
     assert_same(loss_and_gradients(model, batch), expected)
 
 
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+def test_compiled_in_one_graph(fused, storage):
+    """`__torch_function__` of bitsandbytes' weights sends torch.compile into a recursion without an end."""
+    model, batch = adapted(quant_storage=storage)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, LORA)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = compiled(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same({"loss": loss.detach(), **gradients}, expected)
+    assert fused
+
+
 def test_nothing_floating_of_a_base_is_kept_and_the_buffer_goes_with_the_model():
     model, batch = adapted()
     apply_liger_kernel(model)

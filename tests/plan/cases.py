@@ -4,8 +4,7 @@ import functools
 
 import torch
 
-from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.training_step import model_config
+from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.checkpoints import put_in_place
+from liger_trainer.trainers.checkpoints import complete_checkpoints, put_in_place
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.parity import build as build_trl
 from tests.trainers.tiny import COMMON, llama, token_rows
@@ -146,6 +146,49 @@ def test_a_checkpoint_of_an_earlier_run_is_replaced_whole(tmp_path):
     assert names(tmp_path) == ["checkpoint-2"]
     assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= set(FILES)
     assert not (tmp_path / "checkpoint-2" / "of_another_run.pt").exists()
+
+
+@pytest.fixture
+def killed_between_renames(tmp_path, monkeypatch):
+    """A run in `tmp_path` that ends when the checkpoint of an earlier run has lost its name, and its own has none."""
+    build(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / "of_another_run.pt").write_bytes(b"old")
+    rename = Path.rename
+
+    def until(path, target):
+        if Path(target) == tmp_path / "checkpoint-2":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", until)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path).train()
+    assert names(tmp_path) == ["_incomplete"]
+    return tmp_path
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_resuming_after_a_kill_between_the_renames(by_name, killed_between_renames):
+    folder = killed_between_renames
+    trainer = build(folder, max_steps=3)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if by_name else True)
+    assert not (folder / "checkpoint-2" / "of_another_run.pt").exists()
+    assert trainer.state.global_step == 3
+
+
+def test_the_next_save_after_a_kill_between_the_renames(killed_between_renames):
+    build(killed_between_renames, save_steps=1, max_steps=1, save_total_limit=2).train()
+    assert names(killed_between_renames) == ["checkpoint-1", "checkpoint-2"]
+    assert {path.name for path in (killed_between_renames / "checkpoint-2").iterdir()} >= set(FILES)
+
+
+def test_an_interrupted_checkpoint_does_not_replace_one_that_is_there(tmp_path):
+    for folder in (tmp_path / "_incomplete" / "checkpoint-2.whole", tmp_path / "checkpoint-2"):
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps(folder.name))
+    assert complete_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
+    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text()) == "checkpoint-2"
 
 
 def test_of_machines_that_share_the_folder_one_renames(tmp_path):

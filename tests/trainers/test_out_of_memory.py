@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.running import running
+from liger_trainer.trainers import out_of_memory
 from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
 from liger_trainer.trainers.out_of_memory import advice, budgets
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
@@ -106,6 +107,15 @@ def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path)
     _, text = failure(trainer)
     assert "  gradient_checkpointing: true\n" in text
     assert "Estimated" not in text
+
+
+def test_a_mistake_in_the_advice_does_not_hide_the_error(tmp_path, monkeypatch):
+    trainer = build(tmp_path)
+    poison(trainer.model)
+    monkeypatch.setattr(out_of_memory, "budgets", lambda trainer: 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+    assert str(raised.value) == CUDA
 
 
 def test_the_batch_of_grpo_is_left_alone(tmp_path):
