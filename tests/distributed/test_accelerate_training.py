@@ -49,9 +49,19 @@ LEFT_OUT = {
 }
 
 ON_CPU: dict[str, tuple[str, ...]] = {
-    "ddp": ("trainer, full", "sft, lora", "dpo, lora", "grpo, full", "short last", "checkpointed, reentrant"),
-    "fsdp1": ("trainer, full", "sft, tied head", "dpo, full", "grpo, lora", "accumulated, sft", "checkpointed"),
-    "fsdp2": ("sft, full", "sft, lora with head", "dpo, full", "accumulated", "a rank without labels", "clipped"),
+    "ddp": (),
+    "fsdp1": ("trainer, full", "sft, tied head", "dpo, full", "grpo, lora", "short last", "checkpointed"),
+    "fsdp2": (
+        "sft, full",
+        "sft, lora",
+        "sft, lora with head",
+        "dpo, lora",
+        "grpo, full",
+        "accumulated",
+        "a rank without labels",
+        "clipped",
+        "checkpointed, reentrant",
+    ),
     "fsdp2 kept": (),
     "hsdp": ("trainer, lora with head",),
     "zero2": ("trainer, tied head", "trainer, lora", "accumulated", "means of ranks"),
@@ -65,7 +75,10 @@ ON_CPU: dict[str, tuple[str, ...]] = {
         "accumulated, sft",
     ),
 }
-"""What runs where there are no GPUs: every case that can, once at least. `matrix.py` crosses more of torch's own ways."""
+"""What runs where there are no GPUs: every case that can, once at least.
+
+`matrix.py` crosses more of torch's own ways, and `tests/trainers/test_two_processes.py` trains with DDP.
+"""
 
 
 def _cases(wrapping: str) -> list[str]:
