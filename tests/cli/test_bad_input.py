@@ -206,7 +206,7 @@ def test_a_full_disk(recipe, tmp_path):
     limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)); from liger_trainer.cli import main; "
     command = [sys.executable, "-c", f"{limited}raise SystemExit(main({['train', path]!r}))"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 2, result.stderr[-2000:]
     last = result.stderr.rstrip().splitlines()[-1]
@@ -279,7 +279,7 @@ def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
 
 
 def test_exit_code_of_the_process(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     done = subprocess.run(
         [sys.executable, "-m", "liger_trainer", "nope.yaml"],
         cwd=tmp_path,

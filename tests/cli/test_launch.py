@@ -15,7 +15,12 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 @pytest.fixture
 def start(tmp_path):
     def run(*command, timeout=120):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         done = subprocess.run(
             [*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout
         )

@@ -3,8 +3,9 @@
     accelerate launch ... -m tests.distributed.accelerate_checkpoints FOLDER save|resume CASE...
 
 `save` trains with the stock trainer and with ours, which keep checkpoints on the way and the model at the end, and
-resumes ours from the middle, the stock one's too where shards were saved. `resume` resumes ours alone, with whatever
-number of processes there is now: W of them write `CASE.KIND.W.json`, an uninterrupted training `CASE.KIND.json`.
+resumes ours from the middle, in some cases the stock one's too. `resume` resumes ours alone, with whatever number of
+processes there is now: W of them write `CASE.KIND.W.json`, an uninterrupted training `CASE.KIND.json`. Every training
+has a folder of its own, `CASE/KIND` or `CASE/KIND.W`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SAVED: dict[str, tuple[str, str]] = {
     IN_SHARDS: ("full", "SHARDED_STATE_DICT"),
 }
 """Case → what trains, and how FSDP writes it."""
+STOCK_RESUMES = ("lora with head", IN_SHARDS)
+"""Where a sharded mode may lose a part, with the stock trainer too."""
 ARGUMENTS: dict[str, Any] = {
     # With a large epsilon a step is a smooth function of the gradient, and rounding stays small.
     "max_steps": STEPS, "save_strategy": "steps", "save_steps": MIDDLE, "optim": "adamw_torch", "adam_epsilon": 1e-2,
@@ -35,17 +38,18 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _trainer(name: str, ours: bool, folder: Path) -> Any:
+def _trainer(name: str, ours: bool, folder: Path, output: str) -> Any:
     parameters, os.environ["FSDP_STATE_DICT_TYPE"] = SAVED[name]
     case = Case("sft", parameters) if ours else Case("trainer", parameters)
-    return build_trainer(case, ours, folder, output_dir=str(folder / name / ("ours" if ours else "stock")), **ARGUMENTS)
+    return build_trainer(case, ours, folder, output_dir=str(folder / name / output), **ARGUMENTS)
 
 
-def _train(name: str, ours: bool, folder: Path, resume: bool) -> Found:
-    trainer = _trainer(name, ours, folder)
-    checkpoint = Path(trainer.args.output_dir, f"checkpoint-{MIDDLE}")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if resume else None)
-    if not resume:
+def _train(name: str, kind: str, folder: Path, world: str | None = None) -> Found:
+    """One training; with `world`, of that many processes, one that goes on from the checkpoint in the middle."""
+    trainer = _trainer(name, kind == "ours", folder, kind if world is None else f"{kind}.{world}")
+    checkpoint = folder / name / kind / f"checkpoint-{MIDDLE}"
+    trainer.train(resume_from_checkpoint=None if world is None else str(checkpoint))
+    if world is None:
         trainer.save_model(f"{trainer.args.output_dir}/final")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     return {"loss": [losses[step] for step in range(1, STEPS + 1)]}, weights_of(trainer)
@@ -57,11 +61,11 @@ def main(folder: str, what: str, *names: str) -> None:
     world = os.environ.get("WORLD_SIZE", "1")
     for name in names:
         for kind in ("stock", "ours"):
-            path, train = Path(folder, f"{name}.{kind}"), functools.partial(_train, name, kind == "ours", Path(folder))
+            path, train = Path(folder, f"{name}.{kind}"), functools.partial(_train, name, kind, Path(folder))
             if what == "save":
-                reported(path, functools.partial(train, resume=False))
-            if kind == "ours" or (name == IN_SHARDS and what == "save"):
-                reported(Path(f"{path}.{world}"), functools.partial(train, resume=True))
+                reported(path, train)
+            if kind == "ours" or (name in STOCK_RESUMES and what == "save"):
+                reported(Path(f"{path}.{world}"), functools.partial(train, world))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -67,29 +67,43 @@ def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = 
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
+def launch_all(folder: Path, *arguments: Any, **options: Any) -> None:
+    """`launch`, and again after each case that failed, where the worker ends: it goes on with what is not in `folder`.
+
+    Raises:
+        AssertionError: where a process died in a case without a word.
+    """
+    while True:
+        before = len(list(folder.glob("*.json")))
+        try:
+            return launch(*arguments, **options)
+        except AssertionError:
+            if len(list(folder.glob("*.json"))) == before:
+                raise
+
+
 class Launches:
-    """Launches that are made once each, when a test asks for them, or all at once where there are GPUs."""
+    """Launches that are made once each."""
 
     def __init__(self) -> None:
         self._made: dict[str, str] = {}
 
-    def once(self, name: str, *arguments: str, **options: Any) -> None:
-        """`launch(*arguments, **options)` at the first call with `name`; what failed is printed in every test."""
+    def once(self, name: str, *arguments: Any, **options: Any) -> None:
+        """`launch_all(*arguments, **options)` at the first call with `name`; what failed is printed in every test."""
         if name not in self._made:
             try:
                 self._made[name] = ""
-                launch(*arguments, **options)
+                launch_all(*arguments, **options)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 self._made[name] = f"{name}: {error}"
         print(self._made[name][-6000:])
 
 
 def together(launches: list[Callable[[], object]]) -> None:
-    """Makes `launches` at once where there are GPUs: starting processes is most of their time."""
-    if gpu_count() >= 2:
-        with ThreadPoolExecutor() as pool:
-            for running in [pool.submit(each) for each in launches]:
-                running.result()
+    """Makes `launches`, several at a time: starting processes, of which few run at once, is most of their time."""
+    with ThreadPoolExecutor(None if gpu_count() >= 2 else 2) as pool:
+        for running in [pool.submit(each) for each in launches]:
+            running.result()
 
 
 def outcome(path: Path) -> Outcome:

@@ -57,6 +57,8 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         rows = Dataset.from_list(lists)
         trainer: Any = liger_trainer.LigerSFTTrainer
     else:
+        if not ours:
+            settings.pop("activation_offloading", None)  # unknown to it; changes no number
         args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
         trainer = liger_trainer.LigerTrainer if ours else Trainer
     more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
@@ -78,8 +80,11 @@ def _alignment(case: Case, ours: bool, folder: Path, settings: dict[str, Any]) -
     output = settings.pop("output_dir")
     if case.trainer == "grpo":
         settings |= {"num_generations": 2, "max_completion_length": 6}
+    source = _source(case, folder)
+    if isinstance(source, str):  # under FSDP TRL would put it, and the reference, on the GPU with the most room
+        settings["model_init_kwargs"] = {"device_map": None}
     naive = not ours and case.parameters == "lora with head"  # which TRL's head refuses
-    return parity.build(case.trainer.upper(), ours, output, _source(case, folder), naive=naive, **settings)
+    return parity.build(case.trainer.upper(), ours, output, source, naive=naive, **settings)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -110,7 +115,7 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
 
 def _spread(trainer: Any) -> str:
     """How the model lies on the processes, as it is seen to."""
-    wrapped = trainer.model_wrapped
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile goes around all
     parameters = list(wrapped.parameters())
     if any(hasattr(each, "device_mesh") for each in parameters):
         return f"DTensor on {tuple(parameters[0].device_mesh.shape)}"  # type: ignore[attr-defined]
@@ -120,7 +125,12 @@ def _spread(trainer: Any) -> str:
 
 
 def reported(path: Path, work: Callable[[], Found]) -> None:
-    """Writes what `work` found, or how it failed: the first process, and any that fails."""
+    """Writes what `work` found, or how it failed: the first process, and any that fails. What is there is not repeated.
+
+    A process that fails ends, and with it the job: the others may wait for it in a collective.
+    """
+    if Path(f"{path}.json").exists():
+        return
     first = os.environ.get("RANK", "0") == "0"
     try:
         found, weights = work()
@@ -130,6 +140,8 @@ def reported(path: Path, work: Callable[[], Found]) -> None:
         torch.save(weights, f"{path}.pt")
     if first or "failure" in found:
         Path(f"{path}.json").write_text(json.dumps(found))
+    if "failure" in found:
+        os._exit(1)  # the group's own end would wait for the others too
 
 
 def prepare_process() -> None:

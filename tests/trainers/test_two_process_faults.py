@@ -95,7 +95,8 @@ def save(folder, fault="none", device="cpu"):
 def run(*arguments, launcher=("torch.distributed.run", "--nproc_per_node=2", "--standalone")):
     command = [sys.executable, "-m", *launcher, "-m", "tests.trainers.test_two_process_faults"]
     command += map(str, arguments)
-    return subprocess.run(command, cwd=ROOT, timeout=180, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=180, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
