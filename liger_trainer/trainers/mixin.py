@@ -26,6 +26,7 @@ from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
+from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
@@ -70,6 +71,7 @@ class LigerTrainerMixin(WholeCheckpointsMixin):
         if self.args.n_gpu > 1:
             raise ValueError(data_parallel_message(type(self).__name__))
         self._check_whole_sequences()
+        check_fsdp1_adapters(self)
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
         self._own_callback(MemoryCallback)

@@ -1,0 +1,51 @@
+"""Adapters that FSDP1 would train and not save.
+
+From 0.21 on PEFT looks adapters up by the names of their layers, of which it takes FSDP's prefix only at the beginning.
+Inside FSDP1's nested units the names do not match the state dict's: checkpoints and `save_model` lack those adapters,
+and nothing says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+
+logger = logging.getLogger("liger_trainer")
+
+
+def check_fsdp1_adapters(trainer: Any) -> None:
+    """Refuses a run whose checkpoints would lack its adapters; warns where none are to be written.
+
+    Raises:
+        ValueError: for an adapted model under FSDP1 with ``save_strategy`` other than ``"no"``.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 1 or not is_peft_model(trainer.model) or _are_found_in_units():
+        return
+    import peft
+
+    message = (
+        f"PEFT {peft.__version__} saves and loads no adapter inside a unit of FSDP1, so that checkpoints and the saved "
+        "model would lack them. Use FSDP2 (`fsdp_version: 2`, `--accelerate_config fsdp2`)"
+    )
+    if trainer.args.save_strategy != "no":
+        raise ValueError(f"{message}, or DDP; or set `save_strategy='no'` to train without saving.")
+    logger.warning("%s for a model that is to be saved.", message)
+
+
+@functools.cache
+def _are_found_in_units() -> bool:
+    """Whether this PEFT finds the adapter of a layer in a nested unit, which FSDP1 calls `_fsdp_wrapped_module`."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn, and the run's own numbers shall stay
+        unit = nn.Module()
+        unit.add_module("_fsdp_wrapped_module", nn.ModuleDict({"linear": nn.Linear(2, 2)}))
+        model: Any = get_peft_model(nn.ModuleDict({"unit": unit}), LoraConfig(r=1, target_modules=["linear"]))
+    whole = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in model.state_dict().items()}
+    return bool(get_peft_model_state_dict(model, state_dict=whole))
