@@ -117,6 +117,12 @@ def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, lis
     return lengths, rows
 
 
+def line(record: TrainingRecord) -> str:
+    """One record in words, for a reader who waits for the others."""
+    where = f", {record.gpus} GPUs" if record.gpus > 1 else ""
+    return f"{record.provider}{where}, {record.batch} × {record.length}: {_cell(record, None)}"
+
+
 def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
     if record is None:
         return "–"

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
+import sys
 from typing import TYPE_CHECKING
 
 from liger_trainer.cli.bench import find_device, load_providers, make_console, model_names
@@ -54,7 +55,7 @@ def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[
 
 
 def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.training import run_lengths, sweep_table, table
+    from liger_trainer.benchmarks.training import line, run_lengths, sweep_table, table
 
     lengths = sorted(arguments.length or [task.length])
     before = len(run.training)
@@ -64,6 +65,7 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
             here, lengths, provider, arguments.provider_file, arguments.seconds or _STEPS_SECONDS
         ):
             run.training.append(record)
+            print(line(record), file=sys.stderr, flush=True)  # the tables come when all have run
             if arguments.output is not None:  # after every length, so that nothing is lost to a later one
                 run.write(arguments.output)
     found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))

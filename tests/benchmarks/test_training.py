@@ -110,7 +110,9 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     sizes = ["--layers", "1", "--batch", "1", "--length", "8", "--steps", "1", "--device", "cpu"]
     mine = ["--providers", "slow", "--provider_file", str(tmp_path / "mine.py"), "--output", str(tmp_path)]
     assert main(["bench", "training", *sizes, *mine]) == 0
-    assert "RuntimeError: no such trainer" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "RuntimeError: no such trainer" in shown.out
+    assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
     assert record.group == ("tiny", 1, "causal_lm", 1, True, 0, "", "", 8, 1)
