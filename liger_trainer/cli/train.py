@@ -45,12 +45,17 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
 
 
 def _config_of(recipe: Path, smoke: bool) -> str | None:
-    """The accelerate configuration that a recipe names, where it is to be followed: in a launched process it was."""
-    from liger_trainer.recipe_file import read_recipe
+    """The accelerate configuration that a recipe names, where it is to be followed: in a launched process it was.
 
-    if smoke or "RANK" in os.environ or not count_gpus():
-        return None
-    return read_recipe(recipe).get("accelerate_config")
+    Raises:
+        RecipeError: if there is none of that name, also where it would not be followed.
+    """
+    from liger_trainer.recipe_file import accelerate_config, read_recipe
+
+    name = read_recipe(recipe).get("accelerate_config")
+    if name is not None:
+        accelerate_config(name)
+    return None if smoke or "RANK" in os.environ or not count_gpus() else name
 
 
 def launch_command(

@@ -110,3 +110,11 @@ def test_a_recipe_for_a_split_model_warns_where_it_is_not(caplog, name, is_split
     recipe = SimpleNamespace(recipe=SimpleNamespace(accelerate_config=name), source="mine.yaml")
     _check_launch(recipe, SimpleNamespace(is_fsdp_enabled=is_split, is_deepspeed_enabled=False))
     assert ("mine.yaml is written for `accelerate_config: fsdp2`" in caplog.text) == warns
+
+
+def test_a_recipe_with_an_unknown_configuration_is_told_so_in_a_smoke_run_too(gpus, tmp_path, capsys):
+    gpus(0)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("trainer: causal_lm\naccelerate_config: zero4\nmodel_config: {model_type: llama}\n")
+    assert main(["train", str(recipe), "--smoke"]) == 2
+    assert "'zero4', which is no file; the shipped ones are ddp" in capsys.readouterr().err
