@@ -1,0 +1,34 @@
+"""Which rows belong to which expert: a stable counting sort of the choices of a router."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ExpertRows(NamedTuple):
+    """The choices of T tokens, k each, in the order of their experts; what every grouped kernel takes.
+
+    Args:
+        order: int32 (T * k,); the flat index ``t * k + j`` of each row. Rows of one expert lie together, in the order
+            of their tokens.
+        slots: int32 (T * k,); the row of each flat index.
+        offsets: int32 (E + 1,); the first row of each expert, and the number of rows that have one.
+    """
+
+    order: torch.Tensor
+    slots: torch.Tensor
+    offsets: torch.Tensor
+
+
+def sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
+    """The rows of each expert."""
+    ids = top_k_index.reshape(-1).long()
+    order = torch.argsort(ids, stable=True)
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(len(order), device=ids.device)
+    counts = torch.bincount(ids.clamp(max=num_experts), minlength=num_experts + 1)[:num_experts]
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets[1:] = counts.cumsum(0)
+    return ExpertRows(order.int(), slots.int(), offsets)
