@@ -7,7 +7,7 @@ With e the expert of row r, as `moe_routing.ExpertRows` has them::
     combine    o_t  = sum over j of w_tj * y_slot(t, j)
 
 An operand may have one row a token instead of one a choice. The thin second product (y, V) is how adapters join in.
-Rows of no expert are never computed: what `grouped_rows` leaves there is undefined, and `combine_rows` does not read it.
+Rows of no expert are never computed: what `grouped_rows` leaves there is undefined; `combine_rows` does not read it.
 """
 
 from __future__ import annotations
