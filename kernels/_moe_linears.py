@@ -9,7 +9,8 @@ The product of activation and gate and the k rows of every token, which a plain 
 never exist. With g = dO_t @ W2 the gradient of the routing weights is ``<g, h>``, so that the second product's output,
 ``(R, H)``, is not kept for it either (arXiv 2512.14080).
 
-The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the output.
+The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the
+output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels._autograd import second_derivative_message
-from liger_trainer.kernels._grouped_matmul import combine_rows, grouped_rows, grouped_weight_gradient
+from liger_trainer.kernels._grouped_matmul import (
+    combine_rows,
+    grouped_rows,
+    grouped_weight_gradient,
+    rows_of_choices,
+)
 from liger_trainer.kernels._moe_activation import activate, activation_gradients
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import graph_is_kept
@@ -258,15 +264,16 @@ def _down_gradients(
     need_bias: bool,
     overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, top_k = ExpertRows(order, slots, offsets), top_k_weights.shape[1]
-    dh = grouped_rows(dout, weight, rows, top_k=top_k, transposed=not transposed)
+    rows = ExpertRows(order, slots, offsets)
+    douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
+    dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed)
     dpre, dweights, weighted_h = activation_gradients(
         dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_weight, overwrite
     )
     dweight = dbias = None
     if need_weight:
         assert weighted_h is not None
-        left, right = ((weighted_h, 0), (dout, top_k)) if transposed else ((dout, top_k), (weighted_h, 0))
+        left, right = ((weighted_h, 0), (douts, top_k)) if transposed else ((douts, top_k), (weighted_h, 0))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
