@@ -277,8 +277,9 @@ def _down_gradients(
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
-    absent = pre.new_empty(0), pre.new_empty(0)  # two, as results of an operator must not share memory
-    return dpre, dweights, absent[0] if dweight is None else dweight, absent[1] if dbias is None else dbias
+    # Two empty tensors, as an operator's outputs may not be one and the same.
+    dweight, dbias = (pre.new_empty(0) if x is None else x for x in (dweight, dbias))
+    return dpre, dweights, dweight, dbias
 
 
 def _through_bias(

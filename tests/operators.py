@@ -125,6 +125,13 @@ def _lora_mlp(x: torch.Tensor, *parameters: torch.Tensor, **options: Any) -> tor
     return ops.lora_mlp(x, *(_adapted(*parameters[i : i + 3]) for i in (0, 3, 6)), **options)
 
 
+def _moe_experts(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor, **options: Any):
+    index = torch.arange(2 * len(hidden), device=hidden.device).view(-1, 2) % 3
+    for name, bias in zip(("gate_up_bias", "down_bias"), parameters[2:]):
+        options[name] = bias
+    return ops.moe_experts(hidden, index, weights, *parameters[:2], **options)
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
@@ -138,6 +145,7 @@ _WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24),
 _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
 _ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
+_EXPERTS = (leaf(6, 16), table(6, 2), leaf(3, 24, 16), leaf(3, 16, 12))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -223,6 +231,17 @@ OPERATORS: dict[str, Operator] = {
         lambda x, bias: ops.grouped_topk_sigmoid_routing(x, 3, correction_bias=bias, num_groups=4, top_groups=2)[0],
         (leaf(5, 12), table(12)),
         _ROUTER,
+    ),
+    "moe_experts": Operator(_moe_experts, _EXPERTS, "moe_experts"),
+    "moe_experts, GPT-OSS": Operator(
+        partial(_moe_experts, interleaved=True, transposed=True, limit=7.0, gate_multiplier=1.7, up_offset=1.0),
+        (leaf(6, 16), table(6, 2), leaf(3, 16, 24), leaf(3, 12, 16), leaf(3, 24), leaf(3, 16)),
+        "moe_experts",
+    ),
+    "moe_experts, no gate": Operator(
+        partial(_moe_experts, gated=False, activation="relu_squared"),
+        (leaf(6, 16), leaf(6, 2), leaf(3, 12, 16), leaf(3, 16, 12)),
+        "moe_experts",
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
