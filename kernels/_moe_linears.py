@@ -277,8 +277,8 @@ def _down_gradients(
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
-    empty = pre.new_empty(0)
-    return dpre, dweights, empty if dweight is None else dweight, empty if dbias is None else dbias
+    # Two empty tensors: the results of an operator must not share memory.
+    return dpre, dweights, *(pre.new_empty(0) if x is None else x for x in (dweight, dbias))  # type: ignore[return-value]
 
 
 def _through_bias(
