@@ -20,8 +20,9 @@ gradients of output, q, k, v stand beside what the attention keeps. The gated ke
 so it adds nothing.
 
 Experts in our operator keep their input H, and gate and up of k rows, 2 k I, which their gradient is written over.
-Their backward is fullest with the gradient of the product and the weighted product, 2 k I, or in the end with gradients
-of k rows of input and of the input, k H + H, and the gradients of all experts.
+Their backward is fullest with k rows of the output's gradient, the gradient of the product, and the weighted product
+where a gradient is made of it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H,
+and the gradients of all experts.
 
 As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
@@ -214,9 +215,10 @@ def _adapter_gradient(shape: LayerShape, compute: int) -> int:
 
 def _experts_begin(shape: LayerShape, compute: int) -> int:
     """What the down projection's backward adds to what is kept."""
+    inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return _inner(shape) * (2 if shape.trained else 1) * compute
-    return 2 * shape.experts_per_token * shape.hidden * compute
+        return (rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
+    return 2 * rows * compute
 
 
 def _experts_end(shape: LayerShape, compute: int) -> int:

@@ -68,6 +68,20 @@ def test_the_end_of_the_backward():
     assert more == experts + attention
 
 
+def test_the_middle_of_the_backward():
+    """Rows of the output's gradient, the product's gradient, and the product where weights or adapters need it."""
+    _, shape = counted(QWEN)
+    tokens, inner = 2**17, CHOSEN * INTERMEDIATE  # so many that the gradients of the experts matter less
+    sizes = {}
+    for trained, adapted in ((True, False), (False, True), (False, False)):
+        one = dataclasses.replace(shape, trained=trained, adapted_experts=adapted)
+        memory = layer_memory(one, Precision(), tokens, 4096, expert_elements=ELEMENTS if trained else 0)
+        assert memory.gradients == (ELEMENTS // 3 if trained else 0)
+        sizes[trained, adapted] = memory.working / tokens
+    assert sizes[False, True] - sizes[False, False] == 2 * inner
+    assert sizes[True, False] - sizes[False, True] == 2 * HIDDEN  # the attention's input
+
+
 def test_experts_of_ours_take_less():
     for checkpointing in (True, False):
         sizes = []
