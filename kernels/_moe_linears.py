@@ -110,15 +110,14 @@ def bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, order, slots, offsets, *lora_a, *lora_b)
+    ctx.save_for_backward(*lora_a, *lora_b, hidden, weight, order, slots, offsets)
 
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
-    hidden, weight, *rows = ctx.saved_tensors[:5]
-    lora_a, lora_b = _halves(ctx.saved_tensors[5:])
     if dpre is None:
-        return None, None, None, *_no_gradients(lora_a), *_constants(ctx.scalings, 2)
+        return None, None, None, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 2)
     _refuse_second_derivative()
+    lora_a, lora_b, hidden, weight, *rows = _saved(ctx)
     need_a, need_b = ctx.needs_input_grad[3:5]
     needs = ctx.needs_input_grad[:3]
     *gradients, da, db = _gate_up_backward(
@@ -139,13 +138,16 @@ def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
     return *(x if needed else None for x, needed in zip(gradients, needs)), *adapters, *_constants(ctx.scalings, 2)
 
 
-def _halves(factors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Every A and every B."""
-    return factors[: len(factors) // 2], factors[len(factors) // 2 :]
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Every A, every B, and the rest of what was saved."""
+    count = len(ctx.scalings)
+    tensors = ctx.saved_tensors  # once: a checkpoint unpacks no tensor again
+    return tensors[:count], tensors[count : 2 * count], *tensors[2 * count :]
 
 
-def _no_gradients(lora_a: Sequence[torch.Tensor]) -> tuple[list[None], list[None]]:
-    return [None] * len(lora_a), [None] * len(lora_a)
+def _no_gradients(scalings: Sequence[float]) -> tuple[list[None], list[None]]:
+    """None for every A and for every B."""
+    return [None] * len(scalings), [None] * len(scalings)
 
 
 def _constants(scalings: Sequence[float], options: int) -> list[Any]:
@@ -220,15 +222,15 @@ def _(stand_in, pre, *_):
     return pre.new_empty(stand_in.shape)
 
 
-def _keep_length(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.length, ctx.scalings = len(inputs[5]), inputs[10]
+def _keep_scalings(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.scalings = inputs[10]
 
 
 def _hand_over(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    return dout, *(None,) * 4, [None] * ctx.length, [None] * ctx.length, *_constants(ctx.scalings, 5)
+    return dout, *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
 
 
-moe_down.register_autograd(_hand_over, setup_context=_keep_length)
+moe_down.register_autograd(_hand_over, setup_context=_keep_scalings)
 
 
 @torch.library.custom_op("liger_trainer::moe_down_backward", mutates_args=())
@@ -348,15 +350,14 @@ def _down_gradients(
     )
     # dO is without the routing weight in them, as it is in h.
     da, db = lora.gradients(adapters, term, dout, weighted_h, rows, top_k, 0, need_a, need_b)
-    dweight = dbias = None
+    dweight, dbias = pre.new_empty(0), None
     if need_weight:
         assert weighted_h is not None
         left, right = ((weighted_h, 0), (dout, top_k)) if transposed else ((dout, top_k), (weighted_h, 0))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
-    empty = pre.new_empty(0)
-    return dpre, dweights, empty if dweight is None else dweight, empty if dbias is None else dbias, da, db
+    return dpre, dweights, dweight, pre.new_empty(0) if dbias is None else dbias, da, db
 
 
 def _through_bias(
@@ -384,15 +385,14 @@ def _through_bias(
 def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(pre, top_k_weights, weight, bias, order, slots, offsets, *lora_a, *lora_b)
+    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, order, slots, offsets)
 
 
 def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    pre, top_k_weights, weight, bias, *rows = ctx.saved_tensors[:7]
-    lora_a, lora_b = _halves(ctx.saved_tensors[7:])
     if dout is None:
-        return *(None,) * 4, *_no_gradients(lora_a), *_constants(ctx.scalings, 5)
+        return *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
     _refuse_second_derivative()
+    lora_a, lora_b, pre, top_k_weights, weight, bias, *rows = _saved(ctx)
     need_a, need_b = ctx.needs_input_grad[4:6]
     needs = ctx.needs_input_grad[2:4]
     tensors = top_k_weights, weight, bias, lora_a, lora_b, *rows
