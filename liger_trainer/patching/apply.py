@@ -14,8 +14,8 @@ from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels._nf4_matmul import free_buffers
-from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
-from liger_trainer.patching.experts import find_experts
+from liger_trainer.patching.binding import bound_modules, unbind_forward
+from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.lora import find_lora
@@ -48,7 +48,7 @@ def apply_liger_kernel(
         config: Which kernels: a [`KernelConfig`], a mapping such as ``{"rope": False}``, the same as a JSON string,
             or None for all of them.
         strict: Raise if something asked for cannot be applied: every key that `config` explicitly sets to true, and,
-            of the others, every component that the model has (experts excepted, which have no kernel yet).
+            of the others, every component that the model has.
 
     Returns:
         The report: a row for every kind of candidate, with its probe error or why it was left alone.
@@ -75,7 +75,7 @@ def apply_liger_kernel(
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
-            bind_forward(finding.module, finding.forward)
+            finding.bind(finding.module, finding.forward)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -101,7 +101,8 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    return sum(unbind_forward(module) for module in list(bound_modules(model)))
+    experts = sum(unchoose(module) for module in list(chosen_modules(model)))
+    return experts + sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
@@ -117,7 +118,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
-            or find_experts(module, enabled)
+            or find_experts(module, enabled, probe)
         )
         if finding is not None:
             yield finding
@@ -160,7 +161,6 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
         if not row.applied and row.count and not row.reason.startswith("switched off")
-        if row.component in explicit or row.component != "experts"
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
