@@ -32,3 +32,16 @@ def sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     offsets[1:] = counts.cumsum(0)
     return ExpertRows(order.int(), slots.int(), offsets)
+
+
+def tile_table(offsets: torch.Tensor, block_rows: int, num_rows: int) -> torch.Tensor:
+    """int32 (ceil(num_rows / block_rows) + E, 2): expert and first row of each tile, expert -1 past the end."""
+    counts = offsets[1:] - offsets[:-1]
+    tiles = (counts + block_rows - 1) // block_rows
+    ends = tiles.cumsum(0)
+    index = torch.arange(-(-num_rows // block_rows) + len(counts), device=offsets.device)
+    expert = torch.searchsorted(ends, index, right=True)
+    inside = expert < len(counts)
+    clamped = expert.clamp(max=len(counts) - 1)
+    first = offsets[clamped] + (index - (ends[clamped] - tiles[clamped])) * block_rows
+    return torch.stack((torch.where(inside, clamped, -1), first), 1).int()
