@@ -27,6 +27,7 @@ from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
+from liger_trainer.patching.scaled_experts import find_scaled_experts
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -125,6 +126,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
         if finding is not None:
             yield finding
         else:
+            yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
 
 

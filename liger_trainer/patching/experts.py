@@ -30,8 +30,12 @@ IMPLEMENTATION = "liger_trainer"
 """Our name in transformers' registry."""
 
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", IMPLEMENTATION)
-_SIZES = (16, 24)  # hidden and intermediate size of the stand-in
-_TOKENS, _CHOSEN = 48, 6  # of the stand-in; experts beyond are without tokens
+SIZES = (16, 24)
+"""Hidden and intermediate size of the stand-in."""
+TOKENS = 256
+"""Of the stand-in, so many that its rounding noise is even."""
+
+_CHOSEN = 6  # experts that the tokens of the stand-in choose from
 
 
 class ChosenConfig:
@@ -117,6 +121,8 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     if layout is None:
         return None
     arguments = tuple(inspect.signature(_own_loop(module)).parameters)[1:]
+    if len(arguments) == 1:
+        return None  # the block around it decides, see `scaled_experts`
     target = type(module).__name__
     reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
     if reason:
@@ -162,12 +168,12 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
 def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[ExpertsFormula | None, Agreement]:
     num_experts = module._parameters["down_proj"].shape[0]
     num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # of this process
-    hidden, intermediate = _SIZES
+    hidden, intermediate = SIZES
     chosen = min(num_experts, _CHOSEN)
-    scores = probe.randn(_TOKENS, chosen).cpu()
+    scores = probe.randn(TOKENS, chosen).cpu()
     top_k_weights, top_k_index = scores.topk(min(2, chosen))
     shapes = weight_shapes(layout, num_experts, hidden, intermediate)
-    tensors = [probe.randn(_TOKENS, hidden).cpu(), top_k_weights]
+    tensors = [probe.randn(TOKENS, hidden).cpu(), top_k_weights]
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
     # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
     large = [tensors[0] * 16, *tensors[1:]]

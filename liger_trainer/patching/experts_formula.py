@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -148,8 +149,8 @@ def formulas(experts: Any, layout: ExpertsFormula) -> Iterator[ExpertsFormula]:
     """What `experts` may compute, the likely ones first; limits and alphas are attributes of the module."""
 
     def values(ending: str) -> list[float | None]:
-        attributes = sorted(experts.__dict__.items())
-        return [float(v) for name, v in attributes if name.endswith(ending) and type(v) in (int, float)]
+        attributes = [value for name, value in sorted(experts.__dict__.items()) if name.endswith(ending)]
+        return [float(value) for value in attributes if type(value) in (int, float) and math.isfinite(value)]
 
     concatenated = getattr(experts, "is_concatenated", None)
     orders = (False,) if not layout.gated else (False, True) if concatenated is None else (not concatenated,)
