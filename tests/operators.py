@@ -137,6 +137,7 @@ _Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
 _WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24), leaf(2, 24), leaf(16, 2))
 _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
+_ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -208,6 +209,20 @@ OPERATORS: dict[str, Operator] = {
     ),
     "nf4_dequantize": Operator(
         lambda x, *parts: x @ ops.nf4_dequantize(_in_4_bits(24, 16, *parts), x.dtype).T, (leaf(6, 16), *_NESTED)
+    ),
+    "sort_by_expert": Operator(lambda index, x: x[ops.sort_by_expert(index, 7).order], (ids(8, 5, 2), leaf(10, 4))),
+    "tile_table": Operator(
+        lambda index, x: x[ops.tile_table(ops.sort_by_expert(index, 7).offsets, 2, 10)[:, 1]],
+        (ids(8, 5, 2), leaf(10, 4)),
+    ),
+    "topk_softmax_routing": Operator(lambda x: ops.topk_softmax_routing(x, 3)[0], (leaf(5, 12),), _ROUTER),
+    "topk_softmax_routing, probabilities": Operator(
+        lambda x: ops.topk_softmax_routing(x, 3, normalise=False)[0], (leaf(5, 12),), _ROUTER
+    ),
+    "grouped_topk_sigmoid_routing": Operator(
+        lambda x, bias: ops.grouped_topk_sigmoid_routing(x, 3, correction_bias=bias, num_groups=4, top_groups=2)[0],
+        (leaf(5, 12), table(12)),
+        _ROUTER,
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
