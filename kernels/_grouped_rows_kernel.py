@@ -1,8 +1,8 @@
 """The Triton kernel of `_grouped_matmul.grouped_rows`.
 
-A tile is ROWS rows of one expert by COLUMNS of the result. The table of tiles has a fixed size, so that the host need not
-know how many rows an expert has; programs of tiles past its end leave at once. GROUP tiles of rows are multiplied by all
-columns before the next, so that the weights they share are read from L2.
+A tile is ROWS rows of one expert by COLUMNS of the result. The table of tiles has a fixed size, so that the host need
+not know how many rows an expert has; programs of tiles past its end leave at once. GROUP tiles of rows are multiplied
+by all columns before the next, so that the weights they share are read from L2.
 
 Rows past the last of their expert are read as its last (their products are not stored), so that the steps of the
 loop need no mask where K is a multiple of DEPTH.
@@ -41,9 +41,7 @@ def _tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(
-    weight_base, column, depth, columns, depths, TRANSPOSED: tl.constexpr, EVEN_DEPTH: tl.constexpr
-):
+def _load_weight(weight_base, column, depth, columns, depths, TRANSPOSED: tl.constexpr, EVEN_DEPTH: tl.constexpr):
     """Columns of the result by steps of the sum, (DEPTH, COLUMNS), of one expert's weight."""
     if TRANSPOSED:
         pointers = weight_base + depth.to(tl.int64)[:, None] * columns + column[None, :]
@@ -99,10 +97,7 @@ def _grouped_rows_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(0, tl.cdiv(depths, DEPTH)):
         k = step * DEPTH + depth
-        if EVEN_DEPTH:
-            x = tl.load(x_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=k[None, :] < depths, other=0.0)
+        x = tl.load(x_ptrs) if EVEN_DEPTH else tl.load(x_ptrs, mask=k[None, :] < depths, other=0.0)
         weight = _load_weight(weight_base, clamped_column, k, columns, depths, TRANSPOSED, EVEN_DEPTH)
         total = tl.dot(x, weight, total, input_precision=PRECISION)
         x_ptrs += DEPTH

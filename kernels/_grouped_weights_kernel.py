@@ -1,7 +1,7 @@
 """The Triton kernel of `_grouped_matmul.grouped_weight_gradient`.
 
-A program computes one tile of one expert's gradient, over all rows of that expert, and writes it once: an expert without
-rows gets its zeros from the same store. Rows of the next expert, which a last step reaches into, are read as zeros.
+A program computes one tile of one expert's gradient, over all rows of that expert, and writes it once: an expert
+without rows gets its zeros from the same store. Rows of the next expert, which a last step reaches into, are zeros.
 """
 
 from __future__ import annotations

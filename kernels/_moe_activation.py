@@ -16,17 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels import _moe_activation_kernels
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import use_triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
-def activate(pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool):
-    """h (R, I) of pre (R, 2 I), or (R, I) where nothing is gated."""
+def activate(
+    pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool
+) -> torch.Tensor:
+    """Of pre (R, 2 I), or (R, I) where nothing is gated: h (R, I)."""
     if use_triton(pre):
-        from liger_trainer.kernels import _moe_activation_kernels
-
         return _moe_activation_kernels.forward(pre, activation, scalars, gated, interleaved)
     gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
     h = value(gate * scalars[0], activation) * scalars[1]
@@ -60,8 +61,6 @@ def activation_gradients(
         overwrite: Whether pre may be written over.
     """
     if use_triton(pre):
-        from liger_trainer.kernels import _moe_activation_kernels
-
         return _moe_activation_kernels.backward(
             dh, pre, weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
         )

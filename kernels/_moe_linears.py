@@ -9,7 +9,8 @@ The product of activation and gate and the k rows of every token, which a plain 
 never exist. With g = dO_t @ W2 the gradient of the routing weights is ``<g, h>``, so that the second product's output,
 ``(R, H)``, is not kept for it either (arXiv 2512.14080).
 
-The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the output.
+The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the
+output.
 
 Either layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. g is then
 of the adapted layer, so that the gradient of the routing weights stays ``<g, h>``.
@@ -24,7 +25,12 @@ import torch
 
 from liger_trainer.kernels import _moe_lora as lora
 from liger_trainer.kernels._autograd import second_derivative_message
-from liger_trainer.kernels._grouped_matmul import combine_rows, grouped_rows, grouped_weight_gradient
+from liger_trainer.kernels._grouped_matmul import (
+    combine_rows,
+    grouped_rows,
+    grouped_weight_gradient,
+    rows_of_choices,
+)
 from liger_trainer.kernels._moe_activation import activate, activation_gradients
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import graph_is_kept
@@ -46,8 +52,9 @@ def moe_gate_up(
 ) -> torch.Tensor:
     """The first product, (R, N), of hidden (T, H): its row r is of the token and the expert of choice ``order[r]``."""
     rows = ExpertRows(order, slots, offsets)
-    term = lora.forward_term(hidden, lora.stacked(lora_a, lora_b, scalings, hidden.dtype), rows, top_k)
-    return grouped_rows(hidden, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
+    x, top_k = rows_of_choices(hidden, weight, rows, top_k)
+    term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
+    return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
 
 
 @moe_gate_up.register_fake
@@ -78,16 +85,17 @@ def _gate_up_backward(
     rows = ExpertRows(order, slots, offsets)
     adapters = lora.stacked(lora_a, lora_b, scalings, hidden.dtype)
     term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
-    dhidden = dweight = dbias = None
+    dhidden, dweight, dbias = (dpre.new_empty(0) for _ in range(3))
+    if need_hidden:
+        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
+    if need_weight or need_a or need_b:
+        hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
     if need_weight:
         left, right = ((hidden, top_k), (dpre, 0)) if transposed else ((dpre, 0), (hidden, top_k))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if need_bias:
         dbias = bias_gradient(dpre, rows)
-    if need_hidden:
-        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
-    da, db = lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
-    return *(dpre.new_empty(0) if x is None else x for x in (dhidden, dweight, dbias)), da, db  # type: ignore[return-value]
+    return dhidden, dweight, dbias, *lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
 
 
 @_gate_up_backward.register_fake
@@ -340,20 +348,21 @@ def _down_gradients(
     need_b: bool,
     overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, top_k = ExpertRows(order, slots, offsets), top_k_weights.shape[1]
+    rows = ExpertRows(order, slots, offsets)
+    douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
     adapters = lora.stacked(lora_a, lora_b, scalings, pre.dtype)
-    term = lora.backward_term(dout, adapters, rows, top_k)
-    dh = grouped_rows(dout, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
+    term = lora.backward_term(douts, adapters, rows, top_k)
+    dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
     need_h = need_weight or need_a or need_b
     dpre, dweights, weighted_h = activation_gradients(
         dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
     )
     # dO is without the routing weight in them, as it is in h.
-    da, db = lora.gradients(adapters, term, dout, weighted_h, rows, top_k, 0, need_a, need_b)
+    da, db = lora.gradients(adapters, term, douts, weighted_h, rows, top_k, 0, need_a, need_b)
     dweight, dbias = pre.new_empty(0), None
     if need_weight:
         assert weighted_h is not None
-        left, right = ((weighted_h, 0), (dout, top_k)) if transposed else ((dout, top_k), (weighted_h, 0))
+        left, right = ((weighted_h, 0), (douts, top_k)) if transposed else ((douts, top_k), (weighted_h, 0))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)

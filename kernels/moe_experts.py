@@ -2,10 +2,11 @@
 
 With e = top_k_index[t, j] and w = top_k_weights[t, j]::
 
-    pre_tj = x_t @ W1_e^T + b1_e        h_tj = act(gate) * up, or act(pre)        o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
+    pre_tj = x_t @ W1_e^T + b1_e                       h_tj = act(gate) * up, or act(pre)
+    o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
 
-Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order of j,
-so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
+Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order
+of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
 The operators are in `_moe_linears`.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose weights W_e + s B_e A_e are never made
@@ -15,7 +16,7 @@ Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,8 +64,8 @@ def moe_experts(
 
     Args:
         hidden: (T, H).
-        top_k_index: (T, k), the experts of each token. An id of E or more is no expert of this process: it adds nothing,
-            and its weight gets no gradient.
+        top_k_index: (T, k), the experts of each token. An id of E or more is no expert of this process: it adds
+            nothing, and its weight gets no gradient.
         top_k_weights: (T, k), floating.
         gate_up_weight: (E, 2 I, H), gate first, then up; (E, I, H) where nothing is gated. A frozen weight costs no
             gradient, here and below.
@@ -111,7 +112,7 @@ def moe_experts(
         return moe_down(moe_down_save(*operands), *operands)
 
 
-def _as_autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     """The operands as autocast would give them to a linear layer."""
     device = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(device):
