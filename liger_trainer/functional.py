@@ -21,7 +21,7 @@ from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
-from liger_trainer.kernels.moe_experts import moe_experts
+from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.moe_routing import ExpertRows, sort_by_expert, tile_table
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
@@ -45,6 +45,7 @@ from liger_trainer.kernels.vocab_parallel import (
 __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
+    "ExpertLoRA",
     "ExpertRows",
     "GRPOLossOutput",
     "LoRA",

@@ -20,6 +20,7 @@ from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.lora import find_lora
 from liger_trainer.patching.lora_attention import share_inputs
+from liger_trainer.patching.lora_experts import find_adapted_parameter
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
@@ -116,6 +117,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             continue
         finding = (
             find_lora(module, enabled, probe)
+            or find_adapted_parameter(module, enabled, probe)
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)

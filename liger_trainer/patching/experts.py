@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from liger_trainer.patching.binding import bind_forward, call_like, overriding_forward
+from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
@@ -100,6 +100,14 @@ def unchoose(module: Any) -> bool:
         return False
     module.config = config.model_config
     return True
+
+
+def forward_of_ours(module: Any) -> Callable | None:
+    """The forward of ours that `module` runs, a function of the module; None if it runs another."""
+    config = module.__dict__.get("config")
+    if isinstance(config, ChosenConfig):
+        return config.forward
+    return module.forward.__func__ if is_bound_by_us(module) else None
 
 
 def chosen_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -204,7 +212,7 @@ def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, interme
 def experts_forward(formula: ExpertsFormula, arguments: tuple[str, ...]) -> Callable:
     """The forward, with its arguments named like that; the same function for equal formulas."""
 
-    def forward(self, x, index, weights):
-        return formula.run(self, x, index, weights)
+    def forward(self, x, index, weights, adapters=None):
+        return formula.run(self, x, index, weights, adapters)
 
     return call_like(forward, *arguments)
