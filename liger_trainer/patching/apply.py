@@ -26,6 +26,7 @@ from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
+from liger_trainer.patching.routers import find_router
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -117,6 +118,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
+            or find_router(module, enabled, probe)
             or find_experts(module, enabled)
         )
         if finding is not None:
