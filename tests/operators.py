@@ -137,6 +137,7 @@ _Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
 _WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24), leaf(2, 24), leaf(16, 2))
 _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
+_ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -208,6 +209,13 @@ OPERATORS: dict[str, Operator] = {
     ),
     "nf4_dequantize": Operator(
         lambda x, *parts: x @ ops.nf4_dequantize(_in_4_bits(24, 16, *parts), x.dtype).T, (leaf(6, 16), *_NESTED)
+    ),
+    "load_balancing_loss": Operator(
+        lambda *layers: ops.load_balancing_loss(layers, 2), _ROUTERS, "load_balancing_loss"
+    ),
+    "router_z_loss": Operator(lambda *layers: ops.router_z_loss(layers), _ROUTERS, "router_z_loss"),
+    "router_losses": Operator(
+        lambda logits, mask: tuple(ops.router_losses(logits, 2, mask)), (leaf(6, 5), table(2, 3)), "router_z_loss"
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
