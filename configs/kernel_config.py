@@ -82,8 +82,8 @@ class KernelConfig:
                 )
         if self.global_load_balancing and not self.load_balancing_loss:
             raise ValueError(
-                "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss` is False; the counts "
-                "of all processes are summed by that kernel. Switch it on, or leave `global_load_balancing` out."
+                "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss`, the kernel that "
+                "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
             )
         object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
 

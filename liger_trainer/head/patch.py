@@ -252,7 +252,7 @@ def native_forward(model: nn.Module) -> Callable:
     told = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
     if told is not None:
         return told.__wrapped__  # type: ignore[attr-defined]
-    return model.forward.__func__ if is_bound_by_us(model) else type(model).forward  # type: ignore[operator, union-attr]
+    return model.__dict__["forward"].__func__ if is_bound_by_us(model) else type(model).forward
 
 
 def forward_layers(model: nn.Module) -> Iterator[Callable]:
