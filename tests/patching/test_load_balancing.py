@@ -120,3 +120,34 @@ def test_z_losses_are_recorded_where_there_is_a_gradient():
     logits = torch.cat(outputs.router_logits)
     torch.testing.assert_close(z_loss, logits.logsumexp(-1).square().mean())
     assert z_loss.requires_grad
+
+
+def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
+    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+    model = build("mixtral")
+    apply_liger_kernel(model)
+    install_fused_forward(model, StatisticsOptions(("log_probs",), 1.0, False, None))
+    assert row_of(apply_liger_kernel(model)).applied
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = build("mixtral")(input_ids=ids).aux_loss
+    for options in ({}, {"fused_lm_head": True, "labels": ids}):
+        with recorded_z_losses() as z_losses:
+            torch.testing.assert_close(model(input_ids=ids, **options).aux_loss, expected)
+        assert len(z_losses) == 1
+
+
+def test_a_compiled_model_gives_the_same_loss():
+    torch.compiler.reset()
+    model = build("qwen3_moe")
+    loss, aux_loss, _ = step(model)
+    apply_liger_kernel(model)
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.randint(3, 100, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with recorded_z_losses() as z_losses:
+        outputs = compiled(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    torch.testing.assert_close((outputs.loss, outputs.aux_loss), (loss, aux_loss), rtol=1e-5, atol=1e-6)
+    assert len(z_losses) == 1
