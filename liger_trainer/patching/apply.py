@@ -18,6 +18,7 @@ from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.load_balancing import find_load_balancing_loss
 from liger_trainer.patching.lora import find_lora
 from liger_trainer.patching.lora_attention import share_inputs
 from liger_trainer.patching.lora_experts import find_adapted_parameter
@@ -130,6 +131,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
         else:
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
+            yield from find_load_balancing_loss(module, config, probe)
 
 
 def _probe_device(model: nn.Module) -> torch.device:
