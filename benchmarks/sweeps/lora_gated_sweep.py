@@ -2,8 +2,8 @@
 
     python benchmarks/sweeps/lora_gated_sweep.py [--rank 16] [--dtype bfloat16]
 
-The MLP of Llama-3 8B, 4 x 4096 tokens, intermediate size 14,336, adapters in fp32. Of tiles, stages and programs for each
-multiprocessor, prints what the kernels choose and the best; forward and backward apart, as they are configured apart.
+The MLP of Llama-3 8B, 4 x 4096 tokens, intermediate size 14,336, adapters in fp32. Of tiles, stages and programs for
+each multiprocessor, prints what the kernels choose and the best; forward and backward apart, as they are configured.
 """
 
 from __future__ import annotations
