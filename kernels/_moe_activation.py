@@ -23,7 +23,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
 def activate(pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool):
-    """h (R, I) of pre (R, 2 I), or (R, I) where nothing is gated."""
+    """H (R, I) of pre (R, 2 I), or (R, I) where nothing is gated."""
     if use_triton(pre):
         from liger_trainer.kernels import _moe_activation_kernels
 

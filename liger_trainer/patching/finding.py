@@ -22,6 +22,7 @@ class Finding:
         forward: The forward to bind; None where it is left alone.
         error: The probe's float32 error; None without a probe.
         reason: Why it is left alone, or a remark.
+        over: The forward of another library's that the instance carries, and that `forward` takes the place of.
     """
 
     component: str
@@ -31,6 +32,7 @@ class Finding:
     forward: Callable | None = None
     error: float | None = None
     reason: str = ""
+    over: Callable | None = None
 
 
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
