@@ -67,7 +67,8 @@ def plan_exchange(top_k_index: torch.Tensor, num_local_experts: int, group: Proc
     size = group.size()
     rows = sort_by_expert(top_k_index, num_local_experts * size)
     counts = rows.offsets.diff()  # of every expert
-    arriving = _all_to_all(counts, None, None, group.group_name).view(size, num_local_experts)
+    parts = [num_local_experts] * size
+    arriving = _all_to_all(counts, parts, parts, group.group_name).view(size, num_local_experts)
     sizes = torch.stack([counts.view(size, num_local_experts).sum(1), arriving.sum(1)])
     send_sizes, recv_sizes = sizes.tolist()  # the read
     experts = torch.arange(num_local_experts, device=counts.device).repeat(size)
@@ -105,15 +106,8 @@ def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return _bring_back(_bring_back_save(*operands), *operands)
 
 
-def _all_to_all(
-    x: torch.Tensor, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None, group: str
-) -> torch.Tensor:
-    """`x` exchanged along its first dimension; without sizes in equal parts."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    if output_sizes is None or input_sizes is None:
-        size = _resolve_process_group(group).size()
-        output_sizes = input_sizes = [x.shape[0] // size] * size
+def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str) -> torch.Tensor:
+    """`x` exchanged along its first dimension."""
     collectives = torch.ops._c10d_functional  # what torch.compile traces; eager takes them alike
     return collectives.wait_tensor(
         collectives.all_to_all_single(x.contiguous(), list(output_sizes), list(input_sizes), group)

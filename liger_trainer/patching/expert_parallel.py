@@ -1,15 +1,15 @@
 """Experts that transformers has split over processes: how their tokens reach them, and what comes back.
 
-`DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives the module that holds them a
-forward which brings it the tokens of the others. In training that is an all-to-all; ours (`kernels/_expert_exchange.py`) takes its
-place. The experts themselves run as they do anywhere, on rows with one expert each.
+`DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives the module that holds them
+a forward which brings it the tokens of the others. In training that is an all-to-all, whose place ours takes
+(`kernels/_expert_exchange.py`). The experts themselves run as they do anywhere, on rows with one expert each.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def _as_autocast(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.to(torch.get_autocast_dtype(device))
 
 
-def _exchanging(held: dict[str, Any], original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A forward in place of transformers' `original`, which holds the names `held`."""
     way, style, ep_mesh = held["implementation"], held["self"], held["ep_mesh"]
     # For tokens that all processes have, transformers' own evaluation needs no sizes and no read of them.
@@ -91,9 +91,11 @@ def _exchanging(held: dict[str, Any], original: Callable[..., torch.Tensor]) -> 
         if evaluates_alone and not (torch.is_grad_enabled() and hidden_states.requires_grad):
             return original(hidden_states, top_k_index, top_k_weights)
         tokens = len(hidden_states)
-        own = _own_tokens(way.tp_mesh, hidden_states, top_k_index, top_k_weights)
+        hidden, index, weights = _own_tokens(way.tp_mesh, hidden_states, top_k_index, top_k_weights)
         with style.context_around_forward(self, ep_mesh):
-            output = run_exchanged(way.experts_forward, *own, way.num_local_experts, way.ep_mesh.get_group())
+            output = run_exchanged(
+                way.experts_forward, hidden, index, weights, way.num_local_experts, way.ep_mesh.get_group()
+            )
         return _tokens_of_all(way.tp_mesh, output, tokens).to(hidden_states.dtype)
 
     return forward
@@ -119,6 +121,6 @@ def _tokens_of_all(mesh: Any, own: torch.Tensor, tokens: int) -> torch.Tensor:
         return own
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = tokens, own.shape[1]
+    shape = torch.Size((tokens, own.shape[1]))
     parts = DTensor.from_local(own.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return parts.full_tensor()
