@@ -61,8 +61,8 @@ class ConvertedCheckpointsMixin(_Base):
             return
         from transformers.distributed.checkpoint import save_optimizer_distributed
 
-        folder = os.path.join(output_dir, OPTIMIZER_FOLDER)
-        save_optimizer_distributed(self.model, _plain(self.optimizer), folder)
+        with _with_filled_groups(self.optimizer) as optimizer:
+            save_optimizer_distributed(self.model, optimizer, os.path.join(output_dir, OPTIMIZER_FOLDER))
         if self.args.should_save:
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -75,7 +75,8 @@ class ConvertedCheckpointsMixin(_Base):
 
         folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
         if os.path.isdir(folder):  # else it was saved with `save_only_model`
-            load_optimizer_distributed(self.model, _plain(self.optimizer), folder)
+            with _with_filled_groups(self.optimizer) as optimizer:
+                load_optimizer_distributed(self.model, optimizer, folder)
             assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
@@ -122,6 +123,17 @@ def saved_names(folder: str) -> set[str]:
         return set(file.keys())
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer without what accelerate puts around it."""
-    return getattr(optimizer, "optimizer", optimizer)
+@contextlib.contextmanager
+def _with_filled_groups(wrapped: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizer without what accelerate puts around it, and meanwhile without groups that hold no parameter.
+
+    The Trainer makes such a group where nothing goes without weight decay, as with LoRA; torch cannot read it back.
+    """
+    optimizer = getattr(wrapped, "optimizer", wrapped)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield optimizer
+    finally:
+        filled = iter(optimizer.param_groups)  # reading a state makes them anew
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]

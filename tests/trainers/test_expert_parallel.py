@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -29,6 +30,7 @@ CASES = {
     "SFT, lora": {},
 }
 SAVES = {"save_strategy": "steps", "save_steps": 2}
+RESUMED = ("trainer", "SFT, lora")
 SPLIT = {"fsdp_size": 2, "ep_size": 2}
 OWN_TO_A_PROCESS = {"step_time", "total_flos", "aux_loss"}  # the last is no mean over tokens; it counts a thousandth
 
@@ -61,11 +63,14 @@ def train(*args, resume=None, **kwargs):
 
 def work(folder):
     results = {name: logged(train(name, folder, True, True, name)) for name in CASES}
-    whole = train("trainer", folder, True, True, "whole", **SAVES)
-    whole.save_model(f"{folder}/final")
-    resumed = train("trainer", folder, True, True, "resumed", resume=f"{folder}/whole/checkpoint-2", **SAVES)
-    resumed.save_model(f"{folder}/final resumed")
-    results["whole"], results["resumed"] = logged(whole), logged(resumed)
+    for name in RESUMED:
+        whole = train(name, folder, True, True, f"{name}, whole", **SAVES)
+        middle = f"{folder}/{name}, whole/checkpoint-2"
+        resumed = train(name, folder, True, True, f"{name}, resumed", resume=middle, **SAVES)
+        for kind, trainer in (("whole", whole), ("resumed", resumed)):
+            trainer.save_model(f"{folder}/{name}, {kind}/final")
+            logs = [log for log in trainer.state.log_history if "loss" in log]
+            results[f"{name}, {kind}"] = [[log["loss"], log["grad_norm"], log["learning_rate"]] for log in logs]
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
@@ -99,22 +104,25 @@ def test_two_processes_log_what_one_does(name, ranks):
 def test_a_checkpoint_is_that_of_one_process(ranks):
     folder, _ = ranks
     alone = train("trainer", folder, False, False, "saved alone", **SAVES)
-    files = {path.name for path in (folder / "whole" / "checkpoint-2").iterdir()}
+    files = {path.name for path in (folder / "trainer, whole" / "checkpoint-2").iterdir()}
     stock = {path.name for path in (folder / "saved alone" / "checkpoint-2").iterdir()}
     assert files - stock == {"optimizer", "rng_state_0.pth", "rng_state_1.pth"}
     assert stock - files == {"optimizer.pt", "rng_state.pth"}
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "trainer, whole" / "final")
     for name, parameter in alone.model.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
 
-def test_resumes_to_the_same_losses_and_weights(ranks):
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumes_to_the_same_losses_and_weights(name, ranks):
     folder, results = ranks
     for rank in results:
-        assert [log for log in rank["resumed"] if "loss" in log] == [log for log in rank["whole"] if "loss" in log]
-    whole, resumed = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("final", "final resumed"))
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(resumed.get_parameter(name), parameter), name
+        assert rank[f"{name}, resumed"] == rank[f"{name}, whole"]
+    file = "adapter_model.safetensors" if name == "SFT, lora" else "model.safetensors"
+    whole, resumed = (load_file(folder / f"{name}, {kind}" / "final" / file) for kind in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(resumed[key], tensor), key
 
 
 if __name__ == "__main__":
