@@ -15,6 +15,7 @@ from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels._nf4_matmul import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
+from liger_trainer.patching.expert_parallel import find_expert_exchange
 from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
@@ -117,6 +118,8 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
     for module in model.modules():
         if any(module is head for head in heads):
             continue
+        if (exchange := find_expert_exchange(module, enabled)) is not None:
+            yield exchange
         finding = (
             find_lora(module, enabled, probe)
             or find_adapted_parameter(module, enabled, probe)
