@@ -124,7 +124,8 @@ def _make(name: str, model_types: tuple[str, ...], own_flags: tuple[str, ...]) -
         bound.apply_defaults()
         values = dict(bound.arguments)
         model = values.pop("model")
-        config = KernelConfig.parse({**dict.fromkeys(KERNEL_KEYS, False), **values})
+        experts = any(values.get(flag, False) for flag in ("swiglu", "geglu"))  # which mean them too, as in Liger
+        config = KernelConfig.parse({**dict.fromkeys(KERNEL_KEYS, False), "experts": experts, **values})
         if model is not None:
             _check_model(function.__name__, model_types, model)
             return apply_liger_kernel(model, config)
@@ -141,7 +142,8 @@ def _make(name: str, model_types: tuple[str, ...], own_flags: tuple[str, ...]) -
 
     Args:
         {", ".join(flags)}:
-            Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes.
+            Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes. `swiglu` and
+            `geglu` are for experts too.
         model: The model, of type {" or ".join(map(repr, model_types))}. None applies the flags to every model of that
             type built afterwards, until `undo_liger_kernel({name!r})`.
 

@@ -152,6 +152,20 @@ def test_gradient_checkpointing(reentrant):
     assert_same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.parametrize(("name", "block"), [("qwen3_moe", "mlp"), ("llama4", "feed_forward")])
+def test_a_block_compiles_to_one_graph(name, block):
+    torch.compiler.reset()
+    model, x = MODELS[name][0](), torch.randn(2, 5, 32, requires_grad=True)
+    apply_liger_kernel(model, EXPERTS)
+    block = getattr(model.model.layers[0], block)
+    results = []
+    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        out = run(x)
+        out = out[0] if isinstance(out, tuple) else out
+        results.append([out, *torch.autograd.grad(out.square().sum(), (x, *block.experts.parameters()))])
+    torch.testing.assert_close(*results)
+
+
 def test_generation_steps_are_those_that_transformers_chooses_for_them(monkeypatch):
     model = TINY_MODELS["qwen3_moe"]().eval()
     apply_liger_kernel(model, EXPERTS)
