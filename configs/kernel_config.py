@@ -42,7 +42,7 @@ class KernelConfig:
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
-        experts: Mixture-of-experts layers.
+        experts: Mixtures of experts whose weights are stacked; others are lists of gated MLPs, see `swiglu`.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
         recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
