@@ -132,6 +132,13 @@ def _moe_experts(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch
     return ops.moe_experts(hidden, index, weights, *parameters[:2], **options)
 
 
+def _experts(*operands: torch.Tensor) -> torch.Tensor:
+    """Experts whose projections have an adapter each."""
+    *block, first_a, first_b, second_a, second_b = operands
+    gate_up, down = ops.ExpertLoRA(first_a, first_b, 0.5), ops.ExpertLoRA(second_a, second_b, 2.0)
+    return ops.moe_experts(*block, gate_up_adapters=[gate_up], down_adapters=[down])
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
@@ -146,6 +153,9 @@ _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
 _ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
 _EXPERTS = (leaf(6, 16), table(6, 2), leaf(3, 24, 16), leaf(3, 16, 12))
+_ADAPTED = (leaf(6, 16), ids(3, 6, 2), leaf(6, 2), leaf(3, 48, 16), leaf(3, 16, 24))
+_ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
+_ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -242,6 +252,14 @@ OPERATORS: dict[str, Operator] = {
         partial(_moe_experts, gated=False, activation="relu_squared"),
         (leaf(6, 16), leaf(6, 2), leaf(3, 12, 16), leaf(3, 16, 12)),
         "moe_experts",
+    ),
+    "moe_experts, adapters": Operator(_experts, (*_ADAPTED, *_ON_EXPERTS), "moe_experts"),
+    "load_balancing_loss": Operator(
+        lambda *layers: ops.load_balancing_loss(layers, 2), _ROUTERS, "load_balancing_loss"
+    ),
+    "router_z_loss": Operator(lambda *layers: ops.router_z_loss(layers), _ROUTERS, "router_z_loss"),
+    "router_losses": Operator(
+        lambda logits, mask: tuple(ops.router_losses(logits, 2, mask)), (leaf(6, 5), table(2, 3)), "router_z_loss"
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from liger_trainer.patching.binding import bind_forward, call_like, overriding_forward
-from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose
+from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
+from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
@@ -56,6 +56,13 @@ def liger_experts_forward(
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
+
+
+def forward_of_ours(module: Any) -> Callable | None:
+    """The forward of ours that `module` runs, a function of the module; None if it runs another."""
+    if is_chosen(module):
+        return module.config.forward
+    return module.forward.__func__ if is_bound_by_us(module) else None
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
@@ -155,7 +162,7 @@ def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, interme
 def experts_forward(formula: ExpertsFormula, arguments: tuple[str, ...]) -> Callable:
     """The forward, with its arguments named like that; the same function for equal formulas."""
 
-    def forward(self, x, index, weights):
-        return formula.run(self, x, index, weights)
+    def forward(self, x, index, weights, adapters=None):
+        return formula.run(self, x, index, weights, adapters)
 
     return call_like(forward, *arguments)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.moe_experts import moe_experts
+from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
 from liger_trainer.patching.probe import full_shape, is_stateless
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
@@ -52,18 +52,34 @@ class ExpertsFormula(NamedTuple):
         return (*names, *(f"{name}_bias" for name in names)) if self.biases else names
 
     def run(
-        self, experts: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        experts: Any,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Sequence[ExpertLoRA]] | None = None,
     ) -> torch.Tensor:
-        """`moe_experts` with the weights of the module `experts`, each of which is read once."""
+        """`moe_experts` with the weights of the module `experts`, each of which is read once.
+
+        Args:
+            experts: The module.
+            hidden: (T, H).
+            top_k_index: (T, k).
+            top_k_weights: (T, k).
+            adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
+        """
         first, down, *biases = (getattr(experts, name) for name in self.weights)
         _check_ids(experts, top_k_index, first.shape[0])
         first_bias, down_bias = biases or (None, None)
         scale = 1.0 if self.alpha is None else self.alpha
+        gate_up_adapters, down_adapters = (self._outwards((adapters or {}).get(name, ())) for name in self.weights[:2])
         # x sigmoid(a x) is silu(a x) / a
         out = moe_experts(
             *(hidden.to(first.dtype), top_k_index, top_k_weights, first, down),
             gate_up_bias=first_bias,
             down_bias=down_bias,
+            gate_up_adapters=gate_up_adapters,
+            down_adapters=down_adapters,
             activation=self.activation,
             gated=self.gated,
             interleaved=self.interleaved,
@@ -74,6 +90,10 @@ class ExpertsFormula(NamedTuple):
             up_offset=0.0 if self.alpha is None else 1.0,
         )
         return out.to(hidden.dtype)
+
+    def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
+        """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
+        return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
 
 
 def _check_ids(experts: Any, top_k_index: torch.Tensor, num_experts: int) -> None:
