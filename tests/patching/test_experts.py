@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +270,31 @@ ALONE = {
     "an infinite limit": (lambda: Step3p7Experts(Config()), "moe_experts (silu)"),
     "undecorated": (lambda: LongcatFlashExperts(Config()), "moe_experts (silu)"),
 }
+
+
+class AnyConfig(Config):
+    """With something for every other name as well."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        kinds = {"act": "silu", "limit": 7.0, "cap": 7.0, "alpha": 1.7, "experts": 4, "intermediate": 12}
+        return next((value for kind, value in kinds.items() if kind in name), 8)
+
+
+def test_which_of_transformers_classes_are_left_alone():
+    left, classes = set(), 0
+    for path in Path(tf.models.__path__[0]).glob("*/modeling_*.py"):
+        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.MULTILINE)
+        for name in names:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            experts = getattr(module, name)(AnyConfig())
+            report = apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
+            left |= {row.target for row in report.left_alone if row.component == "experts"}
+            classes += 1
+    assert classes >= 60
+    # A norm behind each expert, softcaps on gate and up, and products in fp32.
+    assert left <= {"MuseSparkExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
 
 
 @pytest.mark.parametrize("kind", ALONE)
