@@ -135,4 +135,4 @@ def combine_rows(y: torch.Tensor, rows: ExpertRows, top_k: int, weights: torch.T
     chosen = torch.where(exists, y[slots].to(wide), 0.0)
     if weights is not None:
         chosen = chosen * weights.reshape(-1, 1).to(wide)
-    return chosen.view(tokens, top_k, -1).sum(1).to(y.dtype)
+    return chosen.view(tokens, top_k, y.shape[1]).sum(1).to(y.dtype)

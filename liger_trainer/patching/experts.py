@@ -1,9 +1,9 @@
 """Modules of experts whose weights are stacked in 3-D parameters: Qwen3-MoE's, Mixtral's, GPT-OSS's and many more.
 
-transformers' own classes ask a registry which function computes them, by a name in their config. Ours is registered there
-as ``"liger_trainer"``, and a module that it is proved for gets a view of its config which says so. The model's config
-stays as it is, and so does what is saved of it; a forward around the class's own, such as that of expert parallelism,
-ends up at ours. Experts of other classes get a forward bound to the instance.
+transformers' own classes ask a registry which function computes them, by a name in their config. Ours is registered
+there as ``"liger_trainer"``, and a module that it is proved for gets a view of its config which says so. The model's
+config stays as it is, and so does what is saved of it; a forward around the class's own, such as that of expert
+parallelism, ends up at ours. Experts of other classes get a forward bound to the instance.
 
 The proof runs the class's own loop over the experts and ours on the CPU, where fp32 products are fp32.
 """
@@ -24,7 +24,7 @@ from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.probe import Agreement, Probe, identity, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, stand_in
 
 IMPLEMENTATION = "liger_trainer"
 """Our name in transformers' registry."""
@@ -76,8 +76,8 @@ def liger_experts_forward(
     config = self.config
     if not isinstance(config, ChosenConfig):
         raise ValueError(
-            f"`experts_implementation={IMPLEMENTATION!r}` is chosen for a {type(self).__name__} by name; leave it unset "
-            "and call liger_trainer.apply_liger_kernel(model), which proves it equal first."
+            f"`experts_implementation={IMPLEMENTATION!r}` is chosen for a {type(self).__name__} by name; leave it "
+            "unset and call liger_trainer.apply_liger_kernel(model), which proves it equal first."
         )
     # `generate` switches to this for its steps of few tokens.
     if not torch.is_grad_enabled() and config.model_config._experts_implementation == "batched_mm":
@@ -166,7 +166,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
 
 
 def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[ExpertsFormula | None, Agreement]:
-    num_experts = module._parameters["down_proj"].shape[0]
+    num_experts = full_shape(module._parameters["down_proj"])[0]
     num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # of this process
     hidden, intermediate = SIZES
     chosen = min(num_experts, _CHOSEN)
@@ -203,9 +203,9 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
 def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, intermediate: int) -> list[tuple[int, ...]]:
     """The shapes of `layout.weights` for these sizes."""
     wide = intermediate * (2 if layout.gated else 1)
-    shapes = [(num_experts, wide, hidden), (num_experts, hidden, intermediate)]
-    shapes = [(e, k, n) if layout.transposed else (e, n, k) for e, n, k in shapes]
-    return [*shapes, (num_experts, wide), (num_experts, hidden)] if layout.biases else shapes
+    projections = [(wide, hidden), (hidden, intermediate)]
+    shapes = [(num_experts, *(size[::-1] if layout.transposed else size)) for size in projections]
+    return [*shapes, (num_experts, wide), (num_experts, hidden)] if layout.biases else [*shapes]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a module of experts computes between its weights, in the terms of `moe_experts`, and the forward that runs it."""
+"""What a module of experts computes, in the terms of `moe_experts`: read off its parameters, or to be tried out."""
 
 from __future__ import annotations
 

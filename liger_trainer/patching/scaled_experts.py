@@ -19,7 +19,7 @@ from liger_trainer.patching.experts import TOKENS, weight_shapes
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.probe import Agreement, Probe, identity, only_argument, projection, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, projection, stand_in
 
 _SIZES = (128, 24)  # hidden and intermediate size of the stand-in; the router's gradient shall be many numbers
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
@@ -76,7 +76,7 @@ def _obstacle(block: Any, experts: nn.Module, layout: ExpertsFormula | str) -> s
 def _probe_block(
     block: Any, experts: Any, layout: ExpertsFormula, probe: Probe
 ) -> tuple[ExpertsFormula | None, _Forwards | None, Agreement]:
-    num_experts, (hidden, intermediate) = experts.down_proj.shape[0], _SIZES
+    num_experts, (hidden, intermediate) = full_shape(experts._parameters["down_proj"])[0], _SIZES
     shapes = [(num_experts, hidden), (hidden, hidden), *weight_shapes(layout, num_experts, hidden, intermediate)]
     tensors = [probe.randn(TOKENS, hidden).cpu(), *(probe.randn(*shape).cpu() * 0.125 for shape in shapes)]
     activations = {name: twin(child) for name, child in experts._modules.items() if child is not None}
@@ -97,7 +97,8 @@ def _probe_block(
 
     failures = []
     argument, of_experts = only_argument(block), only_argument(experts)
-    assert argument is not None and of_experts is not None
+    assert argument is not None
+    assert of_experts is not None
     original = on(type(block).forward, type(experts).forward)
     with torch.device("cpu"):
         for formula in formulas(experts, layout):

@@ -1,4 +1,4 @@
-"""Stacked experts: which are recognised, that loss and all gradients stay the model's, and that nothing is left behind."""
+"""Experts: which are recognised, that loss and all gradients stay the model's, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.patching import experts_formula
 from tests.patching import toys
-from tests.tiny_models import COMMON, TINY_MODELS, VOCAB, _build, tiny_batch
+from tests.tiny_models import COMMON, TINY_MODELS, VOCAB, _build
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True}
 MLPS = {**EXPERTS, "experts": False, "swiglu": True}
