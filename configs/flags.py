@@ -30,9 +30,9 @@ class KernelFlags:
             Whether to use the kernels of liger_trainer.
         liger_kernel_config (`dict` or `str`, *optional*):
             Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
-            `relu_squared`, `lora`, `experts`, `cross_entropy`, `linear_cross_entropy`, each `True` by default.
-            `fused_linear_cross_entropy` is read as `linear_cross_entropy`. `recompute_mlp` and `tiled_mlp`, `False` by
-            default, make gated MLPs keep less for the backward; see [`KernelConfig`].
+            `relu_squared`, `lora`, `router`, `experts`, `cross_entropy`, `linear_cross_entropy`, each `True` by
+            default. `fused_linear_cross_entropy` is read as `linear_cross_entropy`. `recompute_mlp` and `tiled_mlp`,
+            `False` by default, make gated MLPs keep less for the backward; see [`KernelConfig`].
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):
@@ -69,8 +69,8 @@ class KernelFlags:
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
-            "layer_norm, swiglu, geglu, relu_squared, experts, cross_entropy, linear_cross_entropy. All are on by "
-            "default."
+            "layer_norm, swiglu, geglu, relu_squared, lora, router, experts, cross_entropy, linear_cross_entropy. All "
+            "are on by default."
         },
     )
     logits_memory: str = field(

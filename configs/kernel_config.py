@@ -42,6 +42,7 @@ class KernelConfig:
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
+        router: Routers of mixture-of-experts layers: what follows their logits.
         experts: Mixture-of-experts layers.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
@@ -60,6 +61,7 @@ class KernelConfig:
     geglu: bool = True
     relu_squared: bool = True
     lora: bool = True
+    router: bool = True
     experts: bool = True
     cross_entropy: bool = True
     linear_cross_entropy: bool = True

@@ -359,16 +359,14 @@ def _down_gradients(
     )
     # dO is without the routing weight in them, as it is in h.
     da, db = lora.gradients(adapters, term, douts, weighted_h, rows, top_k, 0, need_a, need_b)
-    dweight = dbias = None
+    dweight, dbias = pre.new_empty(0), None
     if need_weight:
         assert weighted_h is not None
         left, right = ((weighted_h, 0), (douts, top_k)) if transposed else ((douts, top_k), (weighted_h, 0))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
-    # Two empty tensors, as an operator's outputs may not be one and the same.
-    dweight, dbias = (pre.new_empty(0) if x is None else x for x in (dweight, dbias))
-    return dpre, dweights, dweight, dbias, da, db
+    return dpre, dweights, dweight, pre.new_empty(0) if dbias is None else dbias, da, db
 
 
 def _through_bias(

@@ -97,14 +97,21 @@ def _check(logits: torch.Tensor, k: int) -> None:
 
 
 def topk_softmax_routing(
-    logits: torch.Tensor, k: int, *, normalise: bool = True, dtype: torch.dtype | None = None
+    logits: torch.Tensor,
+    k: int,
+    *,
+    normalise: bool = True,
+    softmax_after_topk: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most probable experts of each token and their probabilities.
 
     Args:
         logits: (T, E), of any strides. float16, bfloat16 or float32 for the kernel; other dtypes run as the reference.
         k: Experts a token.
-        normalise: Divide the probabilities by their sum, which is the softmax of the k largest logits.
+        normalise: Divide the probabilities by their sum.
+        softmax_after_topk: Take the softmax of the k largest logits, whatever `normalise` is. That is the normalised
+            probability; the reference then rounds as models do that have it in this order (GPT-OSS).
         dtype: Of the weights; that of `logits` by default.
 
     Returns:
@@ -116,15 +123,26 @@ def topk_softmax_routing(
     """
     _check(logits, k)
     if not use_triton(logits):
-        return topk_softmax_routing_reference(logits, k, normalise=normalise, dtype=dtype)
+        return topk_softmax_routing_reference(
+            logits, k, normalise=normalise, softmax_after_topk=softmax_after_topk, dtype=dtype
+        )
+    normalise = normalise or softmax_after_topk
     weights, index = _route(logits, None, k, False, normalise, 1, 1, 1.0, dtype or logits.dtype)
     return weights, index
 
 
 def topk_softmax_routing_reference(
-    logits: torch.Tensor, k: int, *, normalise: bool = True, dtype: torch.dtype | None = None
+    logits: torch.Tensor,
+    k: int,
+    *,
+    normalise: bool = True,
+    softmax_after_topk: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`topk_softmax_routing` in plain torch."""
+    if softmax_after_topk:
+        top, index = logits.topk(k)
+        return top.softmax(-1).to(dtype or logits.dtype), index
     weights, index = logits.softmax(-1, dtype=_wide(logits)).topk(k)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)

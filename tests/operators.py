@@ -132,9 +132,11 @@ def _moe_experts(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch
     return ops.moe_experts(hidden, index, weights, *parameters[:2], **options)
 
 
-def _adapted_experts(*operands: torch.Tensor) -> torch.Tensor:
-    gate_up, down = ([ops.ExpertLoRA(*operands[i : i + 2], 0.5)] for i in (4, 6))
-    return _moe_experts(*operands[:4], gate_up_adapters=gate_up, down_adapters=down)
+def _experts(*operands: torch.Tensor) -> torch.Tensor:
+    """Experts whose projections have an adapter each."""
+    *block, first_a, first_b, second_a, second_b = operands
+    gate_up, down = ops.ExpertLoRA(first_a, first_b, 0.5), ops.ExpertLoRA(second_a, second_b, 2.0)
+    return ops.moe_experts(*block, gate_up_adapters=[gate_up], down_adapters=[down])
 
 
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
@@ -151,6 +153,8 @@ _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
 _ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
 _EXPERTS = (leaf(6, 16), table(6, 2), leaf(3, 24, 16), leaf(3, 16, 12))
+_ADAPTED = (leaf(6, 16), ids(3, 6, 2), leaf(6, 2), leaf(3, 48, 16), leaf(3, 16, 24))
+_ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -243,16 +247,12 @@ OPERATORS: dict[str, Operator] = {
         (leaf(6, 16), table(6, 2), leaf(3, 16, 24), leaf(3, 12, 16), leaf(3, 24), leaf(3, 16)),
         "moe_experts",
     ),
-    "moe_experts, adapters": Operator(
-        _adapted_experts,
-        (*_EXPERTS, leaf(3, 2, 16), leaf(3, 24, 2), leaf(3, 3, 12), leaf(3, 16, 3)),
-        "moe_experts",
-    ),
     "moe_experts, no gate": Operator(
         partial(_moe_experts, gated=False, activation="relu_squared"),
         (leaf(6, 16), leaf(6, 2), leaf(3, 12, 16), leaf(3, 16, 12)),
         "moe_experts",
     ),
+    "moe_experts, adapters": Operator(_experts, (*_ADAPTED, *_ON_EXPERTS), "moe_experts"),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
     "linear_log_probs": Operator(ops.linear_log_probs, _HEAD, _LLP),

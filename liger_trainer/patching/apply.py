@@ -27,6 +27,7 @@ from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
+from liger_trainer.patching.routers import find_router
 from liger_trainer.patching.scaled_experts import find_scaled_experts
 
 _META_REMARK = (
@@ -121,6 +122,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
+            or find_router(module, enabled, probe)
             or find_experts(module, enabled, probe)
         )
         if finding is not None:

@@ -17,6 +17,7 @@ LLAMA, OLMO2, GEMMA = "rms_norm (casting=llama)", "rms_norm (casting=olmo2)", "r
 SWIGLU, FUSED, GEGLU = "swiglu", "swiglu on fused gate_up", "geglu (tanh)"
 EXPERTS = {"experts": {"moe_experts (silu)"}}
 GPT_OSS = {"experts": {"moe_experts (silu, interleaved, transposed, biases, limit, alpha)"}}
+SOFTMAX = "topk_softmax_routing"
 ROPE = {"rope": {"rope"}}
 QK_NORM_ROPE = {"rope": {"rope with the norms of q and k"}}
 TEXT = {**ROPE, "rms_norm": {LLAMA}, "swiglu": {SWIGLU}}
@@ -28,19 +29,19 @@ EXPECTED = {
     "llama": TEXT,
     "qwen2": TEXT,
     "qwen3": {**TEXT, **QK_NORM_ROPE},
-    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, **EXPERTS},
+    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS},
     "gemma": GEMMAS,
     "gemma2": GEMMAS,
     "gemma3_text": GEMMA3,
     "gemma3": {**GEMMA3, "layer_norm": {"layer_norm"}},
     "mistral": TEXT,
-    "mixtral": {**ROPE, "rms_norm": {LLAMA}, **EXPERTS},
+    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS},
     "phi3": {**TEXT, "swiglu": {FUSED}},
     "granite": TEXT,
     "olmo2": {**TEXT, "rms_norm": {OLMO2}},
     "glm4": {"rope": {"rope (neighbours)"}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
     "cohere": {"rope": {"rope (neighbours)"}, "rms_norm": {None}, "swiglu": {SWIGLU}},
-    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, **GPT_OSS},
+    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "router": {SOFTMAX}, **GPT_OSS},
     "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}},
     "mllama": {**TEXT, "layer_norm": {"layer_norm"}},
 }
