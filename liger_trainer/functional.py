@@ -17,6 +17,7 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.load_balancing import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
@@ -53,6 +54,7 @@ __all__ = [
     "LogProbsOutput",
     "NF4Weight",
     "NestedAbsmax",
+    "RouterLosses",
     "clamped_swiglu",
     "cross_entropy",
     "dyt",
@@ -77,6 +79,7 @@ __all__ = [
     "linear_kl",
     "linear_kl_div",
     "linear_log_probs",
+    "load_balancing_loss",
     "log_probs",
     "lora_down",
     "lora_linear",
@@ -94,6 +97,8 @@ __all__ = [
     "rope_complex",
     "rope_multimodal",
     "rope_vision",
+    "router_losses",
+    "router_z_loss",
     "softmax",
     "sort_by_expert",
     "sparsemax",

@@ -155,6 +155,7 @@ _ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
 _EXPERTS = (leaf(6, 16), table(6, 2), leaf(3, 24, 16), leaf(3, 16, 12))
 _ADAPTED = (leaf(6, 16), ids(3, 6, 2), leaf(6, 2), leaf(3, 48, 16), leaf(3, 16, 24))
 _ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
+_ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -253,6 +254,13 @@ OPERATORS: dict[str, Operator] = {
         "moe_experts",
     ),
     "moe_experts, adapters": Operator(_experts, (*_ADAPTED, *_ON_EXPERTS), "moe_experts"),
+    "load_balancing_loss": Operator(
+        lambda *layers: ops.load_balancing_loss(layers, 2), _ROUTERS, "load_balancing_loss"
+    ),
+    "router_z_loss": Operator(lambda *layers: ops.router_z_loss(layers), _ROUTERS, "router_z_loss"),
+    "router_losses": Operator(
+        lambda logits, mask: tuple(ops.router_losses(logits, 2, mask)), (leaf(6, 5), table(2, 3)), "router_z_loss"
+    ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),
     "linear_log_probs": Operator(ops.linear_log_probs, _HEAD, _LLP),

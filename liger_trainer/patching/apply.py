@@ -15,9 +15,11 @@ from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels._nf4_matmul import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
+from liger_trainer.patching.expert_parallel import find_expert_exchange
 from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.load_balancing import find_load_balancing_loss
 from liger_trainer.patching.lora import find_lora
 from liger_trainer.patching.lora_attention import share_inputs
 from liger_trainer.patching.lora_experts import find_adapted_parameter
@@ -116,6 +118,8 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
     for module in model.modules():
         if any(module is head for head in heads):
             continue
+        if (exchange := find_expert_exchange(module, enabled)) is not None:
+            yield exchange
         finding = (
             find_lora(module, enabled, probe)
             or find_adapted_parameter(module, enabled, probe)
@@ -130,6 +134,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
         else:
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
+            yield from find_load_balancing_loss(module, config, probe)
 
 
 def _probe_device(model: nn.Module) -> torch.device:

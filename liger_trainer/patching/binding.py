@@ -54,7 +54,12 @@ def overriding_forward(module: nn.Module) -> str | None:
 
 def is_bound_by_us(module: nn.Module) -> bool:
     """Whether [`bind_forward`] gave this instance its forward."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) in _bound_functions
+    return is_ours(getattr(module.__dict__.get("forward"), "__func__", None))
+
+
+def is_ours(forward: Callable | None) -> bool:
+    """Whether `forward` is a function that [`bind_forward`] has bound to some instance."""
+    return forward in _bound_functions
 
 
 def unbind_forward(module: nn.Module) -> bool:

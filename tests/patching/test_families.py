@@ -23,25 +23,26 @@ QK_NORM_ROPE = {"rope": {"rope with the norms of q and k"}}
 TEXT = {**ROPE, "rms_norm": {LLAMA}, "swiglu": {SWIGLU}}
 GEMMAS = {**ROPE, "rms_norm": {GEMMA}, "geglu": {GEGLU}}
 GEMMA3 = {**GEMMAS, **QK_NORM_ROPE}
+BALANCED = {"load_balancing_loss": {"router_losses"}}
 
 # Family -> component -> the kernels in the report; None is a row that is left alone.
 EXPECTED = {
     "llama": TEXT,
     "qwen2": TEXT,
     "qwen3": {**TEXT, **QK_NORM_ROPE},
-    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS},
+    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS, **BALANCED},
     "gemma": GEMMAS,
     "gemma2": GEMMAS,
     "gemma3_text": GEMMA3,
     "gemma3": {**GEMMA3, "layer_norm": {"layer_norm"}},
     "mistral": TEXT,
-    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS},
+    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS, **BALANCED},
     "phi3": {**TEXT, "swiglu": {FUSED}},
     "granite": TEXT,
     "olmo2": {**TEXT, "rms_norm": {OLMO2}},
     "glm4": {"rope": {"rope (neighbours)"}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
     "cohere": {"rope": {"rope (neighbours)"}, "rms_norm": {None}, "swiglu": {SWIGLU}},
-    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "router": {SOFTMAX}, **GPT_OSS},
+    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "router": {SOFTMAX}, **GPT_OSS, **BALANCED},
     "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}},
     "mllama": {**TEXT, "layer_norm": {"layer_norm"}},
 }
