@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.head.patch import forward_layers
@@ -77,7 +78,9 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
 def _is_known(gate_logits: Any, num_experts: int | None, mask: torch.Tensor | None) -> bool:
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return False
-    if any(logits.dim() != 2 or logits.shape[1] != num_experts for logits in gate_logits):
+    if any(
+        logits.dim() != 2 or logits.shape[1] != num_experts or isinstance(logits, DTensor) for logits in gate_logits
+    ):
         return False
     return mask is None or all(logits.shape[0] == mask.numel() for logits in gate_logits)
 
