@@ -31,11 +31,11 @@ class KernelFlags:
             Whether to use the kernels of liger_trainer.
         liger_kernel_config (`dict` or `str`, *optional*):
             Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
-            `relu_squared`, `lora`, `experts`, `load_balancing_loss`, `cross_entropy`, `linear_cross_entropy`, each
-            `True` by default. `fused_linear_cross_entropy` is read as `linear_cross_entropy`. `False` by default are
-            `recompute_mlp` and `tiled_mlp`, which make gated MLPs keep less for the backward, and
-            `global_load_balancing`, with which the auxiliary loss balances the batch of all processes; see
-            [`KernelConfig`].
+            `relu_squared`, `lora`, `router`, `experts`, `load_balancing_loss`, `cross_entropy`,
+            `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy` is read as
+            `linear_cross_entropy`. `False` by default are `recompute_mlp` and `tiled_mlp`, which make gated MLPs keep
+            less for the backward, and `global_load_balancing`, with which the auxiliary loss balances the batch of all
+            processes; see [`KernelConfig`].
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):
@@ -78,8 +78,8 @@ class KernelFlags:
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
-            "layer_norm, swiglu, geglu, relu_squared, lora, experts, load_balancing_loss, cross_entropy, "
-            "linear_cross_entropy. All are on by default."
+            "layer_norm, swiglu, geglu, relu_squared, lora, router, experts, load_balancing_loss, "
+            "cross_entropy, linear_cross_entropy. All are on by default."
         },
     )
     logits_memory: str = field(

@@ -42,6 +42,7 @@ class KernelConfig:
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
+        router: Routers of mixture-of-experts layers: what follows their logits.
         experts: Mixture-of-experts layers.
         load_balancing_loss: The auxiliary loss of a mixture of experts, where `output_router_logits` asks for it.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
@@ -65,6 +66,7 @@ class KernelConfig:
     geglu: bool = True
     relu_squared: bool = True
     lora: bool = True
+    router: bool = True
     experts: bool = True
     load_balancing_loss: bool = True
     cross_entropy: bool = True

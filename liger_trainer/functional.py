@@ -22,6 +22,9 @@ from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.kernels.moe_routing import ExpertRows, sort_by_expert, tile_table
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.poly_norm import poly_norm
@@ -43,6 +46,8 @@ from liger_trainer.kernels.vocab_parallel import (
 __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
+    "ExpertLoRA",
+    "ExpertRows",
     "GRPOLossOutput",
     "LoRA",
     "LoRALayer",
@@ -62,6 +67,7 @@ __all__ = [
     "geglu_down",
     "geglu_fused",
     "group_norm",
+    "grouped_topk_sigmoid_routing",
     "grpo_loss",
     "grpo_loss_from_log_probs",
     "jsd",
@@ -80,6 +86,7 @@ __all__ = [
     "lora_linears",
     "lora_mlp",
     "modulated_rms_norm",
+    "moe_experts",
     "multi_token_attention",
     "nf4_dequantize",
     "poly_norm",
@@ -93,12 +100,15 @@ __all__ = [
     "router_losses",
     "router_z_loss",
     "softmax",
+    "sort_by_expert",
     "sparsemax",
     "swiglu",
     "swiglu_down",
     "swiglu_fused",
     "tied_embedding",
+    "tile_table",
     "tiled_mlp",
+    "topk_softmax_routing",
     "tvd",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",

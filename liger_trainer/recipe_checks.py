@@ -75,8 +75,8 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
     """Checks keys that stand for one thing against each other.
 
     Raises:
-        RecipeError: for `reward_weights` that are not as many as `reward_funcs`, and for a quantised model without
-            adapters.
+        RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
+            adapters, and for dropout in adapters of parameters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
@@ -89,6 +89,11 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
         raise RecipeError(
             f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
+        )
+    if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
+        raise RecipeError(
+            f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has none in adapters of parameters, and "
+            "`lora_target_parameters` names some. Set `lora_dropout: 0.0`."
         )
     if values.get("lora_target_modules") and not values.get("use_peft"):
         logger.warning(

@@ -28,6 +28,7 @@ from liger_trainer.patching.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
+from liger_trainer.trainers.converted_checkpoints import ConvertedCheckpointsMixin
 from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
@@ -57,7 +58,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(WholeCheckpointsMixin):
+class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     """Kernels in the model from construction on, the callbacks, and checks of what goes in.
 
     Attributes:

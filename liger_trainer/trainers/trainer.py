@@ -7,6 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.converted_checkpoints import split_models_resume
 from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments
 
 
@@ -25,5 +26,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *more: Any, **kwargs: Any) -> None:
         if args is None:
             args = LigerTrainingArguments()
-        super().__init__(model, own_arguments(args), *more, **kwargs)
+        args = own_arguments(args)
+        with split_models_resume(args, model):
+            super().__init__(model, args, *more, **kwargs)
         self._finish_init()

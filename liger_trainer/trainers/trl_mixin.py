@@ -15,6 +15,7 @@ from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.converted_checkpoints import split_models_resume
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.offloading import check_offloading
@@ -52,7 +53,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
         config.use_liger_kernel = False
         try:
-            with head:
+            with head, split_models_resume(config, model):
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants

@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import COMMON, llama, token_rows
 
 ARGUMENTS = {
@@ -73,6 +74,32 @@ def test_resumes_to_the_same_losses_and_weights(kill_at, whole, tmp_path):
         assert got[step] == pytest.approx(expected[step], abs=1e-6)
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters()):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-6, msg=name)
+
+
+def experts_trainer(output_dir):
+    args = LigerTrainingArguments(output_dir=str(output_dir), **{**ARGUMENTS, "max_steps": 4})
+    return LigerTrainer(TINY_MODELS["qwen3_moe"](), args, train_dataset=token_rows())
+
+
+def test_resumes_with_the_experts_of_the_checkpoint(tmp_path):
+    """transformers saves them one by one, and its Trainer finds none of those names in the model."""
+    whole = experts_trainer(tmp_path / "whole")
+    whole.train()
+    resumed = experts_trainer(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters()):
+        assert torch.equal(a, b), name
+
+
+def test_the_best_model_has_the_experts_of_its_checkpoint(tmp_path):
+    trainer = experts_trainer(tmp_path)
+    trainer.train()
+    trainer.state.best_model_checkpoint = best = str(tmp_path / "checkpoint-2")
+    trainer._load_best_model()  # what `load_best_model_at_end` calls
+    expected = type(trainer.model).from_pretrained(best)
+    for (name, a), b in zip(expected.named_parameters(), trainer.model.parameters()):
+        assert torch.equal(a, b), name
 
 
 if __name__ == "__main__":

@@ -1,0 +1,130 @@
+"""The Liger trainers with experts on two gloo processes, beside the stock trainer with all of them in one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+pytest.importorskip("transformers.distributed")
+
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.tiny import COMMON, logged, text_dataset, token_rows, tokenizer
+
+# A large epsilon makes a step a smooth function of the gradient, and rounding stays small.
+STEPS = {**COMMON, "max_steps": 4, "lr_scheduler_type": "linear", "adam_epsilon": 1e-2, "optim": "adamw_torch"}
+CASES = {
+    "trainer": {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2},
+    "SFT": {"gradient_checkpointing": True},
+    "SFT, lora": {},
+}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+RESUMED = ("trainer", "SFT, lora")
+SPLIT = {"fsdp_size": 2, "ep_size": 2}
+OWN_TO_A_PROCESS = {"step_time", "total_flos", "aux_loss"}  # the last is no mean over tokens; it counts a thousandth
+
+
+def build(name, folder, ours, split, run, **more):
+    """A trainer of `CASES` on the model in `folder`; one of two processes gets half a batch."""
+    settings = {**STEPS, **CASES[name], **more, "per_device_train_batch_size": 2 if split else 4}
+    settings["output_dir"] = f"{folder}/{run}"
+    loading = {"dtype": "float32", "distributed_config": SPLIT} if split else {"dtype": "float32"}
+    if name != "trainer":
+        config_class, trainer_class = (LigerSFTConfig, LigerSFTTrainer) if ours else (SFTConfig, SFTTrainer)
+        args = config_class(**settings, bf16=False, model_init_kwargs={"device_map": None, **loading})
+        data = {"train_dataset": text_dataset(), "processing_class": tokenizer()}
+        if name == "SFT, lora":
+            data["peft_config"] = LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+        return trainer_class(f"{folder}/model", args, **data)
+    config_class, trainer_class = (LigerTrainingArguments, LigerTrainer) if ours else (TrainingArguments, Trainer)
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", **loading)
+    return trainer_class(model, config_class(**settings), train_dataset=token_rows())
+
+
+def train(*args, resume=None, **kwargs):
+    trainer = build(*args, **kwargs)
+    if trainer.args.world_size > 1:
+        (row,) = (row for row in trainer.kernel_report if row.kernel == "expert exchange")
+        assert row.count == 2, row
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def work(folder):
+    results = {name: logged(train(name, folder, True, True, name)) for name in CASES}
+    for name in RESUMED:
+        whole = train(name, folder, True, True, f"{name}, whole", **SAVES)
+        middle = f"{folder}/{name}, whole/checkpoint-2"
+        resumed = train(name, folder, True, True, f"{name}, resumed", resume=middle, **SAVES)
+        for kind, trainer in (("whole", whole), ("resumed", resumed)):
+            trainer.save_model(f"{folder}/{name}, {kind}/final")
+            logs = [log for log in trainer.state.log_history if "loss" in log]
+            results[f"{name}, {kind}"] = [[log["loss"], log["grad_norm"], log["learning_rate"]] for log in logs]
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("split")
+    TINY_MODELS["qwen3_moe"](output_router_logits=False).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    command += ["-m", "tests.trainers.test_expert_parallel", str(folder)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_log_what_one_does(name, ranks):
+    folder, results = ranks
+    expected = logged(train(name, folder, False, False, f"{name} alone"))
+    for rank in results:
+        assert len(rank[name]) == len(expected)
+        for left, right in zip(expected, rank[name]):
+            assert left.keys() == right.keys()
+            for key in left.keys() - OWN_TO_A_PROCESS:
+                assert right[key] == pytest.approx(left[key], abs=2e-5, rel=1e-4), key
+
+
+def test_a_checkpoint_is_that_of_one_process(ranks):
+    folder, _ = ranks
+    alone = train("trainer", folder, False, False, "saved alone", **SAVES)
+    files = {path.name for path in (folder / "trainer, whole" / "checkpoint-2").iterdir()}
+    stock = {path.name for path in (folder / "saved alone" / "checkpoint-2").iterdir()}
+    assert files - stock == {"optimizer", "rng_state_0.pth", "rng_state_1.pth"}
+    assert stock - files == {"optimizer.pt", "rng_state.pth"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "trainer, whole" / "final")
+    for name, parameter in alone.model.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumes_to_the_same_losses_and_weights(name, ranks):
+    folder, results = ranks
+    for rank in results:
+        assert rank[f"{name}, resumed"] == rank[f"{name}, whole"]
+    file = "adapter_model.safetensors" if name == "SFT, lora" else "model.safetensors"
+    whole, resumed = (load_file(folder / f"{name}, {kind}" / "final" / file) for kind in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(resumed[key], tensor), key
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(sys.argv[1])
