@@ -59,9 +59,16 @@ ROWS: dict[str, tuple[list[int], Callable[[int, torch.Generator], torch.Tensor]]
     "experts without tokens": ([4, 6, 1, 2], _few_experts),
 }
 """The tokens of each process, and their experts."""
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 4e-2},
+}
 
 
-def _rows_are_those_of_one_process(rank: int, tokens: list[int], choose: Callable, dtype: torch.dtype) -> None:
+def rows_are_those_of_one(
+    rank: int, tokens: list[int], choose: Callable, dtype: torch.dtype, device: str = "cpu"
+) -> None:
     """Output, and the gradients of hidden, routing weights and experts, beside the whole batch in one process."""
     size, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
     whole = [
@@ -80,15 +87,17 @@ def _rows_are_those_of_one_process(rank: int, tokens: list[int], choose: Callabl
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     held = slice(rank * local, (rank + 1) * local)
     parts = [mine, mine, mine, held, held]
-    hidden, weights, first, second = (x[part].to(dtype).clone().requires_grad_() for x, part in zip(whole, parts[1:]))
+    hidden, weights, first, second = (
+        x[part].to(device, dtype, copy=True).requires_grad_() for x, part in zip(whole, parts[1:])
+    )
     experts = functools.partial(moe_experts, gate_up_weight=first, down_weight=second)
-    out = run_exchanged(experts, hidden, index[mine], weights, local, dist.group.WORLD)
-    ours = [out, *torch.autograd.grad(out, (hidden, weights, first, second), upstream[mine].to(dtype))]
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 4e-2}
+    out = run_exchanged(experts, hidden, index[mine].to(device), weights, local, dist.group.WORLD)
+    ours = [out, *torch.autograd.grad(out, (hidden, weights, first, second), upstream[mine].to(device, dtype))]
+    tolerance = TOLERANCE[dtype]
     for name, got, want, part in zip(("out", "hidden", "weights", "first", "second"), ours, expected, parts):
         scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
         torch.testing.assert_close(
-            got.double() / scale, want[part] / scale, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            got.double().cpu() / scale, want[part] / scale, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -176,18 +185,19 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def _model_is_that_of_one_process(
+def model_is_that_of_one_process(
     rank: int,
     family: str = "qwen3_moe",
     experts: str = OURS,
     kernels: dict[str, Any] | None = None,
     exchanged: bool = True,
     checkpointed: bool = False,
+    tolerance: float = 1e-4,
     **config: Any,
 ) -> None:
     """Loss and the gradients of all parameters, beside one process with the model's own experts, expert by expert."""
     _register()
-    case = Case(family, overrides=MOE, kernels=kernels or {})
+    case = Case(family, overrides=MOE, kernels=kernels or {}, tolerance=tolerance)
     model = load_split(TINY_MODELS[family](**MOE), **config)
     model.set_experts_implementation(experts)
     kernels_in(model, case)
@@ -243,26 +253,19 @@ def _saves_whole_experts(rank: int) -> None:
 
 
 ON_TWO: dict[str, Callable[[int], None]] = {
-    **{
-        name: partial(_rows_are_those_of_one_process, tokens=t, choose=c, dtype=torch.float64)
-        for name, (t, c) in ROWS.items()
-    },
-    "rows in bf16": partial(
-        _rows_are_those_of_one_process, tokens=[9, 2], choose=_random_choices, dtype=torch.bfloat16
-    ),
+    **{name: partial(rows_are_those_of_one, tokens=t, choose=c, dtype=torch.float64) for name, (t, c) in ROWS.items()},
+    "rows in bf16": partial(rows_are_those_of_one, tokens=[9, 2], choose=_random_choices, dtype=torch.bfloat16),
     "second derivatives are refused": _second_derivatives_are_refused,
     "a checkpoint sends nothing back": _a_checkpoint_sends_nothing_back,
-    **{name: partial(_model_is_that_of_one_process, **config) for name, config in MODELS.items()},
+    **{name: partial(model_is_that_of_one_process, **config) for name, config in MODELS.items()},
     "evaluates": partial(_evaluates, fsdp_size=2, ep_size=2),
     "evaluates, tokens in common": partial(_evaluates, **SHARED),
     "is reported and reverted": _is_reported_and_reverted,
     "saves whole experts": _saves_whole_experts,
 }
 ON_FOUR: dict[str, Callable[[int], None]] = {
-    "rows of four": partial(
-        _rows_are_those_of_one_process, tokens=[0, 7, 3, 1], choose=_random_choices, dtype=torch.float64
-    ),
-    **{name: partial(_model_is_that_of_one_process, **config) for name, config in FOUR.items()},
+    "rows of four": partial(rows_are_those_of_one, tokens=[0, 7, 3, 1], choose=_random_choices, dtype=torch.float64),
+    **{name: partial(model_is_that_of_one_process, **config) for name, config in FOUR.items()},
 }
 
 
