@@ -57,6 +57,15 @@ class Device:
         self.synchronize()
         return (self.module.max_memory_allocated() - before) / 2**30
 
+    def saved_gibibytes(self, forward: Callable[[], tuple[torch.Tensor, ...]]) -> float | None:
+        """Memory that `forward` keeps for the backward pass: what goes with the graph while the outputs stay."""
+        if self.module is None:
+            return None
+        outputs = forward()
+        held = self.module.memory_allocated()
+        outputs = tuple(output.detach() for output in outputs)
+        return (held - self.module.memory_allocated()) / 2**30
+
     def time(self, *parts: Callable[[Any], Any]) -> list[float]:
         """Milliseconds of each part, one right after the other; each is given what the one before it returned."""
         result: Any = None

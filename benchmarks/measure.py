@@ -43,6 +43,7 @@ class Measurement:
         backward: The gradients of every input that wants one.
         both: The two together.
         peak_gibibytes: Peak memory above the inputs; None where the device does not count.
+        saved_gibibytes: Memory kept from the forward for the backward, the outputs not counted; None likewise.
         errors: Relative distance of each output and gradient from float64's, by name.
         remark: What is worth knowing about the run.
         failure: Why there is no measurement; empty if there is one.
@@ -52,6 +53,7 @@ class Measurement:
     backward: Timing | None = None
     both: Timing | None = None
     peak_gibibytes: float | None = None
+    saved_gibibytes: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     remark: str = ""
     failure: str = ""
@@ -249,6 +251,7 @@ def measure(
 
     def memory(name: str) -> None:
         results[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)
+        results[name].saved_gibibytes = device.saved_gibibytes(runners[name].forward)
 
     # What takes longest to begin with comes last, should the time run out.
     for name in sorted(runners, key=lambda name: (name == "torch.compile", name != "liger_trainer")):

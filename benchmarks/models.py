@@ -34,6 +34,13 @@ MODELS = {
     model.name: model
     for model in (
         Model("tiny", "Tiny", 64, 128, 512, 2, 4, 2, 16, softcap=30.0, qk_norm=True),
+        Model(
+            *("tiny-moe", "Tiny MoE", 64, 128, 512, 2, 4, 2, 16),
+            qk_norm=True,
+            experts=4,
+            experts_per_token=2,
+            expert_intermediate=32,
+        ),
         Model("llama3-8b", "Llama-3 8B", 4096, 14336, 128256, 32, 32, 8, 128),
         Model("llama3-70b", "Llama-3 70B", 8192, 28672, 128256, 80, 64, 8, 128),
         Model("llama3-405b", "Llama-3 405B", 16384, 53248, 128256, 126, 128, 8, 128),
@@ -44,6 +51,19 @@ MODELS = {
             experts=128,
             experts_per_token=8,
             expert_intermediate=768,
+        ),
+        Model(
+            *("mixtral-8x7b", "Mixtral 8x7B", 4096, 14336, 32000, 32, 32, 8, 128),
+            experts=8,
+            experts_per_token=2,
+            expert_intermediate=14336,
+        ),
+        Model(
+            *("gpt-oss-20b", "GPT-OSS-20B", 2880, 2880, 201088, 24, 64, 8, 64),
+            experts=32,
+            experts_per_token=4,
+            expert_intermediate=2880,
+            sliding_window=128,
         ),
         # Gemma 3's own checkpoints leave `final_logit_softcapping` unset; Gemma 2's and later ones set 30. The shapes
         # are measured with it, as the harder case.
@@ -81,7 +101,14 @@ MODELS = {
 
 def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     """The published configuration of a model's shapes."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        Gemma3TextConfig,
+        GptOssConfig,
+        LlamaConfig,
+        MixtralConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes: dict[str, Any] = {
         "vocab_size": model.vocab,
@@ -96,10 +123,13 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     if model.name.startswith("gemma3"):
         return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
     if model.experts:
-        experts: dict[str, Any] = {"num_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
-        config = Qwen3MoeConfig(
-            **sizes, **experts, moe_intermediate_size=model.expert_intermediate, norm_topk_prob=True
-        )
+        sizes["num_experts_per_tok"] = model.experts_per_token
+        if model.name.startswith("mixtral"):
+            return MixtralConfig(**sizes, num_local_experts=model.experts)
+        if model.name.startswith("gpt-oss"):
+            return GptOssConfig(**sizes, num_local_experts=model.experts, sliding_window=model.sliding_window)
+        experts: dict[str, Any] = {"num_experts": model.experts, "moe_intermediate_size": model.expert_intermediate}
+        config = Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
         config.head_dim = model.head_dim  # read by the model, though not a declared field
         return config
     if model.name.startswith("qwen3"):

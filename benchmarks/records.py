@@ -79,6 +79,7 @@ class Record:
     backward_spread: float | None = None
     both_spread: float | None = None
     peak_gibibytes: float | None = None
+    saved_gibibytes: float | None = None
     floor: float | None = None
     forward_floor: float | None = None
     backward_floor: float | None = None
@@ -94,7 +95,7 @@ class Record:
             if timing is not None:
                 setattr(self, name, timing.median)
                 setattr(self, f"{name}_spread", timing.spread)
-        self.peak_gibibytes = measurement.peak_gibibytes
+        self.peak_gibibytes, self.saved_gibibytes = measurement.peak_gibibytes, measurement.saved_gibibytes
         self.errors = measurement.errors
         self.remark, self.failure = measurement.remark, measurement.failure
         return self

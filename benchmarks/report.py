@@ -54,7 +54,17 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
         title += f" · floor {milliseconds(floor)} ms"
     result = Table(title=title, title_justify="left")
     result.add_column("provider", no_wrap=True)
-    for heading in ("forward ms", "backward ms", "both ms", "± ms", "% of floor", "GiB", "gradient error", "× eager"):
+    for heading in (
+        "forward ms",
+        "backward ms",
+        "both ms",
+        "± ms",
+        "% of floor",
+        "GiB",
+        "saved",
+        "gradient error",
+        "× eager",
+    ):
         result.add_column(heading, justify="right")
     result.add_column("remark", overflow="fold")
     result.caption, result.caption_justify = _skipped(records), "left"
@@ -70,6 +80,7 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
             milliseconds(getattr(record, f"{mode}_spread")),
             "" if fraction is None else f"{100 * fraction:.0f}",
             number(record.peak_gibibytes, ".2f"),
+            number(record.saved_gibibytes, ".2f"),
             number(record.gradient_error(), ".1e"),
             number(record.worse_than_eager, ".2f"),
             Text(record.failure or record.remark),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
@@ -181,11 +182,61 @@ def error_table(results: Results, groups: Sequence[tuple]) -> str:
     return markdown(header, rows) + "\n\n" + results.source(used)
 
 
+_EXPERTS = "moe_experts"
+_EXPERTS_TEXT = """\
+## Mixture of experts
+
+One block of experts, forward and backward: milliseconds / peak GiB / KB a token that the forward pass keeps for the
+backward, beside its input. `grouped_mm` is what transformers runs unless told otherwise. Random logits choose the
+experts; *frozen* ones get no gradient, *skewed* sends every token to the same. The floor is the products alone, in
+cuBLAS, for as many rows of every expert that is chosen; the error is the largest factor by which a gradient is further
+from float64 than `grouped_mm`'s.
+
+```bash
+liger-trainer bench moe_experts --model qwen3-30b-a3b --tokens 8192,32768 --seconds 300
+liger-trainer bench moe_experts --model mixtral-8x7b,gpt-oss-20b --seconds 300
+```"""
+_EXPERTS_COLUMNS = {"torch": "grouped_mm", "torch.compile": "torch.compile", "liger-kernel": "Liger", _OURS: _OURS}
+
+
+def experts_section(results: Results) -> str:
+    """The section on blocks of experts, with its table; empty without results."""
+    groups = [group for group in results.cases if group[0] == _EXPERTS]
+    if not groups:
+        return ""
+    rows = []
+    for group in groups:
+        records = {record.provider: record for record in results.cases[group]}
+        ours = records.get(_OURS)
+        others = [record for name, record in records.items() if name != _OURS]
+        bold = ours is not None and ours.both is not None and _faster(ours, others)
+        cells = [_cost(records.get(name)) + _kept(records.get(name)) for name in _EXPERTS_COLUMNS]
+        share, error = (ours.fraction_of_floor(), ours.worse_than_eager) if ours else (None, None)
+        rows.append(
+            [
+                ", ".join(filter(None, (MODELS[group[1]].title, group[3], f"{group[2]:,} tokens"))),
+                _milliseconds(next(iter(records.values())).floor),
+                *cells[:-1],
+                f"**{cells[-1]}**" if bold else cells[-1],
+                "–" if share is None else f"{100 * share:.0f} %",
+                "–" if error is None else f"{error:.2f}",
+            ]
+        )
+    header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor", "error"]
+    return f"{_EXPERTS_TEXT}\n\n{markdown(header, rows)}\n\n{results.source(groups)}"
+
+
+def _kept(record: Record | None) -> str:
+    if record is None or record.both is None or record.saved_gibibytes is None:
+        return ""
+    return f" / {record.saved_gibibytes * 2**30 / record.tokens / 1000:.1f} KB"
+
+
 _HEADS = ("linear_", "dpo_loss", "fused_grpo_loss")  # how the names of operations over an LM head start
 
 
 def _heads(results: Results, heads: bool) -> list[tuple]:
-    known = [group for group in results.cases if group[0] in OPERATIONS]
+    known = [group for group in results.cases if group[0] in OPERATIONS and group[0] != _EXPERTS]
     return [group for group in known if group[0].startswith(_HEADS) is heads]
 
 
@@ -197,6 +248,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "alignment-steps": alignment_steps_table,
     "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
+    "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),
     "head-errors": lambda results: error_table(results, _heads(results, heads=True)),
 }

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from liger_trainer.benchmarks.models import MODELS
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from liger_trainer.benchmarks.training_step import Task
 
+ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # no linear layers: one parameter for all experts
 _PROMPT = 8  # a prompt is an eighth of a sequence
 
 
@@ -71,13 +75,16 @@ class Setup:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Adapters on all linear layers but the head, of the task's rank."""
+        """Adapters of the task's rank on all linear layers but the head; on attention and experts, not on routers."""
         from peft import LoraConfig
 
         rank = self.task.lora
         if not rank:
             return None
-        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        targets: dict[str, Any] = {"target_modules": "all-linear"}
+        if MODELS[self.task.model].experts:  # by name: for "all-linear" PEFT doubles the rank of gate and up
+            targets = {"target_modules": ATTENTION_LAYERS, "target_parameters": EXPERT_PARAMETERS}
+        return LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **targets)
 
     @property
     def trl(self) -> dict[str, Any]:
@@ -108,7 +115,10 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     from liger_trainer import LigerTrainer, LigerTrainingArguments
 
     trainer, config = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
-    model: Any = setup.model if setup.lora is None else get_peft_model(setup.model, setup.lora)
+    model: Any = setup.model
+    if setup.lora is not None:
+        with torch.device(model.device):  # experts have so many adapters that the CPU would take long to draw them
+            model = get_peft_model(model, setup.lora)
     return trainer(model, config(**settings), train_dataset=setup.dataset, callbacks=setup.callbacks)
 
 

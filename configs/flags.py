@@ -9,6 +9,7 @@ The mixin comes before a Hugging Face argument class in the bases, so its fields
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,9 +31,11 @@ class KernelFlags:
             Whether to use the kernels of liger_trainer.
         liger_kernel_config (`dict` or `str`, *optional*):
             Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
-            `relu_squared`, `lora`, `experts`, `cross_entropy`, `linear_cross_entropy`, each `True` by default.
-            `fused_linear_cross_entropy` is read as `linear_cross_entropy`. `recompute_mlp` and `tiled_mlp`, `False` by
-            default, make gated MLPs keep less for the backward; see [`KernelConfig`].
+            `relu_squared`, `lora`, `router`, `experts`, `load_balancing_loss`, `cross_entropy`,
+            `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy` is read as
+            `linear_cross_entropy`. `False` by default are `recompute_mlp` and `tiled_mlp`, which make gated MLPs keep
+            less for the backward, and `global_load_balancing`, with which the auxiliary loss balances the batch of all
+            processes; see [`KernelConfig`].
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):
@@ -48,6 +51,11 @@ class KernelFlags:
             What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
             checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
             `"off"` does not look. See [`NonFiniteGuardCallback`].
+        router_z_loss_coef (`float`, *optional*, defaults to `0.0`):
+            For a mixture of experts, how much of the routers' z-loss (mean of ``logsumexp(logits)^2`` over tokens and
+            layers, ST-MoE, arXiv 2202.08906, which used 0.001) the training loss gets; logged as `router_z_loss`. The
+            routers' logits must be asked for, by `router_aux_loss_coef` in the trainers of TRL or by
+            `model.config.output_router_logits`.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether what the forward keeps for the backward waits in the CPU's memory: with gradient checkpointing, the
             inputs of the layers. Needs an accelerator. TRL's, in the trainers that do not have it too.
@@ -58,8 +66,9 @@ class KernelFlags:
 
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
-            configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is no size, or an
-            `activation_offloading_fraction` that is out of range, or given without `activation_offloading`.
+            configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is no size, a
+            `router_z_loss_coef` below 0, or an `activation_offloading_fraction` that is out of range, or given without
+            `activation_offloading`.
     """
 
     use_liger_kernel: bool = field(
@@ -69,8 +78,8 @@ class KernelFlags:
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
-            "layer_norm, swiglu, geglu, relu_squared, experts, cross_entropy, linear_cross_entropy. All are on by "
-            "default."
+            "layer_norm, swiglu, geglu, relu_squared, lora, router, experts, load_balancing_loss, "
+            "cross_entropy, linear_cross_entropy. All are on by default."
         },
     )
     logits_memory: str = field(
@@ -95,6 +104,10 @@ class KernelFlags:
         default="stop",
         metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
     )
+    router_z_loss_coef: float = field(
+        default=0.0,
+        metadata={"help": "How much of the z-loss of a mixture of experts' routers the training loss gets."},
+    )
     activation_offloading: bool = field(
         default=False,
         metadata={"help": "Whether what is kept for the backward waits in the CPU's memory, as for long sequences."},
@@ -111,6 +124,9 @@ class KernelFlags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         _check_offloading_fraction(self.activation_offloading_fraction, self.activation_offloading)
+        coefficient = self.router_z_loss_coef
+        if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
+            raise ValueError(f"`router_z_loss_coef` is {coefficient!r}; it must be a number, 0 or more.")
         self.kernel_config()  # errors belong here, where the user wrote the value
         retained_bytes_of(self)
         check_loss_type(self)

@@ -42,7 +42,9 @@ class KernelConfig:
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
+        router: Routers of mixture-of-experts layers: what follows their logits.
         experts: Mixture-of-experts layers.
+        load_balancing_loss: The auxiliary loss of a mixture of experts, where `output_router_logits` asks for it.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
         recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
@@ -50,6 +52,10 @@ class KernelConfig:
         tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
             longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
             its MLP it costs none (see `kernels/tiled_mlp.py`).
+        global_load_balancing: Whether the auxiliary loss counts the experts' tokens over all processes, so that a batch
+            is balanced as a whole and not each process's part of it (see `kernels/load_balancing.py`). One all-reduce
+            of a number an expert in each forward with a gradient, which all processes must run. Needs
+            `load_balancing_loss`.
         logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
     """
 
@@ -60,19 +66,27 @@ class KernelConfig:
     geglu: bool = True
     relu_squared: bool = True
     lora: bool = True
+    router: bool = True
     experts: bool = True
+    load_balancing_loss: bool = True
     cross_entropy: bool = True
     linear_cross_entropy: bool = True
     recompute_mlp: bool = False
     tiled_mlp: bool = False
+    global_load_balancing: bool = False
     logits_memory: int | str = DEFAULT_LOGITS_MEMORY
 
     def __post_init__(self) -> None:
-        for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp"):
+        for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp", "global_load_balancing"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false."
                 )
+        if self.global_load_balancing and not self.load_balancing_loss:
+            raise ValueError(
+                "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss`, the kernel that "
+                "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
+            )
         object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
 
     @classmethod
@@ -102,5 +116,5 @@ class KernelConfig:
         return cls(**{**values, **overrides})
 
 
-_OPTIONS = ("recompute_mlp", "tiled_mlp", "logits_memory")  # how, not which
+_OPTIONS = ("recompute_mlp", "tiled_mlp", "global_load_balancing", "logits_memory")  # how, not which
 KERNEL_KEYS = tuple(field.name for field in dataclasses.fields(KernelConfig) if field.name not in _OPTIONS)

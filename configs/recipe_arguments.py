@@ -33,6 +33,8 @@ class RecipeArguments:
             go on with. Model, tokenizer, precision and seed are those of this recipe.
         overwrite_output_dir: Delete the checkpoints in ``output_dir`` and start again.
         loss_curve: Draw ``loss_curve.png`` into ``output_dir`` at the end.
+        router_balance: For a mixture of experts, log how evenly its experts are used and draw ``router_balance.png``
+            and write ``router_balance.csv`` into ``output_dir`` at the end; see `RouterBalanceCallback`.
         sample_prompts: Texts the saved model continues at the end; the saved model is loaded again for it.
         sample_tokens: New tokens for each of them.
     """
@@ -70,6 +72,9 @@ class RecipeArguments:
         default=False, metadata={"help": "Delete the checkpoints in output_dir and start again."}
     )
     loss_curve: bool = field(default=True, metadata={"help": "Draw loss_curve.png into output_dir at the end."})
+    router_balance: bool = field(
+        default=False, metadata={"help": "Log and draw how evenly a mixture of experts uses its experts."}
+    )
     sample_prompts: list[str] | None = field(
         default=None, metadata={"help": "Texts the saved model continues at the end."}
     )

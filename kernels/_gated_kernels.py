@@ -24,6 +24,12 @@ def _activation_and_derivative(x, ACTIVATION: tl.constexpr):
         activation = x * sigmoid
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
+    elif ACTIVATION == "relu":
+        activation = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        derivative = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu_squared":
+        derivative = tl.where(x < 0.0, 0.0, 2.0 * x)
+        activation = 0.25 * derivative * derivative
     else:
         tl.static_assert(ACTIVATION == "gelu")
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)

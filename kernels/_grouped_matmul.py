@@ -6,15 +6,17 @@ With e the expert of row r, as `moe_routing.ExpertRows` has them::
     weights    dW_e = sum over the rows r of e of left_r^T right_r
     combine    o_t  = sum over j of w_tj * y_slot(t, j)
 
-An operand with one row a token, not one a choice, is read through ``order``: no copy of k rows a token is made. The
-thin second product (y, V) is how adapters join in. Rows of no expert are never computed: what `grouped_rows` leaves there
-is undefined, and `combine_rows` does not read it.
+An operand may have one row a token instead of one a choice. The thin second product (y, V) is how adapters join in.
+Rows of no expert are never computed: what `grouped_rows` leaves there is undefined; `combine_rows` does not read it.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from liger_trainer.kernels import _combine_kernel, _grouped_library, _grouped_rows_kernel, _grouped_weights_kernel
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import use_triton
 
@@ -28,7 +30,6 @@ def grouped_rows(
     transposed: bool = False,
     bias: torch.Tensor | None = None,
     extra: tuple[torch.Tensor, torch.Tensor] | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x_r @ weight_e.T`` for every row r of every expert e.
 
@@ -40,16 +41,18 @@ def grouped_rows(
         transposed: Whether the weight is multiplied as it lies.
         bias: (E, N), added.
         extra: y (R, r) and V (E, N, r), of which ``y_r @ V_e.T`` is added.
-        out: (R, N) to write to.
 
     Returns:
         (R, N) in x's dtype.
     """
-    if out is None:
-        out = x.new_empty(rows.order.shape[0], weight.shape[2 if transposed else 1])
+    if _grouped_library.takes(x, weight):
+        operand = _grouped_library.repeat_rows(x, rows, top_k) if top_k else x
+        right = weight if transposed else weight.transpose(1, 2)
+        out = _grouped_library.grouped_mm(operand, right, offs=rows.offsets[1:])
+        _grouped_library.add_to_rows(out, rows, bias, extra)
+        return out
+    out = x.new_empty(rows.order.shape[0], weight.shape[2 if transposed else 1])
     if use_triton(x):
-        from liger_trainer.kernels import _grouped_rows_kernel
-
         _grouped_rows_kernel.launch(out, x, weight, rows, top_k, transposed, bias, extra)
         return out
     for expert, start, stop in _groups(rows):
@@ -83,10 +86,12 @@ def grouped_weight_gradient(
     Returns:
         (E, M, N) in left's dtype.
     """
+    if _grouped_library.takes(left, right):
+        left = _grouped_library.repeat_rows(left, rows, left_top_k) if left_top_k else left
+        right = _grouped_library.repeat_rows(right, rows, right_top_k) if right_top_k else right
+        return _grouped_library.grouped_mm(left.t(), right, offs=rows.offsets[1:])
     out = left.new_empty(rows.offsets.shape[0] - 1, left.shape[1], right.shape[1])
     if use_triton(left):
-        from liger_trainer.kernels import _grouped_weights_kernel
-
         _grouped_weights_kernel.launch(out, left, right, rows, left_top_k, right_top_k)
         return out
     out.zero_()
@@ -98,10 +103,15 @@ def grouped_weight_gradient(
     return out
 
 
+def rows_of_choices(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, top_k: int) -> tuple[torch.Tensor, int]:
+    """An operand and its `top_k`; where every product with `weight` would repeat its rows, repeated, and 0."""
+    return (_grouped_library.repeat_rows(x, rows, top_k), 0) if _grouped_library.takes(x, weight) else (x, top_k)
+
+
 def _groups(rows: ExpertRows) -> list[tuple[int, int, int]]:
     """(expert, first row, last row + 1) of every expert with rows."""
     offsets = rows.offsets.tolist()
-    return [(e, a, b) for e, (a, b) in enumerate(zip(offsets, offsets[1:])) if b > a]
+    return [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(offsets)) if b > a]
 
 
 def combine_rows(y: torch.Tensor, rows: ExpertRows, top_k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,8 +128,6 @@ def combine_rows(y: torch.Tensor, rows: ExpertRows, top_k: int, weights: torch.T
     """
     tokens = rows.slots.shape[0] // top_k
     if use_triton(y):
-        from liger_trainer.kernels import _combine_kernel
-
         return _combine_kernel.launch(y, rows, top_k, weights)
     slots = rows.slots.long()
     exists = (slots < rows.offsets[-1]).unsqueeze(1)
@@ -127,4 +135,4 @@ def combine_rows(y: torch.Tensor, rows: ExpertRows, top_k: int, weights: torch.T
     chosen = torch.where(exists, y[slots].to(wide), 0.0)
     if weights is not None:
         chosen = chosen * weights.reshape(-1, 1).to(wide)
-    return chosen.view(tokens, top_k, -1).sum(1).to(y.dtype)
+    return chosen.view(tokens, top_k, y.shape[1]).sum(1).to(y.dtype)

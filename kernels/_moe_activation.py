@@ -16,21 +16,22 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels import _moe_activation_kernels
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import use_triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
-def activate(pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool):
-    """H (R, I) of pre (R, 2 I), or (R, I) where nothing is gated."""
+def activate(
+    pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool
+) -> torch.Tensor:
+    """Of pre (R, 2 I), or (R, I) where nothing is gated: h (R, I)."""
     if use_triton(pre):
-        from liger_trainer.kernels import _moe_activation_kernels
-
         return _moe_activation_kernels.forward(pre, activation, scalars, gated, interleaved)
-    gate, up, _, _ = _clamped(pre, scalars, gated, interleaved)
+    gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
     h = value(gate * scalars[0], activation) * scalars[1]
-    return h if up is None else h * (up + scalars[3])
+    return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
 
 
 def activation_gradients(
@@ -60,14 +61,13 @@ def activation_gradients(
         overwrite: Whether pre may be written over.
     """
     if use_triton(pre):
-        from liger_trainer.kernels import _moe_activation_kernels
-
         return _moe_activation_kernels.backward(
             dh, pre, weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
         )
     exists = torch.arange(len(pre), device=pre.device) < rows.offsets[-1]
-    dh = torch.where(exists[:, None], dh, 0.0)
-    pre = torch.where(exists[:, None], pre, 0.0)
+    dtype = pre.dtype
+    dh = torch.where(exists[:, None], _wide(dh), 0.0)
+    pre = torch.where(exists[:, None], _wide(pre), 0.0)
     gate, up, gate_passes, up_passes = _clamped(pre, scalars, gated, interleaved)
     act = value(gate * scalars[0], activation) * scalars[1]
     factor = 1.0 if up is None else up + scalars[3]
@@ -82,7 +82,12 @@ def activation_gradients(
     else:
         dup = up_passes * dh * act
         dpre = torch.stack((dgate, dup), -1).flatten(1) if interleaved else torch.cat((dgate, dup), 1)
-    return dpre, dweights.view(weights.shape), h * weight if need_h else None
+    return dpre.to(dtype), dweights.view(weights.shape), (h * weight).to(dtype) if need_h else None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In the precision that the kernels compute in."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _clamped(pre: torch.Tensor, scalars: Sequence[float], gated: bool, interleaved: bool):

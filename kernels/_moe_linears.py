@@ -9,7 +9,11 @@ The product of activation and gate and the k rows of every token, which a plain 
 never exist. With g = dO_t @ W2 the gradient of the routing weights is ``<g, h>``, so that the second product's output,
 ``(R, H)``, is not kept for it either (arXiv 2512.14080).
 
-The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the output.
+The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the
+output.
+
+Either layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. g is then
+of the adapted layer, so that the gradient of the routing weights stays ``<g, h>``.
 """
 
 from __future__ import annotations
@@ -19,8 +23,14 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels import _moe_lora as lora
 from liger_trainer.kernels._autograd import second_derivative_message
-from liger_trainer.kernels._grouped_matmul import combine_rows, grouped_rows, grouped_weight_gradient
+from liger_trainer.kernels._grouped_matmul import (
+    combine_rows,
+    grouped_rows,
+    grouped_weight_gradient,
+    rows_of_choices,
+)
 from liger_trainer.kernels._moe_activation import activate, activation_gradients
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import graph_is_kept
@@ -31,20 +41,24 @@ def moe_gate_up(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     top_k: int,
     transposed: bool,
 ) -> torch.Tensor:
     """The first product, (R, N), of hidden (T, H): its row r is of the token and the expert of choice ``order[r]``."""
-    return grouped_rows(
-        hidden, weight, ExpertRows(order, slots, offsets), top_k=top_k, transposed=transposed, bias=bias
-    )
+    rows = ExpertRows(order, slots, offsets)
+    x, top_k = rows_of_choices(hidden, weight, rows, top_k)
+    term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
+    return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
 
 
 @moe_gate_up.register_fake
-def _(hidden, weight, bias, order, slots, offsets, top_k, transposed):
+def _(hidden, weight, bias, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed):
     return hidden.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
 
 
@@ -53,34 +67,45 @@ def _gate_up_backward(
     dpre: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     top_k: int,
     transposed: bool,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of hidden, weight and bias; one that is not needed has no elements."""
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of hidden, weight, bias and the adapters, stacked; one that is not needed has no elements."""
     rows = ExpertRows(order, slots, offsets)
-    dhidden = dweight = dbias = None
+    adapters = lora.stacked(lora_a, lora_b, scalings, hidden.dtype)
+    term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
+    dhidden, dweight, dbias = (dpre.new_empty(0) for _ in range(3))
+    if need_hidden:
+        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
+    if need_weight or need_a or need_b:
+        hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
     if need_weight:
         left, right = ((hidden, top_k), (dpre, 0)) if transposed else ((dpre, 0), (hidden, top_k))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if need_bias:
         dbias = bias_gradient(dpre, rows)
-    if need_hidden:
-        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed), rows, top_k)
-    return tuple(dpre.new_empty(0) if x is None else x for x in (dhidden, dweight, dbias))  # type: ignore[return-value]
+    return dhidden, dweight, dbias, *lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
 
 
 @_gate_up_backward.register_fake
-def _(dpre, hidden, weight, order, slots, offsets, top_k, transposed, need_hidden, need_weight, need_bias):
+def _(dpre, hidden, weight, lora_a, lora_b, *options):
+    need_hidden, need_weight, need_bias, need_a, need_b = options[-5:]
     return (
         torch.empty_like(hidden) if need_hidden else dpre.new_empty(0),
         torch.empty_like(weight) if need_weight else dpre.new_empty(0),
         dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
+        *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
     )
 
 
@@ -91,18 +116,51 @@ def bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, weight, _, *rows, ctx.top_k, ctx.transposed = inputs
+    hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, *rows)
+    ctx.save_for_backward(*lora_a, *lora_b, hidden, weight, order, slots, offsets)
 
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
     if dpre is None:
-        return (None,) * 8
+        return None, None, None, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 2)
     _refuse_second_derivative()
+    lora_a, lora_b, hidden, weight, *rows = _saved(ctx)
+    need_a, need_b = ctx.needs_input_grad[3:5]
     needs = ctx.needs_input_grad[:3]
-    gradients = _gate_up_backward(dpre.contiguous(), *ctx.saved_tensors, ctx.top_k, ctx.transposed, *needs)
-    return *(x if needed else None for x, needed in zip(gradients, needs)), *(None,) * 5
+    *gradients, da, db = _gate_up_backward(
+        dpre.contiguous(),
+        hidden,
+        weight,
+        lora_a,
+        lora_b,
+        *rows,
+        ctx.scalings,
+        ctx.top_k,
+        ctx.transposed,
+        *needs,
+        any(need_a),
+        any(need_b),
+    )
+    adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    return *(x if needed else None for x, needed in zip(gradients, needs)), *adapters, *_constants(ctx.scalings, 2)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Every A, every B, and the rest of what was saved."""
+    count = len(ctx.scalings)
+    tensors = ctx.saved_tensors  # once: a checkpoint unpacks no tensor again
+    return tensors[:count], tensors[count : 2 * count], *tensors[2 * count :]
+
+
+def _no_gradients(scalings: Sequence[float]) -> tuple[list[None], list[None]]:
+    """None for every A and for every B."""
+    return [None] * len(scalings), [None] * len(scalings)
+
+
+def _constants(scalings: Sequence[float], options: int) -> list[Any]:
+    """No gradients for the rows, the scalings and so many options; an empty list is a structure without leaves."""
+    return [None, None, None, None if scalings else [], *[None] * options]
 
 
 moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
@@ -114,9 +172,12 @@ def moe_down_save(
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     activation: str,
     scalars: Sequence[float],
     gated: bool,
@@ -128,8 +189,8 @@ def moe_down_save(
 
 
 @moe_down_save.register_fake
-def _(pre, top_k_weights, weight, bias, order, slots, offsets, activation, scalars, gated, interleaved, transposed):
-    return stand_in(pre, top_k_weights, weight, transposed)
+def _(pre, top_k_weights, weight, *options):
+    return stand_in(pre, top_k_weights, weight, options[-1])
 
 
 def stand_in(pre: torch.Tensor, top_k_weights: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -144,9 +205,12 @@ def moe_down(
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     activation: str,
     scalars: Sequence[float],
     gated: bool,
@@ -156,7 +220,8 @@ def moe_down(
     """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``, whose gradient goes to `stand_in`."""
     rows = ExpertRows(order, slots, offsets)
     h = activate(pre, activation, scalars, gated, interleaved)
-    y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias)
+    term = lora.forward_term(h, lora.stacked(lora_a, lora_b, scalings, h.dtype), rows)
+    y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias, extra=term)
     return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
 
 
@@ -165,7 +230,15 @@ def _(stand_in, pre, *_):
     return pre.new_empty(stand_in.shape)
 
 
-moe_down.register_autograd(lambda ctx, dout: (dout, *(None,) * 12))
+def _keep_scalings(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.scalings = inputs[10]
+
+
+def _hand_over(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+    return dout, *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
+
+
+moe_down.register_autograd(_hand_over, setup_context=_keep_scalings)
 
 
 @torch.library.custom_op("liger_trainer::moe_down_backward", mutates_args=())
@@ -175,9 +248,12 @@ def _down_backward(
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     activation: str,
     scalars: Sequence[float],
     gated: bool,
@@ -185,20 +261,30 @@ def _down_backward(
     transposed: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of pre, the routing weights, weight and bias; of the last two one not needed has no elements."""
-    options = activation, scalars, gated, interleaved, transposed, need_weight, need_bias
-    return _down_gradients(dout, pre, top_k_weights, weight, bias, order, slots, offsets, *options, overwrite=False)
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of pre, the routing weights, weight, bias and the adapters, stacked.
+
+    From that of weight on, one that is not needed has no elements.
+    """
+    tensors = dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings
+    options = activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b
+    return _down_gradients(*(tensors + options), overwrite=False)
 
 
 @_down_backward.register_fake
-def _(dout, pre, top_k_weights, weight, bias, *options):
-    need_weight, need_bias = options[-2:]
+def _(dout, pre, *others):
+    return torch.empty_like(pre), *_fake_down_gradients(pre, *others)
+
+
+def _fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *options):
+    need_weight, need_bias, need_a, need_b = options[-4:]
     return (
-        torch.empty_like(pre),
         torch.empty_like(top_k_weights),
         torch.empty_like(weight) if need_weight else pre.new_empty(0),
         torch.empty_like(bias) if need_bias else pre.new_empty(0),
+        *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
     )
 
 
@@ -209,9 +295,12 @@ def _down_backward_(
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     activation: str,
     scalars: Sequence[float],
     gated: bool,
@@ -219,25 +308,21 @@ def _down_backward_(
     transposed: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_down_backward`, with the gradient of pre written over pre."""
-    options = activation, scalars, gated, interleaved, transposed, need_weight, need_bias
-    dpre, *others = _down_gradients(
-        dout, pre, top_k_weights, weight, bias, order, slots, offsets, *options, overwrite=True
-    )
+    tensors = dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings
+    options = activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b
+    dpre, *others = _down_gradients(*(tensors + options), overwrite=True)
     if dpre.data_ptr() != pre.data_ptr():
         pre.copy_(dpre)
     return tuple(others)  # type: ignore[return-value]
 
 
 @_down_backward_.register_fake
-def _(dout, pre, top_k_weights, weight, bias, *options):
-    need_weight, need_bias = options[-2:]
-    return (
-        torch.empty_like(top_k_weights),
-        torch.empty_like(weight) if need_weight else pre.new_empty(0),
-        torch.empty_like(bias) if need_bias else pre.new_empty(0),
-    )
+def _(dout, pre, *others):
+    return _fake_down_gradients(pre, *others)
 
 
 def _down_gradients(
@@ -246,9 +331,12 @@ def _down_gradients(
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
     order: torch.Tensor,
     slots: torch.Tensor,
     offsets: torch.Tensor,
+    scalings: Sequence[float],
     activation: str,
     scalars: Sequence[float],
     gated: bool,
@@ -256,22 +344,29 @@ def _down_gradients(
     transposed: bool,
     need_weight: bool,
     need_bias: bool,
+    need_a: bool,
+    need_b: bool,
     overwrite: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, top_k = ExpertRows(order, slots, offsets), top_k_weights.shape[1]
-    dh = grouped_rows(dout, weight, rows, top_k=top_k, transposed=not transposed)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = ExpertRows(order, slots, offsets)
+    douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
+    adapters = lora.stacked(lora_a, lora_b, scalings, pre.dtype)
+    term = lora.backward_term(douts, adapters, rows, top_k)
+    dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
+    need_h = need_weight or need_a or need_b
     dpre, dweights, weighted_h = activation_gradients(
-        dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_weight, overwrite
+        dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
     )
-    dweight = dbias = None
+    # dO is without the routing weight in them, as it is in h.
+    da, db = lora.gradients(adapters, term, douts, weighted_h, rows, top_k, 0, need_a, need_b)
+    dweight, dbias = pre.new_empty(0), None
     if need_weight:
         assert weighted_h is not None
-        left, right = ((weighted_h, 0), (dout, top_k)) if transposed else ((dout, top_k), (weighted_h, 0))
+        left, right = ((weighted_h, 0), (douts, top_k)) if transposed else ((douts, top_k), (weighted_h, 0))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if bias is not None:
         dweights, dbias = _through_bias(dout, dweights, top_k_weights, bias, rows, need_bias)
-    empty = pre.new_empty(0)
-    return dpre, dweights, empty if dweight is None else dweight, empty if dbias is None else dbias
+    return dpre, dweights, dweight, pre.new_empty(0) if dbias is None else dbias, da, db
 
 
 def _through_bias(
@@ -297,26 +392,36 @@ def _through_bias(
 
 
 def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    pre, top_k_weights, weight, bias, order, slots, offsets, *ctx.options = inputs
+    pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(pre, top_k_weights, weight, bias, order, slots, offsets)
+    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, order, slots, offsets)
 
 
 def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
-        return (None,) * 12
+        return *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
     _refuse_second_derivative()
-    pre, *others = ctx.saved_tensors
+    lora_a, lora_b, pre, top_k_weights, weight, bias, *rows = _saved(ctx)
+    need_a, need_b = ctx.needs_input_grad[4:6]
     needs = ctx.needs_input_grad[2:4]
-    arguments = *others, *ctx.options, *needs
+    tensors = top_k_weights, weight, bias, lora_a, lora_b, *rows
+    arguments = *tensors, ctx.scalings, *ctx.options, *needs, any(need_a), any(need_b)
     if graph_is_kept():
         dpre, *gradients = _down_backward(dout.contiguous(), pre, *arguments)
     else:
         # Nobody but us sees pre, and this backward is the last to read it.
         dpre = pre.detach()
         gradients = _down_backward_(dout.contiguous(), dpre, *arguments)
-    dweights, dweight, dbias = gradients
-    return dpre, dweights, dweight if needs[0] else None, dbias if needs[1] else None, *(None,) * 8
+    dweights, dweight, dbias, da, db = gradients
+    adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    return (
+        dpre,
+        dweights,
+        dweight if needs[0] else None,
+        dbias if needs[1] else None,
+        *adapters,
+        *_constants(ctx.scalings, 5),
+    )
 
 
 moe_down_save.register_autograd(_backward_down, setup_context=_setup_down)

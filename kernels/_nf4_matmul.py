@@ -5,7 +5,11 @@ there is one buffer for each device, dtype and stream, as large as the largest m
 the next product; nothing outside of the operator here sees it, and autograd never does.
 
 A product is queued behind its dequantisation on one stream. The lock keeps two threads (autograd runs backwards on its
-own) from queueing theirs in between. While a CUDA graph is captured the memory is the graph's own instead.
+own) from queueing theirs in between.
+
+On CUDA only the default stream has one, as elsewhere memory may be a graph's: CUDA graphs are captured on other
+streams, and before it captures, `torch.compile` runs a function there once in the memory of its graphs, in which
+nothing may stay. A product on such a stream takes memory for itself.
 """
 
 from __future__ import annotations
@@ -35,11 +39,16 @@ def free_buffers() -> None:
     _buffers.clear()
 
 
+def _has_buffer(device: torch.device) -> bool:
+    """Whether products on the current stream share a buffer; otherwise what they take may be a graph's."""
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
 @contextlib.contextmanager
 def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The matrix in `dtype`, for products that are queued inside the context, on the current stream."""
     numel, device = weight.shape[0] * weight.shape[1], weight.device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not _has_buffer(device):
         yield _write(weight, torch.empty(numel, dtype=dtype, device=device))
         return
     stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)

@@ -2,14 +2,21 @@
 
 With e = top_k_index[t, j] and w = top_k_weights[t, j]::
 
-    pre_tj = x_t @ W1_e^T + b1_e        h_tj = act(gate) * up, or act(pre)        o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
+    pre_tj = x_t @ W1_e^T + b1_e                       h_tj = act(gate) * up, or act(pre)
+    o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
 
-Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order of j,
-so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
+Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order
+of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
 The operators are in `_moe_linears`.
+
+Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose weights W_e + s B_e A_e are never made
+(`_moe_lora`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +24,20 @@ from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels._moe_activation import ACTIVATIONS, value
 from liger_trainer.kernels._moe_linears import moe_down, moe_down_save, moe_gate_up
 from liger_trainer.kernels.moe_routing import sort_by_expert
+
+
+class ExpertLoRA(NamedTuple):
+    """An adapter of one projection of all experts.
+
+    Args:
+        a: A, (E, rank, in_features), of any floating dtype.
+        b: B, (E, out_features, rank). Both keep this shape whichever way the weight lies.
+        scaling: s.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float = 1.0
 
 
 def moe_experts(
@@ -28,6 +49,8 @@ def moe_experts(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_adapters: Sequence[ExpertLoRA] = (),
+    down_adapters: Sequence[ExpertLoRA] = (),
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
@@ -41,14 +64,17 @@ def moe_experts(
 
     Args:
         hidden: (T, H).
-        top_k_index: (T, k), the experts of each token. An id of E or more is no expert of this process: it adds nothing,
-            and its weight gets no gradient.
+        top_k_index: (T, k), the experts of each token. An id of E or more is no expert of this process: it adds
+            nothing, and its weight gets no gradient.
         top_k_weights: (T, k), floating.
         gate_up_weight: (E, 2 I, H), gate first, then up; (E, I, H) where nothing is gated. A frozen weight costs no
             gradient, here and below.
         down_weight: (E, H, I).
         gate_up_bias: (E, 2 I) or (E, I), or None.
         down_bias: (E, H), or None.
+        gate_up_adapters: Adapters of the first projection, whose products are added. They are cast to hidden's dtype
+            for these, their ranks together rounded up to a multiple of 16; gradients are returned in their own.
+        down_adapters: Those of the second.
         activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu_squared"``.
         gated: Whether the first projection is gate and up.
         interleaved: Whether gate and up take turns, as in GPT-OSS.
@@ -66,6 +92,8 @@ def moe_experts(
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed)
+    _check_adapters("gate_up_adapters", gate_up_adapters, gate_up_weight, transposed)
+    _check_adapters("down_adapters", down_adapters, down_weight, transposed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
     hidden, gate_up_weight, down_weight, gate_up_bias, down_bias = _as_autocast(
@@ -74,13 +102,17 @@ def moe_experts(
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
     values = scalars(gate_multiplier, down_multiplier, limit, up_offset)
     options = activation, values, gated, interleaved, transposed
+    first_a, first_b, first_scalings = _factors(gate_up_adapters)
+    second_a, second_b, second_scalings = _factors(down_adapters)
     with torch.autocast(hidden.device.type, enabled=False):
-        pre = moe_gate_up(hidden.contiguous(), gate_up_weight, gate_up_bias, *rows, top_k_index.shape[1], transposed)
-        operands = pre, top_k_weights.contiguous(), down_weight, down_bias, *rows, *options
+        first = gate_up_weight, gate_up_bias, first_a, first_b, *rows, first_scalings
+        pre = moe_gate_up(hidden.contiguous(), *first, top_k_index.shape[1], transposed)
+        second = down_weight, down_bias, second_a, second_b, *rows, second_scalings
+        operands = pre, top_k_weights.contiguous(), *second, *options
         return moe_down(moe_down_save(*operands), *operands)
 
 
-def _as_autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     """The operands as autocast would give them to a linear layer."""
     device = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(device):
@@ -121,6 +153,28 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
             raise ValueError(f"`{name}` is {tuple(bias.shape)}; it must be {(expected[0], size)}.")
 
 
+def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Tensor, transposed: bool) -> None:
+    experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+    for a, b, _ in adapters:
+        rank = a.shape[1] if a.dim() == 3 else 0
+        if a.shape != (experts, rank, inputs) or b.shape != (experts, outputs, rank):
+            raise ValueError(
+                f"`{name}` has an A of {tuple(a.shape)} and a B of {tuple(b.shape)}; they must be "
+                f"({experts}, rank, {inputs}) and ({experts}, {outputs}, rank)."
+            )
+        for factor in (a, b):
+            if not factor.is_floating_point() or factor.device != weight.device:
+                raise ValueError(
+                    f"`{name}` has a factor of {factor.dtype} on {factor.device}; it must be floating, on the device "
+                    f"of its weight, {weight.device}."
+                )
+
+
+def _factors(adapters: Sequence[ExpertLoRA]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """The adapters as an operator's lists."""
+    return [each.a for each in adapters], [each.b for each in adapters], [float(each.scaling) for each in adapters]
+
+
 def moe_experts_reference(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -130,6 +184,8 @@ def moe_experts_reference(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_adapters: Sequence[ExpertLoRA] = (),
+    down_adapters: Sequence[ExpertLoRA] = (),
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
@@ -141,6 +197,8 @@ def moe_experts_reference(
 ) -> torch.Tensor:
     """`moe_experts` in plain torch, expert by expert, at any dtype."""
     out = torch.zeros_like(hidden)
+    gate_up_weight = _adapted(gate_up_weight, gate_up_adapters, transposed)
+    down_weight = _adapted(down_weight, down_adapters, transposed)
     for expert in range(gate_up_weight.shape[0]):
         tokens, choices = torch.where(top_k_index == expert)
         first, second = gate_up_weight[expert], down_weight[expert]
@@ -159,3 +217,11 @@ def moe_experts_reference(
             y = y + down_bias[expert]
         out = out.index_add(0, tokens, (y * top_k_weights[tokens, choices, None]).to(out.dtype))
     return out
+
+
+def _adapted(weight: torch.Tensor, adapters: Sequence[ExpertLoRA], transposed: bool) -> torch.Tensor:
+    """W + s B A of every expert, which the operators never make."""
+    for a, b, scaling in adapters:
+        delta = (b @ a * scaling).to(weight.dtype)
+        weight = weight + (delta.mT if transposed else delta)
+    return weight

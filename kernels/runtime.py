@@ -40,9 +40,12 @@ _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether `tensor`'s operators run as Triton kernels; otherwise the torch reference runs."""
-    if not HAS_TRITON or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False
-    return tensor.device.type in _TRITON_DEVICES or (INTERPRETED and tensor.device.type == "cpu")
+    return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) and triton_drives(tensor.device)
+
+
+def triton_drives(device: torch.device) -> bool:
+    """Whether Triton runs kernels on `device`, whatever the dtype."""
+    return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` with kernel switches among its keyword arguments.
 
     Besides what `AutoModelForCausalLM` takes, both constructors take the keys of `liger_kernel_config` (`rope`,
-    `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `lora`, `experts`, `cross_entropy`,
-    `linear_cross_entropy` or its other name `fused_linear_cross_entropy`, `recompute_mlp`, `tiled_mlp`,
-    `logits_memory`) and `strict`; see
+    `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `lora`, `router`, `experts`,
+    `cross_entropy`, `linear_cross_entropy` or its other name `fused_linear_cross_entropy`, `recompute_mlp`,
+    `tiled_mlp`, `logits_memory`) and `strict`; see
     [`liger_trainer.apply_liger_kernel`]. Remote code is trusted only if the caller passes `trust_remote_code=True`, as
     in transformers.
     """

@@ -17,10 +17,14 @@ from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.load_balancing import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.kernels.moe_routing import ExpertRows, sort_by_expert, tile_table
 from liger_trainer.kernels.multi_token_attention import multi_token_attention
 from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.poly_norm import poly_norm
@@ -42,12 +46,15 @@ from liger_trainer.kernels.vocab_parallel import (
 __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
+    "ExpertLoRA",
+    "ExpertRows",
     "GRPOLossOutput",
     "LoRA",
     "LoRALayer",
     "LogProbsOutput",
     "NF4Weight",
     "NestedAbsmax",
+    "RouterLosses",
     "clamped_swiglu",
     "cross_entropy",
     "dyt",
@@ -60,6 +67,7 @@ __all__ = [
     "geglu_down",
     "geglu_fused",
     "group_norm",
+    "grouped_topk_sigmoid_routing",
     "grpo_loss",
     "grpo_loss_from_log_probs",
     "jsd",
@@ -71,12 +79,14 @@ __all__ = [
     "linear_kl",
     "linear_kl_div",
     "linear_log_probs",
+    "load_balancing_loss",
     "log_probs",
     "lora_down",
     "lora_linear",
     "lora_linears",
     "lora_mlp",
     "modulated_rms_norm",
+    "moe_experts",
     "multi_token_attention",
     "nf4_dequantize",
     "poly_norm",
@@ -87,13 +97,18 @@ __all__ = [
     "rope_complex",
     "rope_multimodal",
     "rope_vision",
+    "router_losses",
+    "router_z_loss",
     "softmax",
+    "sort_by_expert",
     "sparsemax",
     "swiglu",
     "swiglu_down",
     "swiglu_fused",
     "tied_embedding",
+    "tile_table",
     "tiled_mlp",
+    "topk_softmax_routing",
     "tvd",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",

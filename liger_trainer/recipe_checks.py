@@ -77,7 +77,7 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
 
     Raises:
         RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
-            adapters, and for one whose experts are to be split.
+            adapters or with experts that are to be split, and for dropout in adapters of parameters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
@@ -95,6 +95,11 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
         raise RecipeError(
             f"{source}: `expert_parallel_size` is {values['expert_parallel_size']} and `{quantised[0]}` is true: "
             "experts that are split are not quantised. Set one of them to its default."
+        )
+    if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
+        raise RecipeError(
+            f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has none in adapters of parameters, and "
+            "`lora_target_parameters` names some. Set `lora_dropout: 0.0`."
         )
     if values.get("lora_target_modules") and not values.get("use_peft"):
         logger.warning(

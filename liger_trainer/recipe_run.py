@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -72,6 +72,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
     _check_launch(recipe, trainer)
+    _watch_routers(recipe, trainer)
 
     try:
         metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
@@ -104,6 +105,25 @@ def _check_launch(recipe: Recipe, trainer: Trainer) -> None:
             "`liger-trainer train`, or with `accelerate launch --config_file` and that configuration.",
             *(recipe.source, name),
         )
+
+
+def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
+    """Adds what ``router_balance`` asks for, first in line, so that its numbers reach every reporter.
+
+    Raises:
+        RecipeError: if the model has no experts.
+    """
+    if not recipe.recipe.router_balance:
+        return
+    from liger_trainer.callbacks.router_balance import RouterBalanceCallback, experts_of
+
+    model: Any = trainer.model
+    if not any(experts_of(model)):
+        raise RecipeError(
+            f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has no experts; leave it out for a "
+            "dense model."
+        )
+    trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
 
 
 def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:

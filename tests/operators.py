@@ -125,6 +125,20 @@ def _lora_mlp(x: torch.Tensor, *parameters: torch.Tensor, **options: Any) -> tor
     return ops.lora_mlp(x, *(_adapted(*parameters[i : i + 3]) for i in (0, 3, 6)), **options)
 
 
+def _moe_experts(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor, **options: Any):
+    index = torch.arange(2 * len(hidden), device=hidden.device).view(-1, 2) % 3
+    for name, bias in zip(("gate_up_bias", "down_bias"), parameters[2:]):
+        options[name] = bias
+    return ops.moe_experts(hidden, index, weights, *parameters[:2], **options)
+
+
+def _experts(*operands: torch.Tensor) -> torch.Tensor:
+    """Experts whose projections have an adapter each."""
+    *block, first_a, first_b, second_a, second_b = operands
+    gate_up, down = ops.ExpertLoRA(first_a, first_b, 0.5), ops.ExpertLoRA(second_a, second_b, 2.0)
+    return ops.moe_experts(*block, gate_up_adapters=[gate_up], down_adapters=[down])
+
+
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
@@ -137,6 +151,11 @@ _Q_K = (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8))
 _WIDENED, _NARROWED = (table(24, 16), leaf(2, 16), leaf(24, 2)), (table(16, 24), leaf(2, 24), leaf(16, 2))
 _NF4 = (memory(192, 1), scales(6), scales(16))
 _NESTED = (memory(192, 1), memory(6), scales(16), scales(256), scales(1), scales())
+_ROUTER = "topk_softmax_routing and grouped_topk_sigmoid_routing"
+_EXPERTS = (leaf(6, 16), table(6, 2), leaf(3, 24, 16), leaf(3, 16, 12))
+_ADAPTED = (leaf(6, 16), ids(3, 6, 2), leaf(6, 2), leaf(3, 48, 16), leaf(3, 16, 24))
+_ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
+_ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
@@ -208,6 +227,39 @@ OPERATORS: dict[str, Operator] = {
     ),
     "nf4_dequantize": Operator(
         lambda x, *parts: x @ ops.nf4_dequantize(_in_4_bits(24, 16, *parts), x.dtype).T, (leaf(6, 16), *_NESTED)
+    ),
+    "sort_by_expert": Operator(lambda index, x: x[ops.sort_by_expert(index, 7).order], (ids(8, 5, 2), leaf(10, 4))),
+    "tile_table": Operator(
+        lambda index, x: x[ops.tile_table(ops.sort_by_expert(index, 7).offsets, 2, 10)[:, 1]],
+        (ids(8, 5, 2), leaf(10, 4)),
+    ),
+    "topk_softmax_routing": Operator(lambda x: ops.topk_softmax_routing(x, 3)[0], (leaf(5, 12),), _ROUTER),
+    "topk_softmax_routing, probabilities": Operator(
+        lambda x: ops.topk_softmax_routing(x, 3, normalise=False)[0], (leaf(5, 12),), _ROUTER
+    ),
+    "grouped_topk_sigmoid_routing": Operator(
+        lambda x, bias: ops.grouped_topk_sigmoid_routing(x, 3, correction_bias=bias, num_groups=4, top_groups=2)[0],
+        (leaf(5, 12), table(12)),
+        _ROUTER,
+    ),
+    "moe_experts": Operator(_moe_experts, _EXPERTS, "moe_experts"),
+    "moe_experts, GPT-OSS": Operator(
+        partial(_moe_experts, interleaved=True, transposed=True, limit=7.0, gate_multiplier=1.7, up_offset=1.0),
+        (leaf(6, 16), table(6, 2), leaf(3, 16, 24), leaf(3, 12, 16), leaf(3, 24), leaf(3, 16)),
+        "moe_experts",
+    ),
+    "moe_experts, no gate": Operator(
+        partial(_moe_experts, gated=False, activation="relu_squared"),
+        (leaf(6, 16), leaf(6, 2), leaf(3, 12, 16), leaf(3, 16, 12)),
+        "moe_experts",
+    ),
+    "moe_experts, adapters": Operator(_experts, (*_ADAPTED, *_ON_EXPERTS), "moe_experts"),
+    "load_balancing_loss": Operator(
+        lambda *layers: ops.load_balancing_loss(layers, 2), _ROUTERS, "load_balancing_loss"
+    ),
+    "router_z_loss": Operator(lambda *layers: ops.router_z_loss(layers), _ROUTERS, "router_z_loss"),
+    "router_losses": Operator(
+        lambda logits, mask: tuple(ops.router_losses(logits, 2, mask)), (leaf(6, 5), table(2, 3)), "router_z_loss"
     ),
     "embedding": Operator(ops.embedding, (ids(70, 5), leaf(70, 16))),
     "tied_embedding": Operator(ops.tied_embedding, (ids(70, 5), leaf(70, 16))),

@@ -46,7 +46,10 @@ def test_all_shipped_recipes_are_found():
     families = ("llama3_8b", "qwen3_30b_a3b", "gemma3_4b")
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
-    assert set(NAMES) == quickstarts | quantised | {f"{family}_{method}" for family in families for method in methods}
+    experts = {"qwen3_30b_a3b_sft_lora"}
+    assert set(NAMES) == quickstarts | quantised | experts | {
+        f"{family}_{method}" for family in families for method in methods
+    }
     assert sorted(shipped_recipes()) == NAMES
 
 
@@ -253,3 +256,16 @@ def test_importing_the_command_is_quick():
     heavy = "import sys, liger_trainer.cli.parser; print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", heavy], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_adapters_of_parameters_have_no_dropout(tmp_path):
+    """TRL's own default is 0.05, and PEFT's error names no key."""
+    path = write(
+        tmp_path,
+        "trainer: sft\nmodel_name_or_path: Qwen/Qwen3-30B-A3B\nuse_peft: true\nuse_cpu: true\nbf16: false\n"
+        "lora_target_parameters: [experts.gate_up_proj, experts.down_proj]\n",
+    )
+    with pytest.raises(RecipeError, match=r"`lora_dropout` is 0.05, but .* Set `lora_dropout: 0.0`"):
+        load_recipe(path)
+    recipe = load_recipe(path, ["--lora_dropout", "0"])
+    assert recipe.model.lora_target_parameters == ["experts.gate_up_proj", "experts.down_proj"]

@@ -195,7 +195,7 @@ def make_console() -> Console:
     """A console as wide as the tables need."""
     from rich.console import Console
 
-    return Console(width=None if Console().is_terminal else 150, highlight=False)
+    return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
 def model_names(wanted: list[str] | None, device: Device) -> list[str]:

@@ -212,7 +212,7 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
         foreign = foreign or (None if over is not None else overriding_forward(head))
     if foreign is not None:
         return left_alone(foreign)
-    native = type(model).forward
+    native = native_forward(model)
     if "labels" not in inspect.signature(native).parameters:
         return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
 
@@ -245,6 +245,14 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
 def tells_its_head(model: nn.Module) -> bool:
     """Whether the model's forward is one of [`make_model_forward`], or wraps one."""
     return any(layer in _model_forwards for layer in forward_layers(model))
+
+
+def native_forward(model: nn.Module) -> Callable:
+    """The forward that a patched model runs: its class's, or a copy of it that calls a function of ours by a name."""
+    told = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
+    if told is not None:
+        return told.__wrapped__  # type: ignore[attr-defined]
+    return model.__dict__["forward"].__func__ if is_bound_by_us(model) else type(model).forward
 
 
 def forward_layers(model: nn.Module) -> Iterator[Callable]:

@@ -14,6 +14,7 @@ from liger_trainer.nn.distillation import (
     LigerTVDLoss,
 )
 from liger_trainer.nn.embedding import LigerEmbedding
+from liger_trainer.nn.experts import LigerExperts
 from liger_trainer.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_trainer.nn.mlp import (
     LigerBlockSparseTop2MLP,
@@ -61,6 +62,7 @@ __all__ = [
     "LigerCrossEntropyLoss",
     "LigerDyT",
     "LigerEmbedding",
+    "LigerExperts",
     "LigerFalconH1MLP",
     "LigerFalconH1SwiGLUMLP",
     "LigerFusedAddRMSNorm",

@@ -14,19 +14,23 @@ from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels._nf4_matmul import free_buffers
-from liger_trainer.patching.binding import bind_forward, bound_modules, unbind_forward
+from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.expert_parallel import find_expert_exchange
-from liger_trainer.patching.experts import find_experts
+from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.load_balancing import find_load_balancing_loss
 from liger_trainer.patching.lora import find_lora
 from liger_trainer.patching.lora_attention import share_inputs
+from liger_trainer.patching.lora_experts import find_adapted_parameter
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
+from liger_trainer.patching.routers import find_router
+from liger_trainer.patching.scaled_experts import find_scaled_experts
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -49,7 +53,7 @@ def apply_liger_kernel(
         config: Which kernels: a [`KernelConfig`], a mapping such as ``{"rope": False}``, the same as a JSON string,
             or None for all of them.
         strict: Raise if something asked for cannot be applied: every key that `config` explicitly sets to true, and,
-            of the others, every component that the model has (experts excepted, which have no kernel yet).
+            of the others, every component that the model has.
 
     Returns:
         The report: a row for every kind of candidate, with its probe error or why it was left alone.
@@ -76,7 +80,7 @@ def apply_liger_kernel(
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
-            bind_forward(finding.module, finding.forward, finding.over)
+            finding.bind(finding.module, finding.forward)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -102,7 +106,8 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    return sum(unbind_forward(module) for module in list(bound_modules(model)))
+    experts = sum(unchoose(module) for module in list(chosen_modules(model)))
+    return experts + sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
@@ -117,15 +122,19 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield exchange
         finding = (
             find_lora(module, enabled, probe)
+            or find_adapted_parameter(module, enabled, probe)
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
-            or find_experts(module, enabled)
+            or find_router(module, enabled, probe)
+            or find_experts(module, enabled, probe)
         )
         if finding is not None:
             yield finding
         else:
+            yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
+            yield from find_load_balancing_loss(module, config, probe)
 
 
 def _probe_device(model: nn.Module) -> torch.device:
@@ -163,7 +172,6 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
         if not row.applied and row.count and not row.reason.startswith("switched off")
-        if row.component in explicit or row.component != "experts"
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

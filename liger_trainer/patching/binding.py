@@ -54,7 +54,12 @@ def overriding_forward(module: nn.Module) -> str | None:
 
 def is_bound_by_us(module: nn.Module) -> bool:
     """Whether [`bind_forward`] gave this instance its forward."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) in _bound_functions
+    return is_ours(getattr(module.__dict__.get("forward"), "__func__", None))
+
+
+def is_ours(forward: Callable | None) -> bool:
+    """Whether `forward` is a function that [`bind_forward`] has bound to some instance."""
+    return forward in _bound_functions
 
 
 def unbind_forward(module: nn.Module) -> bool:
@@ -73,14 +78,15 @@ def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if is_bound_by_us(module))
 
 
-def call_like(forward: Callable, argument: str) -> Callable:
-    """`forward(self, x)` with `x` renamed to `argument`, as callers may pass it by keyword.
+def call_like(forward: Callable, *arguments: str) -> Callable:
+    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, as callers may pass them by keyword.
 
     It is also named ``"forward"``, by which pickling finds a method again.
     """
     code = forward.__code__
-    # The locals get an underscore, so that none of them can be called as the argument is.
-    names = (code.co_varnames[0], argument, *(f"_{name}" for name in code.co_varnames[2:]))
+    # The locals get an underscore, so that none of them can be called as an argument is.
+    others = code.co_varnames[1 + len(arguments) :]
+    names = (code.co_varnames[0], *arguments, *(f"_{name}" for name in others))
     forward.__code__ = code.replace(co_varnames=names, co_name="forward")
     forward.__name__ = "forward"
     return forward

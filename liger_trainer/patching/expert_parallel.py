@@ -7,6 +7,7 @@ a forward which brings it the tokens of the others. In training that is an all-t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels._expert_exchange import bring_back, plan_exchange, send
+from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.finding import Finding
 
 
@@ -34,7 +36,8 @@ def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> F
         return Finding("experts", target, module, reason="switched off in liger_kernel_config")
     if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
         return Finding("experts", target, module, reason=f"no all-to-all: transformers' {name} brings the tokens")
-    return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), over=forward)
+    bind = functools.partial(bind_forward, over=forward)
+    return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), bind=bind)
 
 
 def run_exchanged(

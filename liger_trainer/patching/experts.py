@@ -1,32 +1,218 @@
-"""Mixture-of-experts layers, which stay with transformers' own grouped matmul."""
+"""Modules of experts whose weights are stacked in 3-D parameters: Qwen3-MoE's, Mixtral's, GPT-OSS's and many more.
+
+transformers' own classes ask a registry which function computes them, by a name in their config. Ours is registered
+there as ``"liger_trainer"``, and a module that it is proved for gets a view of its config which says so. The model's
+config stays as it is, and so does what is saved of it; a forward around the class's own, such as that of expert
+parallelism, ends up at ours. Experts of other classes get a forward bound to the instance.
+
+The proof runs the class's own loop over the experts and ours on the CPU, where fp32 products are fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
+from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.probe import full_shape
+from liger_trainer.patching.gated_mlp import twin
+from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, stand_in
+
+IMPLEMENTATION = "liger_trainer"
+"""Our name in transformers' registry."""
+
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm", IMPLEMENTATION)
+SIZES = (16, 24)
+"""Hidden and intermediate size of the stand-in."""
+TOKENS = 256
+"""Of the stand-in, so many that its rounding noise is even."""
+
+_CHOSEN = 6  # experts that the tokens of the stand-in choose from
 
 
-def find_experts(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
-    """The verdict on `module` if it holds the 3-D weights of a layer of experts, else None."""
-    weights = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-    if any(weight is None or len(full_shape(weight)) != 3 for weight in weights):
-        return None
-    target = type(module).__name__
-    if not enabled("experts"):
-        return Finding("experts", target, module, reason="switched off in liger_kernel_config")
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if not hasattr(type(module), "_apply_gate") or implementation is None:
-        return Finding("experts", target, module, reason="no kernel of ours yet; the model's own code runs")
-    if implementation == "grouped_mm":
-        return Finding(
-            "experts",
-            target,
-            module,
-            reason="no kernel of ours yet; transformers' own grouped matmul (grouped_mm) runs",
+class ChosenConfig:
+    """A module's config that names our implementation, and is the model's in all else; a copy elsewhere is the latter.
+
+    Args:
+        config: The model's.
+        forward: What the implementation is for this module.
+    """
+
+    def __init__(self, config: Any, forward: Callable) -> None:
+        self._experts_implementation = IMPLEMENTATION
+        self.model_config = config
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model_config"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenConfig:
+        return ChosenConfig(copy.deepcopy(self.model_config, memo), self.forward)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.model_config,)
+
+
+def _itself(config: Any) -> Any:
+    return config
+
+
+def liger_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The implementation in transformers' registry.
+
+    Raises:
+        ValueError: For a module that [`apply_liger_kernel`] has not proved it for.
+    """
+    config = self.config
+    if not isinstance(config, ChosenConfig):
+        raise ValueError(
+            f"`experts_implementation={IMPLEMENTATION!r}` is chosen for a {type(self).__name__} by name; leave it "
+            "unset and call liger_trainer.apply_liger_kernel(model), which proves it equal first."
         )
-    reason = f"no kernel of ours yet; transformers' own {implementation!r} implementation runs"
-    return Finding("experts", target, module, reason=reason)
+    # `generate` switches to this for its steps of few tokens.
+    if not torch.is_grad_enabled() and config.model_config._experts_implementation == "batched_mm":
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](self, hidden_states, top_k_index, top_k_weights)
+    return config.forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
+
+
+def choose(module: Any, forward: Callable) -> None:
+    """Makes `forward` the implementation of this `module` alone."""
+    module.config = ChosenConfig(module.config, forward)
+
+
+def unchoose(module: Any) -> bool:
+    """Gives the module its config back; False if it has no other."""
+    config = module.__dict__.get("config")
+    if not isinstance(config, ChosenConfig):
+        return False
+    module.config = config.model_config
+    return True
+
+
+def forward_of_ours(module: Any) -> Callable | None:
+    """The forward of ours that `module` runs, a function of the module; None if it runs another."""
+    config = module.__dict__.get("config")
+    if isinstance(config, ChosenConfig):
+        return config.forward
+    return module.forward.__func__ if is_bound_by_us(module) else None
+
+
+def chosen_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `model` whose implementation is ours."""
+    return (module for module in model.modules() if isinstance(module.__dict__.get("config"), ChosenConfig))
+
+
+def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it holds the stacked weights of experts and is called with a router's choices."""
+    layout = layout_of(module)
+    if layout is None:
+        return None
+    arguments = tuple(inspect.signature(_own_loop(module)).parameters)[1:]
+    if len(arguments) == 1:
+        return None  # the block around it decides, see `scaled_experts`
+    target = type(module).__name__
+    reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
+    if reason:
+        return Finding("experts", target, module, reason=reason)
+    assert isinstance(layout, ExpertsFormula)
+    key = "experts", identity(module)
+    if key not in probe.cache:
+        probe.cache[key] = _probe_experts(module, layout, probe)
+    formula, agreement = probe.cache[key]
+    if formula is None:
+        return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
+    bind = choose if _is_dispatched(module) else bind_forward
+    return Finding(
+        "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
+    )
+
+
+def _own_loop(module: nn.Module) -> Callable:
+    """The forward that the class was written with, below transformers' choice between implementations."""
+    return inspect.unwrap(type(module).forward)
+
+
+def _is_dispatched(module: Any) -> bool:
+    """Whether the class asks transformers' registry."""
+    return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
+
+
+def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, ...]) -> str:
+    """Why ours is not even tried."""
+    if isinstance(layout, str):
+        return layout
+    if len(arguments) != 3:
+        return "its forward does not take hidden states, chosen experts and their weights"
+    foreign = overriding_forward(module)
+    if foreign is not None and not getattr(module, "_is_expert_parallel", False):
+        return f"its forward is already overridden by {foreign}"
+    chosen = module.config._experts_implementation if _is_dispatched(module) else None
+    if chosen not in _REPLACED:
+        return f"`experts_implementation={chosen!r}` is chosen, which stays"
+    return ""
+
+
+def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[ExpertsFormula | None, Agreement]:
+    num_experts = full_shape(module._parameters["down_proj"])[0]
+    num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # of this process
+    hidden, intermediate = SIZES
+    chosen = min(num_experts, _CHOSEN)
+    scores = probe.randn(TOKENS, chosen).cpu()
+    top_k_weights, top_k_index = scores.topk(min(2, chosen))
+    shapes = weight_shapes(layout, num_experts, hidden, intermediate)
+    tensors = [probe.randn(TOKENS, hidden).cpu(), top_k_weights]
+    tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
+    # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
+    large = [tensors[0] * 16, *tensors[1:]]
+    children = {name: twin(child) for name, child in module._modules.items() if child is not None}
+
+    def on(forward: Callable) -> Callable:
+        def computation(x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            experts = stand_in(module, dict(zip(layout.weights, parameters)), children)
+            return forward(experts, x, top_k_index, weights)
+
+        return computation
+
+    failures = []
+    with torch.device("cpu"):
+        for formula in formulas(module, layout):
+            computations = on(_own_loop(module)), on(formula.run)
+            agreement = probe.compare(*computations, tensors)
+            if agreement.equal:
+                agreement = probe.compare(*computations, large)
+            if agreement.equal:
+                return formula, agreement
+            failures.append(agreement)
+    nearest = min(failures, key=lambda agreement: agreement.error)
+    return None, nearest.explained("no activation that there is a kernel for")
+
+
+def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, intermediate: int) -> list[tuple[int, ...]]:
+    """The shapes of `layout.weights` for these sizes."""
+    wide = intermediate * (2 if layout.gated else 1)
+    projections = [(wide, hidden), (hidden, intermediate)]
+    shapes = [(num_experts, *(size[::-1] if layout.transposed else size)) for size in projections]
+    return [*shapes, (num_experts, wide), (num_experts, hidden)] if layout.biases else [*shapes]
+
+
+@functools.cache
+def experts_forward(formula: ExpertsFormula, arguments: tuple[str, ...]) -> Callable:
+    """The forward, with its arguments named like that; the same function for equal formulas."""
+
+    def forward(self, x, index, weights, adapters=None):
+        return formula.run(self, x, index, weights, adapters)
+
+    return call_like(forward, *arguments)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.report import KernelReportRow
 
 
@@ -22,7 +23,7 @@ class Finding:
         forward: The forward to bind; None where it is left alone.
         error: The probe's float32 error; None without a probe.
         reason: Why it is left alone, or a remark.
-        over: The forward of another library's that the instance carries, and that `forward` takes the place of.
+        bind: How the forward gets into the module.
     """
 
     component: str
@@ -32,7 +33,7 @@ class Finding:
     forward: Callable | None = None
     error: float | None = None
     reason: str = ""
-    over: Callable | None = None
+    bind: Callable[[nn.Module, Callable], None] = bind_forward
 
 
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:

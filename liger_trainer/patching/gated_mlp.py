@@ -1,5 +1,7 @@
 """Gated MLPs: `down_proj(act(gate_proj(x)) * up_proj(x))`, with separate or fused gate and up projections.
 
+They may also be called w1, w3 and w2, as in Mixtral's and other lists of experts and in Llama's own code.
+
 The projections are called as modules, so adapters, quantised layers and hooks on them go on working; only the
 activation and the product between them become one kernel.
 
@@ -46,8 +48,8 @@ from liger_trainer.patching.probe import (
     stand_in,
 )
 
-_SEPARATE = ("gate_proj", "up_proj", "down_proj")
-_FUSED = ("gate_up_proj", "down_proj")
+# In the order in which they are used: gate and up, or both in one, and down. The second are Llama's and Mixtral's own.
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
 
 
 class _Variant(NamedTuple):
@@ -75,7 +77,7 @@ _PROBED_TILES = 3  # which do not divide the probe's 64 tokens
 def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The verdict on `module` if it has a gated MLP's projections as children, else None."""
     children = {name for name, child in module._modules.items() if child is not None}
-    names = _SEPARATE if children.issuperset(_SEPARATE) else _FUSED if children.issuperset(_FUSED) else None
+    names = next((names for names in _NAMES if children.issuperset(names)), None)
     if names is None:
         return None
     target = type(module).__name__
@@ -122,9 +124,10 @@ def _probe_gated_mlp(
         return refused(f"it has {', '.join(sorted(stateful + own))} besides a gated MLP's projections")
 
     hidden, intermediate = _SIZES
-    widths = {"gate_proj": (intermediate, hidden), "up_proj": (intermediate, hidden)}
-    widths |= {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-    tensors = [probe.randn(4, 16, hidden), *(probe.randn(*widths[name]) * 0.25 for name in names)]
+    fused = len(names) == 2
+    first = [(2 * intermediate, hidden)] if fused else [(intermediate, hidden)] * 2
+    shapes = [*first, (hidden, intermediate)]
+    tensors = [probe.randn(4, 16, hidden), *(probe.randn(*shape) * 0.25 for shape in shapes)]
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -139,13 +142,13 @@ def _probe_gated_mlp(
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
     for variant in _variants(module):
-        forward = gated_mlp_forward(argument, names == _FUSED, variant, recompute, lora)
+        forward = gated_mlp_forward(argument, names, variant, recompute, lora)
         probed = in_tiles(forward, argument, _PROBED_TILES) if tiled else forward
         agreement = probe.compare(on(type(module).forward), on(probed), tensors)
         if agreement.equal:
             agreement = probe.compare(on(type(module).forward), on(probed), large)
         if agreement.equal:
-            kernel = variant.kernel + (" on fused gate_up" if names == _FUSED else "")
+            kernel = variant.kernel + (" on fused gate_up" if fused else "")
             kernel += (", recomputed" if recompute else "") + (", in tiles" if tiled else "")
             return variant.component, kernel, in_tiles(forward, argument) if tiled else forward, agreement
         failures.append(agreement)
@@ -160,12 +163,14 @@ def twin(module: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def gated_mlp_forward(argument: str, fused: bool, variant: _Variant, recompute: bool, lora: bool) -> Callable:
+def gated_mlp_forward(
+    argument: str, names: tuple[str, ...], variant: _Variant, recompute: bool, lora: bool
+) -> Callable:
     """A forward for one kind of gated MLP; the same function for equal arguments.
 
     Args:
         argument: Name of the forward's argument.
-        fused: Whether one `gate_up_proj` gives both halves.
+        names: Of the projections: gate, up and down, or one that gives both halves, and down.
         variant: Which activation, with which options.
         recompute: Drop the product behind the activation and build it again in the backward, wherever `down_proj` is,
             at the time of the call, a linear layer that nobody else looks at.
@@ -177,7 +182,7 @@ def gated_mlp_forward(argument: str, fused: bool, variant: _Variant, recompute: 
     gated_down = functools.partial(geglu_down if gelu else swiglu_down, **gelu)
 
     def apply(self, gate, up, unseen):
-        options, down_proj, scale = {"inplace_backward": unseen}, self.down_proj, None
+        options, down_proj, scale = {"inplace_backward": unseen}, getattr(self, names[-1]), None
         if variant.limit:
             options["limit"] = self.limit
         if variant.multipliers:
@@ -194,26 +199,28 @@ def gated_mlp_forward(argument: str, fused: bool, variant: _Variant, recompute: 
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
-        layers = adapted_layers(x, self.gate_proj, self.up_proj) if lora else None
+        gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
+        layers = adapted_layers(x, gate_proj, up_proj) if lora else None
         if layers is not None:
             # As h will be, for a mask of dropout. Its own memory is not needed.
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
-            (down,) = (not variant.multipliers and adapted_layers(h, self.down_proj)) or (None,)
+            (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
             if down is not None:
                 limit = {"limit": self.limit} if variant.limit else {}
                 return lora_mlp(x, *layers, down, variant.approximate or "silu", **limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = gate_proj(x), up_proj(x)
         if gate.dtype != up.dtype:  # an adapter on one of the two may widen it; the product promotes
             dtype = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(dtype), up.to(dtype)
-        return apply(self, gate, up, outputs_are_unseen(self.gate_proj, self.up_proj))
+        return apply(self, gate, up, outputs_are_unseen(gate_proj, up_proj))
 
     def forward_fused(self, x):
-        return apply(self, self.gate_up_proj(x), None, outputs_are_unseen(self.gate_up_proj))
+        gate_up_proj = getattr(self, names[0])
+        return apply(self, gate_up_proj(x), None, outputs_are_unseen(gate_up_proj))
 
-    return call_like(forward_fused if fused else forward_separate, argument)
+    return call_like(forward_fused if len(names) == 2 else forward_separate, argument)
 
 
 @functools.cache

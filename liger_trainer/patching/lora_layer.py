@@ -32,7 +32,7 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
     Dropout masks are drawn here, in the order in which the modules would draw them.
     """
-    if torch.nn.modules.module._has_any_global_hook() or not all(_is_unseen(module) for module in modules):
+    if torch.nn.modules.module._has_any_global_hook() or not all(is_unseen(module) for module in modules):
         return None
     adapted = [is_lora_linear(module) for module in modules]
     if not any(adapted):
@@ -66,16 +66,16 @@ def _base(module: Any, x: torch.Tensor) -> LoRALayer | None:
     weight: torch.Tensor | NF4Weight | None = None
     if is_plain_linear(module, x):
         weight = module.weight
-    elif is_linear_4bit(module) and _is_unseen(module):
+    elif is_linear_4bit(module) and is_unseen(module):
         weight = nf4_weight_of(module, x)
     return None if weight is None else LoRALayer(weight, module.bias)
 
 
 def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
     """Whether `module` is a product with a weight that may be used without calling it: no hook, shard, quantisation."""
-    if type(module) is not nn.Linear or not _is_unseen(module):
+    if type(module) is not nn.Linear or not is_unseen(module):
         return False
-    return _is_operand(module.weight, x) and (module.bias is None or _is_operand(module.bias, x))
+    return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
 
 
 def active_adapters(module: Any) -> list[str]:
@@ -83,14 +83,14 @@ def active_adapters(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
-def _is_unseen(module: nn.Module) -> bool:
+def is_unseen(module: nn.Module) -> bool:
     """Whether nobody but the caller takes part in a call of `module`; FSDP and ZeRO-3 gather weights in hooks."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
     return "forward" not in module.__dict__ or is_bound_by_us(module)
 
 
-def _is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
+def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a linear layer would multiply `x` with `parameter`, as they are or as autocast casts both."""
     if type(parameter) not in _PLAIN or not parameter.is_floating_point() or parameter.device != x.device:
         return False
@@ -104,21 +104,22 @@ def _has_plain_adapters(module: Any, x: torch.Tensor) -> bool:
     if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
         return False
     names = active_adapters(module)
-    return bool(names) and all(_is_plain_adapter(module, name, x) for name in names)
+    return bool(names) and all(is_plain_adapter(module, name, x) for name in names)
 
 
-def _is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
+def is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
+    """Whether the adapter `name` of `module` is two plain matrices, which may be used without calling them."""
     if name in module.lora_variant:  # DoRA and its kin
         return False
     a, b, dropout = (children[name] for children in (module.lora_A, module.lora_B, module.lora_dropout))
     for matrix in (a, b):
-        if type(matrix) is not nn.Linear or matrix.bias is not None or not _is_unseen(matrix):
+        if type(matrix) is not nn.Linear or matrix.bias is not None or not is_unseen(matrix):
             return False
         weight = matrix.weight
         # PEFT casts x to the dtype of the adapter, whatever it is.
         if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
             return False
-    if not _is_unseen(dropout):
+    if not is_unseen(dropout):
         return False
     return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace and dropout.p < 1)
 

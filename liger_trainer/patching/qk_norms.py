@@ -20,7 +20,8 @@ from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
 from liger_trainer.patching.probe import Probe, full_shape, stand_in
-from liger_trainer.patching.rope import forward_calling, rotary_globals
+from liger_trainer.patching.rebound import forward_calling
+from liger_trainer.patching.rope import rotary_globals
 
 _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
 

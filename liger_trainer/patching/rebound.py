@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 
@@ -28,3 +30,42 @@ def rebound(
     for attribute in ("__module__", "__qualname__", "__doc__", "__annotations__"):
         setattr(copy, attribute, getattr(function, attribute))
     return copy
+
+
+def called_global(forward: Any, name: str) -> Any:
+    """What `forward`, or the function it wraps, finds behind the global `name` that it uses; None if it uses none."""
+    while isinstance(forward, types.FunctionType):
+        if uses_global(forward, name):
+            return forward.__globals__[name]
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+@functools.cache
+def forward_calling(forward: Callable, name: str, function: Callable) -> Callable | None:
+    """A copy of `forward` whose global `name` is `function`; None if the function that uses the name is out of reach.
+
+    A decorated forward is rebuilt around the copy of what it wraps, which its closure must hold.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return None
+    inner = getattr(forward, "__wrapped__", None)
+    if uses_global(forward, name):
+        copy = rebound(forward, {name: function})
+    else:
+        copied = forward_calling(inner, name, function) if inner is not None else None
+        cells = forward.__closure__ or ()
+        if copied is None or not any(_holds(cell, inner) for cell in cells):
+            return None
+        copy = rebound(forward, {}, tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells))
+        inner = copied
+    if inner is not None:
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
+
+
+def _holds(cell: types.CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # an empty cell
+        return False

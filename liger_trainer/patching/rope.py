@@ -7,7 +7,6 @@ module, and with it every other model of the process, stays as it is. Those glob
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.rebound import rebound, uses_global
+from liger_trainer.patching.rebound import forward_calling
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
 
@@ -68,33 +67,3 @@ def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
 
 def _python_function(function: Any) -> types.FunctionType | None:
     return function if isinstance(function, types.FunctionType) else None
-
-
-@functools.cache
-def forward_calling(forward: Callable, name: str, function: Callable) -> Callable | None:
-    """A copy of `forward` whose global `name` is `function`; None if the function that uses the name is out of reach.
-
-    A decorated forward is rebuilt around the copy of what it wraps, which its closure must hold.
-    """
-    if not isinstance(forward, types.FunctionType):
-        return None
-    inner = getattr(forward, "__wrapped__", None)
-    if uses_global(forward, name):
-        copy = rebound(forward, {name: function})
-    else:
-        copied = forward_calling(inner, name, function) if inner is not None else None
-        cells = forward.__closure__ or ()
-        if copied is None or not any(_holds(cell, inner) for cell in cells):
-            return None
-        copy = rebound(forward, {}, tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells))
-        inner = copied
-    if inner is not None:
-        copy.__wrapped__ = inner  # type: ignore[attr-defined]
-    return copy
-
-
-def _holds(cell: types.CellType, function: Any) -> bool:
-    try:
-        return cell.cell_contents is function
-    except ValueError:  # an empty cell
-        return False

@@ -19,9 +19,16 @@ bf16 share, I, and the same in fp32, and with our dropout the former. In the att
 gradients of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up,
 so it adds nothing.
 
-Experts run as transformers' grouped matmul: k rows of each token, gathered (k H), gate and up (2 k I), the activation
-and the product (2 k I), the output (k H), all kept; the backward begins with gradients of the weighted and the
-unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and the gradients of all experts.
+Experts in our operator keep their input H, and gate and up of k rows, 2 k I, which their gradient is written over.
+Their backward is fullest with k rows of the output's gradient, the gradient of the product, and the weighted product
+where a gradient is made of it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H,
+and the gradients of all experts.
+
+As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
+and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
+gradients of the weighted and the unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and
+the gradients of all experts. PEFT's adapters on them make a copy of all experts with the adapters in it, and a gradient
+of that.
 """
 
 from __future__ import annotations
@@ -101,12 +108,23 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
     if shape.intermediate:
         elements += 2 * shape.intermediate
         elements += shape.intermediate if shape.trained and not recompute_mlp else 0
-    inner, rows = shape.experts_per_token * shape.expert_intermediate, shape.experts_per_token * shape.hidden
-    elements += 4 * inner + rows * (2 if shape.trained else 1)
+    if shape.experts_per_token:
+        elements += _experts_saved(shape)
     behind = shape.hidden * precision.stream if shape.post_norms else 0
     adapters = _adapters_saved(shape, precision, shape.adapted_mlp, shape.hidden)
     adapters += _adapters_saved(shape, precision, shape.adapted_down, 0)
     return elements * precision.compute + behind + adapters
+
+
+def _experts_saved(shape: LayerShape) -> int:
+    inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
+    if shape.fused_experts:
+        return 2 * inner + (0 if shape.trained else shape.hidden)  # one that is trained has counted its input
+    return 4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows
+
+
+def _inner(shape: LayerShape) -> int:
+    return shape.experts_per_token * shape.expert_intermediate
 
 
 def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unkept: int) -> float:
@@ -153,22 +171,28 @@ def layer_memory(
     down = shape.intermediate * compute
     if shape.adapted_down:
         down += shape.adapted_down * _adapter_gradient(shape, compute)
-    experts = 2 * shape.experts_per_token * shape.hidden * compute
+    experts, down_elements = _experts_begin(shape, compute), shape.hidden * shape.intermediate
+    merged = 0
+    if shape.experts_per_token and shape.fused_experts:
+        down_elements += shape.experts * shape.hidden * shape.expert_intermediate
+    elif shape.adapted_experts:
+        merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * compute
     if tiled_mlp and shape.intermediate and not shape.experts_per_token:
         mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient
         tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
         tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # sums of its gradients, in fp32
     in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
     in_attention = tokens * (attention + upstream + _attention_backward(shape, compute))
-    moments = [(in_mlp, shape.hidden * shape.intermediate if shape.trained else 0), (in_attention, 0)]
-    if expert_elements:
-        moments.append((tokens * (attention + upstream + _experts_end(shape, compute)), expert_elements))
+    moments = [(in_mlp + merged, down_elements if shape.trained else 0), (in_attention, 0)]
+    if shape.experts_per_token:
+        in_experts = tokens * (attention + upstream + _experts_end(shape, compute))
+        moments.append((in_experts + 2 * merged, expert_elements))
     fullest, gradients = max(moments, key=lambda moment: moment[0] + compute * moment[1])
     mask = 0.0
     if implementation == "sdpa" and shape.sliding_window and length > shape.sliding_window:
         mask = length**2 * (1 + compute)  # as booleans, and as SDPA's kernel wants it
     return LayerMemory(
-        tokens * layer_input, tokens * (attention + mlp), fullest - tokens * layer_input + mask, gradients
+        tokens * layer_input, tokens * (attention + mlp) + merged, fullest - tokens * layer_input + mask, gradients
     )
 
 
@@ -189,6 +213,17 @@ def _adapter_gradient(shape: LayerShape, compute: int) -> int:
     return compute if shape.adapter_dropout else 0  # else a matmul adds it
 
 
-def _experts_end(shape: LayerShape, compute: int) -> float:
-    inner, rows = shape.experts_per_token * shape.expert_intermediate, shape.experts_per_token * shape.hidden
+def _experts_begin(shape: LayerShape, compute: int) -> int:
+    """What the down projection's backward adds to what is kept."""
+    inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
+    if shape.fused_experts:
+        return (rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
+    return 2 * rows * compute
+
+
+def _experts_end(shape: LayerShape, compute: int) -> int:
+    """What is there when the gradient of the gate and up projection's input is."""
+    inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
+    if shape.fused_experts:
+        return (2 * shape.hidden + 2 * inner + rows) * compute
     return (2 * rows + 4 * inner) * compute

@@ -74,7 +74,7 @@ def read_inputs(
     try:
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
-        shape = read_layer_shape(model, fused)
+        shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and mapping.experts))
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     notes = _notes(values, config, prompt_length)

@@ -39,7 +39,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     work = Work(max(rows // batch, 1), length, length, head, _bytes(getattr(trainer, "ref_model", None)))
     run = Run(
         count_parameters(model),
-        read_layer_shape(model, fused_adapters),
+        read_layer_shape(model, fused_adapters, bool(ours and kernels.experts)),
         work,
         weight_bytes=model.get_input_embeddings().weight.element_size(),
         mixed=bool(args.bf16 or args.fp16),

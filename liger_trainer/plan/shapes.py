@@ -33,7 +33,9 @@ class LayerShape:
         adapted_output: The same of the attention's output projection.
         adapted_mlp: The same of the gate and up projections.
         adapted_down: The same of the down projection.
+        adapted_experts: Whether the experts have adapters.
         fused_adapters: Whether adapters run in our operators, which keep no copies of their inputs; else PEFT's do.
+        fused_experts: Whether experts run in our operator; else in transformers' grouped matmul.
         adapter_dropout: Whether adapters have dropout, whose mask is kept.
         trained: Whether the layer's own weights are trained.
         vocab: Size V of the vocabulary.
@@ -55,18 +57,21 @@ class LayerShape:
     adapted_output: int = 0
     adapted_mlp: int = 0
     adapted_down: int = 0
+    adapted_experts: bool = False
     fused_adapters: bool = True
+    fused_experts: bool = True
     adapter_dropout: bool = False
     trained: bool = True
     vocab: int = 0
 
 
-def read_layer_shape(model: Any, fused_adapters: bool = True) -> LayerShape:
+def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
     """The [`LayerShape`] of a model.
 
     Args:
         model: On any device.
         fused_adapters: Whether its adapters, if it has some, will run in our operators.
+        fused_experts: The same of its experts.
 
     Raises:
         ValueError: if its configuration lacks what a decoder has.
@@ -79,7 +84,7 @@ def read_layer_shape(model: Any, fused_adapters: bool = True) -> LayerShape:
     names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    sparse = any(".experts" in f".{name}" for name, _ in layer.named_parameters())
+    sparse = any(_is_of_experts(name) for name, _ in layer.named_parameters())
     own = [p for name, p in layer.named_parameters() if "lora_" not in name]
     window, full = _windows(config)
     return LayerShape(
@@ -96,11 +101,17 @@ def read_layer_shape(model: Any, fused_adapters: bool = True) -> LayerShape:
         sliding_window=window,
         full_layers=full,
         **_adapted(layer),
+        adapted_experts=any(_is_of_experts(name) and "lora_" in name for name, _ in layer.named_parameters()),
         fused_adapters=fused_adapters,
+        fused_experts=fused_experts,
         adapter_dropout=_has_dropout(layer),
         trained=any(parameter.requires_grad for parameter in own),
         vocab=config.vocab_size,
     )
+
+
+def _is_of_experts(name: str) -> bool:
+    return ".experts" in f".{name}"
 
 
 def _first(config: Any, *names: str) -> int:
@@ -129,7 +140,7 @@ def _adapted(layer: nn.Module) -> dict[str, int]:
     """Input widths of the linear layers that have a LoRA adapter, by the place where they read."""
     widths = dict.fromkeys(("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"), 0)
     for name, module in layer.named_modules():
-        if not getattr(module, "lora_A", None):
+        if not getattr(module, "lora_A", None) or _is_of_experts(name):
             continue
         last = name.rsplit(".", 1)[-1]
         if last in _ATTENTION:

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
-from liger_trainer.head.patch import forward_layers, tells_its_head
+from liger_trainer.head.patch import forward_layers, native_forward, tells_its_head
+from liger_trainer.patching.binding import is_ours
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
@@ -86,7 +87,8 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         options: What the trainer asks of the head.
     """
     inner, native = _forwards_of(model)
-    own = native is type(model).forward  # another library's builds its logits, compiled or not
+    # Another library's builds its logits, compiled or not.
+    own = native is type(model).forward or is_ours(native)
     native_uncompiled = uncompiled(native) if own else native
 
     @functools.wraps(inner)  # `generate` and the Trainer look at the signature, the patching at what is inside
@@ -127,7 +129,7 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
     # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
-    return inner, type(model).forward if tells_its_head(model) else inner
+    return inner, native_forward(model) if tells_its_head(model) else inner
 
 
 def _fused_output(

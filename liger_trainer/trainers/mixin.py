@@ -17,12 +17,14 @@ from transformers import TrainerCallback, TrainingArguments
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import data_parallel_message, in_charge
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
+from liger_trainer.patching.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
@@ -31,6 +33,7 @@ from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
+from liger_trainer.trainers.router_z_loss import check_router_losses, loss_divisor, mean_z_loss, with_z_loss
 
 logger = logging.getLogger("liger_trainer")
 
@@ -92,6 +95,9 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
                 "`use_liger_kernel` is off, but the model carries kernels from before, which stay and run; "
                 "`liger_trainer.revert_liger_kernel(model)` takes them out."
             )
+        z_loss_coef = getattr(self.args, "router_z_loss_coef", 0.0)
+        check_router_losses(z_loss_coef, self.kernel_report)
+        self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         self._set_up_offloading()
 
@@ -188,7 +194,10 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The trainer's own loss; a step whose labels are all ignored gives a zero that backpropagates."""
+        """The trainer's own loss; a step whose labels are all ignored gives a zero that backpropagates.
+
+        In training the z-loss of the routers is added, where `router_z_loss_coef` is above 0.
+        """
         if num_items_in_batch is not None:
             # In the stock Trainer such a step is 0 / 0.
             num_items_in_batch = (
@@ -198,10 +207,17 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
             )
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing:
-            return super().compute_loss(
+        with self._expected_gradient(num_items_in_batch), smoothing, recorded_z_losses() as z_losses:
+            result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        assert isinstance(self.model, nn.Module)
+        if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
+            return result
+        z_loss = mean_z_loss(z_losses)
+        self._z_loss.observe(z_loss)
+        coefficient = self.args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)  # type: ignore[attr-defined]
+        return with_z_loss(result, coefficient * z_loss)
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
         """Tells the fused loss the gradient it is going to get, so that its backward has nothing left to rescale."""

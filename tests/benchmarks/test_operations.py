@@ -1,5 +1,7 @@
 """Every operation runs in tiny sizes, and what its providers compute is what float64 says."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ CPU = Device(torch.device("cpu"))
 
 
 def run(name, providers, **changes):
-    settings = Settings((MODELS["tiny"],), (8,), providers, **{"dtype": torch.float32, "rounds": 1, **changes})
+    model = changes.pop("model", MODELS["tiny-moe" if name.startswith("moe") else "tiny"])
+    settings = Settings((model,), (8,), providers, **{"dtype": torch.float32, "rounds": 1, **changes})
     complaints = []
     records = list(run_operation(OPERATIONS[name], settings, CPU, Machine("CPU", 1e10, 1e10), complaints.append))
     assert complaints == []
@@ -55,6 +58,29 @@ def test_a_frozen_head_gets_no_gradient(name):
     records = run(name, ("torch",))
     assert [record.variant for record in records] == ["", "frozen"]
     assert [set(record.errors) for record in records] == [{"output", "dhidden", "dweight"}, {"output", "dhidden"}]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_experts_of_other_families(family):
+    """GPT-OSS has biases, transposed weights, gate and up in turns, and clamps; Liger's kernel takes none of it."""
+    model = dataclasses.replace(MODELS["tiny-moe"], name=family)
+    records = run("moe_experts", ("torch", "transformers", "liger_trainer"), model=model)
+    assert [record.variant for record in records[::3]] == ["", "frozen", "skewed"]
+    for record in records:
+        assert max(record.errors.values()) < 2e-5, record
+        assert ("ddown_proj_bias" in record.errors) is (family == "gpt-oss" and record.variant != "frozen")
+
+
+def test_experts_are_those_of_the_model_and_in_balance():
+    case, frozen, skewed = OPERATIONS["moe_experts"].cases(Data(CPU.device, torch.float32), MODELS["tiny-moe"], 512)
+    index, weights = case.arguments["top_k_index"], case.arguments["top_k_weights"]
+    assert (index[:, 0] != index[:, 1]).all()
+    assert index.flatten().bincount(minlength=4).min() > 0.8 * 512 * 2 / 4
+    torch.testing.assert_close(weights.sum(-1), torch.ones(512))
+    assert skewed.arguments["top_k_index"].flatten().bincount(minlength=4).tolist() == [512, 512, 0, 0]
+    needs = {name for name, value in frozen.arguments.items() if getattr(value, "requires_grad", False) is True}
+    assert needs == {"hidden", "top_k_weights"}
+    assert next(OPERATIONS["moe_experts"].cases(Data(CPU.device, torch.float32), MODELS["tiny"], 8), None) is None
 
 
 def test_floor_counts_bytes_at_the_copy_rate():

@@ -7,7 +7,7 @@ import pytest
 from liger_trainer.benchmarks import tables
 from liger_trainer.benchmarks.records import LongestRecord, Machine, Record, Run, TrainingRecord, compare_with_eager
 from liger_trainer.benchmarks.registry import load_operations
-from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, operation_table, render
+from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, experts_section, operation_table, render
 from liger_trainer.benchmarks.training_tables import alignment_table, lora_table, several_gpus_section, training_table
 
 load_operations()
@@ -115,6 +115,29 @@ def test_errors_are_beside_eager_ones():
         ["RMSNorm 16384×4096", "dx", "2.00e-03", "–", "2.00e-03", "1.00"],
         ["RMSNorm 16384×4096", "dweight", "1.00e-03", "–", "1.50e-03", "1.50"],
     ]
+
+
+def test_experts_are_a_section_of_their_own():
+    group = ("moe_experts", "qwen3-30b-a3b", 8192, "frozen", "8192×2048→768, 8 of 128", "bfloat16")
+    measured = {"peak_gibibytes": 1.0, "saved_gibibytes": 114_688 * 8192 / 2**30, "floor": 2.0}
+    records = [
+        Record(*group, "torch", both=8.0, errors={"dhidden": 2e-3}, **measured),
+        Record(*group, "torch.compile", failure="skipped: no time left"),
+        Record(*group, "liger-kernel", failure="ValueError: takes no biases"),
+        Record(*group, "liger_trainer", both=4.0, errors={"dhidden": 1e-3}, **{**measured, "saved_gibibytes": None}),
+    ]
+    compare_with_eager(records)
+    found = Results([results(*records)])
+    section = experts_section(found)
+    assert section.startswith("## Mixture of experts")
+    assert cells(section) == [
+        [
+            *("Qwen3-30B-A3B, frozen, 8,192 tokens", "2.000", "8.000 / 1.00 / 114.7 KB", "–"),
+            *("ValueError: takes no biases", "**4.000 / 1.00**", "50 %", "0.50"),
+        ]
+    ]
+    assert cells(TABLES["operations"](found)) == []
+    assert experts_section(Results([results()])) == ""
 
 
 def test_training_rows():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.trainer_setups import RandomTokens, completions, tokens_of_step
+from liger_trainer.benchmarks.trainer_setups import RandomTokens, Setup, completions, tokens_of_step
 from liger_trainer.benchmarks.training_process import reason
 from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, run
 from liger_trainer.cli import main
@@ -34,6 +35,27 @@ def test_losses_agree(trainer, lora):
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
     assert len(set(results["hf"]["losses"])) > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("trainer", "lora"), [("causal_lm", 0), ("causal_lm", 4), ("sft", 4)])
+def test_losses_of_experts_agree(trainer, lora):
+    task = Task("tiny-moe", layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", lora=lora)
+    results = {provider: run(task, provider)["losses"] for provider in ("hf", "liger_trainer")}
+    assert results["hf"] == pytest.approx(results["liger_trainer"], abs=0.02)
+    assert len(set(results["hf"])) > 1
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
+def test_adapters_are_on_attention_and_experts(name):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers=1))
+        adapted = get_peft_model(model, Setup(Task(name, lora=4), model, {}, []).lora)
+    places = {key.split(".lora_A")[0].split("layers.0.")[1] for key, _ in adapted.named_parameters() if "lora_A" in key}
+    assert {place for place in places if "self_attn" in place} == {f"self_attn.{x}_proj" for x in "qkvo"}
+    assert len({place for place in places if "experts" in place}) == 2
+    assert len(places) == 6
+    assert model.config._experts_implementation == "grouped_mm"  # what `hf` runs
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -100,6 +100,25 @@ def test_every_family(family, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] in (family, f"{family}_text")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_balance_of_the_routers(family, tmp_path, capsys):
+    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
+    recipe.write_text(f"model_name_or_path: someone/their-model\nmodel_family: {family}\nrouter_balance: true\n")
+    options = ["--smoke", "--max_steps", "1", "--output_dir", str(folder), "--save_strategy", "no"]
+    options += ["--loss_curve", "false", *(["--router_z_loss_coef", "0.01"] if family == "qwen3_moe" else [])]
+    code = main(["train", str(recipe), *options])
+    if family == "llama":
+        assert code
+        assert "`router_balance` is true, but LlamaForCausalLM has no experts" in capsys.readouterr().err
+        return
+    assert code == 0
+    logged = json.loads((folder / "trainer_state.json").read_text())["log_history"][0]
+    assert logged["router_z_loss"] > 0
+    assert 0 < logged["router/entropy_percent"] <= 100
+    assert (folder / "router_balance.png").stat().st_size > 1000
+    assert "expert_0" in (folder / "router_balance.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "family"),
     [

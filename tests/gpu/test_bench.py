@@ -27,6 +27,19 @@ def test_measurements_are_plausible(tmp_path):
     assert (tmp_path / "rms_norm-qwen3-30b-a3b-tokens.png").is_file()
 
 
+def test_memory_that_experts_save(tmp_path):
+    arguments = ["moe_experts", "--model", "qwen3-30b-a3b", "--tokens", "2048", "--rounds", "2", "--seconds", "120"]
+    assert main(["bench", *arguments, "--providers", "torch,liger_trainer", "--output", str(tmp_path)]) == 0
+    records = {(r.variant, r.provider): r for r in Run.read(tmp_path / "results.json").records}
+    rows, hidden, intermediate = 8, 2048, 768  # of a token
+    gathered = 2 * 2 * rows * hidden + 2 * rows * (2 + 1 + 1) * intermediate
+    for variant in ("", "frozen", "skewed"):
+        stock, ours = (records[variant, name] for name in ("torch", "liger_trainer"))
+        assert stock.saved_gibibytes * 2**30 / 2048 == pytest.approx(gathered, rel=0.3)
+        assert ours.saved_gibibytes * 2**30 / 2048 == pytest.approx(2 * rows * 2 * intermediate, rel=0.02)
+        assert ours.gradient_error() < 2e-2
+
+
 def test_training_steps(tmp_path):
     sizes = ["--model", "tiny", "--batch", "1", "--length", "64", "--steps", "3", "--output", str(tmp_path)]
     assert main(["bench", "training", "--providers", "hf,liger_trainer", *sizes]) == 0

@@ -141,7 +141,7 @@ def test_a_step_does_not_wait_for_the_device(device):
         step()
 
 
-def test_streams_do_not_share_a_buffer(device):
+def test_only_the_default_stream_has_a_buffer(device):
     model = adapted_block(device)
     apply_liger_kernel(model)
     inputs = [torch.randn(TOKENS, HIDDEN, device=device).bfloat16() for _ in range(4)]
@@ -153,7 +153,7 @@ def test_streams_do_not_share_a_buffer(device):
             with torch.cuda.stream(streams[turn % 2]):
                 results.append(model(inputs[turn % 4]))
         torch.cuda.synchronize()
-    assert len(matmul._buffers) == 3
+    assert len(matmul._buffers) == 1
     assert all(torch.equal(result, expected[turn % 4]) for turn, result in enumerate(results))
 
 

@@ -38,6 +38,17 @@ def test_logs_are_those_of_trl(kind, tmp_path, folders):
         assert left == pytest.approx(right, abs=2e-3, rel=2e-3)
 
 
+def test_compiled_logs_are_those_of_trl(tmp_path, folders):
+    logs = []
+    for ours in (False, True):
+        options = {"torch_compile": True} if ours else {}
+        trainer = build("DPO", ours, tmp_path / str(ours), folders["llama"], use_cpu=False, **options)
+        trainer.train()
+        logs.append(logged(trainer))
+    for left, right in zip(*logs, strict=True):
+        assert left == pytest.approx(right, abs=2e-3, rel=2e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
 def test_bf16_trains(kind, head, tmp_path, folders):

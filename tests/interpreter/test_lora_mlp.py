@@ -15,7 +15,7 @@ from liger_trainer.kernels.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
 from liger_trainer.kernels.nf4 import LAYOUT_LENGTH
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.gated_mlp import _VARIANTS, gated_mlp_forward
+from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
 from tests.interpreter.test_nf4 import moved
 from tests.kernels.test_lora import kept
@@ -166,6 +166,6 @@ def test_patched_mlps_of_a_model(family, monkeypatch):
     mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     for mlp in mlps:
         argument = "hidden_states" if family == "phi3" else "x"
-        bind_forward(mlp, gated_mlp_forward(argument, family == "phi3", variant, False, True))
+        bind_forward(mlp, gated_mlp_forward(argument, _NAMES[2 if family == "phi3" else 0], variant, False, True))
     assert_same(loss_and_gradients(model, batch), expected)
     assert len(calls) == len(mlps) == 2

@@ -144,6 +144,31 @@ def test_one_buffer_of_the_largest_matrix():
     assert not matmul._buffers
 
 
+def test_a_stream_without_a_buffer(monkeypatch):
+    """Nothing is kept, and none of the buffer of another stream is used."""
+    x, (a, b) = torch.randn(4, 16), adapters(24, 16, dtype=torch.float32)
+    weight = random_weight(24, 16)
+    expected = lora_linear(x, weight, None, a, b)
+    gradients = torch.autograd.grad(expected.sum(), (a, b))
+    (buffer,) = matmul._buffers.values()
+    buffer.memory.fill_(7.0)
+    monkeypatch.setattr(matmul, "_has_buffer", lambda device: False)
+    y = lora_linear(x, weight, None, a, b)
+    torch.testing.assert_close((y, *torch.autograd.grad(y.sum(), (a, b))), (expected, *gradients), rtol=0, atol=0)
+    assert list(matmul._buffers.values()) == [buffer]
+    assert (buffer.memory == 7).all()
+
+
+def test_streams_that_have_a_buffer(monkeypatch):
+    """Not the ones on which CUDA graphs are captured, and torch.compile warms up for them without capturing."""
+    default, other = object(), object()
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    for stream in (default, other):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        assert matmul._has_buffer(torch.device("cuda", 0)) == (stream is default)
+    assert matmul._has_buffer(torch.device("cpu"))
+
+
 def test_threads_do_not_write_over_each_other_s_matrices():
     x, layers = torch.randn(4, 64), []
     for _ in range(4):

@@ -15,30 +15,34 @@ LAYERS = {"linear_cross_entropy": False, "cross_entropy": False}  # the head has
 
 LLAMA, OLMO2, GEMMA = "rms_norm (casting=llama)", "rms_norm (casting=olmo2)", "rms_norm (casting=gemma, 1 + weight)"
 SWIGLU, FUSED, GEGLU = "swiglu", "swiglu on fused gate_up", "geglu (tanh)"
+EXPERTS = {"experts": {"moe_experts (silu)"}}
+GPT_OSS = {"experts": {"moe_experts (silu, interleaved, transposed, biases, limit, alpha)"}}
+SOFTMAX = "topk_softmax_routing"
 ROPE = {"rope": {"rope"}}
 QK_NORM_ROPE = {"rope": {"rope with the norms of q and k"}}
 TEXT = {**ROPE, "rms_norm": {LLAMA}, "swiglu": {SWIGLU}}
 GEMMAS = {**ROPE, "rms_norm": {GEMMA}, "geglu": {GEGLU}}
 GEMMA3 = {**GEMMAS, **QK_NORM_ROPE}
+BALANCED = {"load_balancing_loss": {"router_losses"}}
 
 # Family -> component -> the kernels in the report; None is a row that is left alone.
 EXPECTED = {
     "llama": TEXT,
     "qwen2": TEXT,
     "qwen3": {**TEXT, **QK_NORM_ROPE},
-    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, "experts": {None}},
+    "qwen3_moe": {**QK_NORM_ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS, **BALANCED},
     "gemma": GEMMAS,
     "gemma2": GEMMAS,
     "gemma3_text": GEMMA3,
     "gemma3": {**GEMMA3, "layer_norm": {"layer_norm"}},
     "mistral": TEXT,
-    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "experts": {None}},
+    "mixtral": {**ROPE, "rms_norm": {LLAMA}, "router": {SOFTMAX}, **EXPERTS, **BALANCED},
     "phi3": {**TEXT, "swiglu": {FUSED}},
     "granite": TEXT,
     "olmo2": {**TEXT, "rms_norm": {OLMO2}},
     "glm4": {"rope": {"rope (neighbours)"}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
     "cohere": {"rope": {"rope (neighbours)"}, "rms_norm": {None}, "swiglu": {SWIGLU}},
-    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "experts": {None}},
+    "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "router": {SOFTMAX}, **GPT_OSS, **BALANCED},
     "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}},
     "mllama": {**TEXT, "layer_norm": {"layer_norm"}},
 }
@@ -156,6 +160,8 @@ def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
 @families
 def test_autocast_as_the_trainer_does(family):
     model = TINY_MODELS[family]()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the default, grouped_mm, leaves fp32 weights fp32 under autocast
     batch = tiny_batch(family, model)
     truth = loss_and_gradients(model, batch)
     with torch.autocast("cpu", torch.bfloat16):

@@ -5,6 +5,8 @@ import functools
 import torch
 
 from liger_trainer.benchmarks.models import MODELS, model_config
+from liger_trainer.benchmarks.trainer_setups import Setup
+from liger_trainer.benchmarks.training_step import Task
 from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
@@ -14,21 +16,32 @@ GIB = 2**30
 
 
 @functools.cache
-def counted(name, layers=0, rank=0, bits=None, fused_adapters=True):
-    """Parameters and layer shape of a benchmarked model, with adapters on all linear layers if `rank` is not 0."""
-    from peft import LoraConfig, get_peft_model
+def counted(name, layers=0, rank=0, bits=None, fused_adapters=True, fused_experts=True):
+    """Parameters and layer shape of a benchmarked model, with the benchmark's adapters if `rank` is not 0."""
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers), dtype=torch.bfloat16)
         if rank:
-            lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, lora)
-    return count_parameters(model, bits, nested=True), read_layer_shape(model, fused_adapters)
+            model = get_peft_model(model, Setup(Task(name, lora=rank), model, {}, []).lora)
+    return count_parameters(model, bits, nested=True), read_layer_shape(model, fused_adapters, fused_experts)
 
 
-def run_of(name, length, layers=0, rank=0, loss="cross_entropy", rows=1, prompt=0, bits=None, fused=True, **work):
+def run_of(
+    name,
+    length,
+    layers=0,
+    rank=0,
+    loss="cross_entropy",
+    rows=1,
+    prompt=0,
+    bits=None,
+    fused=True,
+    fused_experts=True,
+    **work,
+):
     """A run of a benchmarked model on sequences of `prompt` + `length` tokens."""
-    parameters, shape = counted(name, layers, rank, bits, fused)
+    parameters, shape = counted(name, layers, rank, bits, fused, fused_experts)
     work = Work(rows=rows, length=prompt + length, loss_length=length, head=HeadSettings(loss=loss), **work)
     return Run(parameters, shape, work)

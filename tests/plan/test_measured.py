@@ -9,13 +9,13 @@ from tests.plan.cases import GIB, run_of
 FULL = [
     ("llama3-8b", 0, 61.3),
     ("gemma3-4b", 0, 31.15),
-    ("qwen3-30b-a3b", 12, 62.7),
+    ("qwen3-30b-a3b", 12, 62.7),  # with transformers' experts
 ]
 
 
 @pytest.mark.parametrize(("model", "layers", "measured"), FULL)
 def test_full_fine_tuning(model, layers, measured):
-    memory = estimate(run_of(model, 4096, layers), Setting(batch=4))
+    memory = estimate(run_of(model, 4096, layers, fused_experts=False), Setting(batch=4))
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 

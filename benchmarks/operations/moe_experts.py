@@ -1,0 +1,143 @@
+"""Mixture-of-experts block: each token through the gated MLPs of its experts, and their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model, model_config
+from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference
+
+
+@operation("moe_experts", tokens=8192)
+def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Experts chosen by random logits, trained and frozen; then every token to the same experts.
+
+    Frozen experts still pass a gradient on to their input and to the weights of the choice. Models without experts have
+    no case.
+    """
+    if not model.experts:
+        return
+    for variant, frozen, skewed in (("", False, False), ("frozen", True, False), ("skewed", False, True)):
+        yield _case(data, model, tokens, variant, frozen, skewed)
+
+
+def _case(data: Data, model: Model, tokens: int, variant: str, frozen: bool, skewed: bool) -> Case:
+    """The floor is the products in cuBLAS, for as many rows of every expert that is chosen."""
+    experts, top_k = stock_experts(model), model.experts_per_token
+    logits = data.normal(tokens, model.experts, grad=False, dtype=torch.float32)
+    weights, index = logits.softmax(dim=-1).topk(top_k)
+    if skewed:
+        index = torch.arange(top_k, device=index.device).expand(tokens, top_k).contiguous()
+    arguments: dict[str, Any] = {
+        "experts": experts,
+        "hidden": data.normal(tokens, model.hidden),
+        "top_k_index": index,
+        "top_k_weights": (weights / weights.sum(dim=-1, keepdim=True)).to(data.dtype).requires_grad_(),
+    }
+    for name, parameter in experts.named_parameters():
+        fan_in = model.expert_intermediate if name.startswith("down") else model.hidden
+        arguments[name] = data.normal(*parameter.shape, scale=fan_in**-0.5, grad=not frozen)
+    floor = Floor(matmuls=_Products(data, model, tokens, top_k if skewed else model.experts, frozen))
+    shape = f"{tokens}×{model.hidden}→{model.expert_intermediate}, {top_k} of {model.experts}"
+    return Case(arguments, shape, floor, (data.upstream(tokens, model.hidden),), variant)
+
+
+class _Products:
+    """The matmuls of both passes, the rows spread evenly over so many experts."""
+
+    def __init__(self, data: Data, model: Model, tokens: int, experts: int, frozen: bool) -> None:
+        rows = -(-tokens * model.experts_per_token // experts)
+        hidden, intermediate = model.hidden, model.expert_intermediate
+        self.frozen = frozen
+        self.x, self.pre, self.h = (
+            data.normal(experts, rows, width, grad=False) for width in (hidden, 2 * intermediate, intermediate)
+        )
+        self.gate_up, self.down = (
+            data.normal(experts, *shape, grad=False) for shape in ((2 * intermediate, hidden), (hidden, intermediate))
+        )
+
+    def __call__(self) -> None:
+        self.x @ self.gate_up.mT
+        self.h @ self.down.mT
+        self.x @ self.down  # a gradient is as large as what it is of
+        self.pre @ self.gate_up
+        if not self.frozen:
+            self.x.mT @ self.h
+            self.pre.mT @ self.x
+
+
+def stock_experts(model: Model) -> Any:
+    """The experts of a layer as transformers has them, without memory for their weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model_config(model, layers=1), experts_implementation="grouped_mm")
+    return next(module for name, module in whole.named_modules() if name.endswith(".experts"))
+
+
+def _run(experts: Any, implementation: str, inputs: tuple[Tensor, ...], weights: dict) -> Tensor:
+    experts.config._experts_implementation = implementation
+    return torch.func.functional_call(experts, weights, inputs)
+
+
+@provider("moe_experts", "torch")
+def grouped_mm(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
+    """What transformers runs unless told otherwise."""
+    return _run(experts, "grouped_mm", (hidden, top_k_index, top_k_weights), weights)
+
+
+@reference("moe_experts")
+@provider("moe_experts", "transformers", experts_implementation="eager")
+def loop(
+    experts: Any,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts_implementation: str = "eager",
+    **weights: Tensor,
+) -> Tensor:
+    """Expert by expert."""
+    return _run(experts, experts_implementation, (hidden, top_k_index, top_k_weights), weights)
+
+
+@provider("moe_experts", "liger-kernel")
+def liger(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
+    """As `LigerExperts` calls it."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    if set(weights) != {"gate_up_proj", "down_proj"} or experts.is_transposed:
+        raise ValueError("takes no biases and no transposed weights")
+    return LigerFusedMoEFunction.apply(
+        hidden, weights["gate_up_proj"], weights["down_proj"], top_k_index.int(), top_k_weights
+    )
+
+
+@provider("moe_experts", "liger_trainer")
+def ours(
+    experts: Any,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+) -> Tensor:
+    from liger_trainer.kernels.moe_experts import moe_experts
+
+    gate = {}
+    if hasattr(experts, "limit"):  # GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1)
+        alpha = experts.alpha
+        gate = {"gate_multiplier": alpha, "down_multiplier": 1 / alpha, "limit": experts.limit, "up_offset": 1.0}
+    return moe_experts(
+        *(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj),
+        gate_up_bias=gate_up_proj_bias,
+        down_bias=down_proj_bias,
+        interleaved=not experts.is_concatenated,
+        transposed=experts.is_transposed,
+        **gate,
+    )

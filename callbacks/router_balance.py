@@ -1,0 +1,196 @@
+"""How evenly the routers of a mixture of experts use their experts, over a training run."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.patching.probe import full_shape
+
+
+class RouterBalanceCallback(LoggedMetricsCallback):
+    """Logs how the tokens are spread over the experts, and draws it into `output_dir` at the end of the run.
+
+    With n_e the tokens given to expert e of E of a layer since the last training log, of all processes, and
+    ``p = n / sum(n)``, each log gets
+
+    - `router/entropy`: ``-sum p ln p`` in nats, the mean over the layers; ``ln E`` where all experts get as much;
+    - `router/entropy_percent`: the same in percent of ``ln E``, and `router/least_entropy_percent`, the worst layer's;
+    - `router/max_load`: the largest ``n_e / mean(n)``, the mean over the layers, and `router/worst_max_load`, the worst
+      layer's; 1 where all get as much, E where one gets all;
+    - `router/dropped_tokens`: choices that name no expert of the layer; 0 unless the model has a capacity.
+
+    `router_balance.csv` has the same and n itself for each log and layer; `router_balance.png` is a heat map of
+    ``n_e / mean(n)`` over the whole run, a row a layer and a column an expert.
+
+    What counts is what the experts' modules are given in forwards that are followed by a backward: neither evaluation
+    and generation nor the repeated forward of a checkpointed layer. Padding counts, as the experts compute it.
+    Processes that share their tokens (tensor parallelism) count them once each. The counts stay on the device and are
+    read with the log, at once; hooks are on the modules while training alone.
+
+    Attributes:
+        layers: Names of the modules, one a row.
+        history: Of each log, its step and n, `(layers, E)` int64 on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        self.history: list[tuple[int, torch.Tensor]] = []
+        self._num_experts: list[int] = []
+        self._handles: list[RemovableHandle] = []
+        self._pending: dict[int, torch.Tensor] = {}
+        self._seen_forward: set[int] = set()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Puts the hooks on.
+
+        Raises:
+            ValueError: for a model without experts.
+        """
+        self._release()
+        self.layers, self.history, self._num_experts, self._pending = [], [], [], {}
+        for layer, (name, module) in enumerate(experts_of(kwargs["model"])):
+            self.layers.append(name)
+            self._num_experts.append(_num_experts(module))
+            hook = torch.compiler.disable(self._hook_of(layer))
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if not self.layers:
+            raise ValueError(
+                f"{type(kwargs['model']).__name__} has no module of experts as transformers builds them; leave "
+                "RouterBalanceCallback (`router_balance` of a recipe) out for a dense model."
+            )
+
+    def _hook_of(self, layer: int) -> Any:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.is_grad_enabled():
+                return
+            # In a backward a checkpoint repeats its forward. A reentrant one ran without gradients the first time.
+            if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+                self._seen_forward.add(layer)
+            elif layer in self._seen_forward:
+                return
+            given = (*args[1:], *kwargs.values())
+            chosen = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
+            self._count(layer, chosen.detach().reshape(-1).long())
+
+        return count
+
+    def _count(self, layer: int, chosen: torch.Tensor) -> None:
+        experts = self._num_experts[layer]
+        pending = self._pending.get(layer)
+        if pending is None or pending.device != chosen.device:
+            before, pending = pending, chosen.new_zeros(max(self._num_experts) + 1)
+            self._pending[layer] = pending if before is None else pending.add_(before.to(chosen.device))
+            pending = self._pending[layer]
+        # The last column is for ids that are no expert's.
+        bins = chosen.masked_fill((chosen < 0) | (chosen >= experts), pending.numel() - 1)
+        pending.scatter_add_(0, bins, torch.ones_like(bins))
+
+    def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+        """Balance since the last training log."""
+        tokens, dropped = self._take(args.device)
+        self.history.append((state.global_step, tokens))
+        rows = [_statistics(row[:experts]) for row, experts in zip(tokens, self._num_experts)]
+        rows = [row for row in rows if row is not None]
+        if not rows:
+            return {}
+        entropy, percent, load = (list(column) for column in zip(*rows))
+        return {
+            "router/entropy": sum(entropy) / len(rows),
+            "router/entropy_percent": sum(percent) / len(rows),
+            "router/least_entropy_percent": min(percent),
+            "router/max_load": sum(load) / len(rows),
+            "router/worst_max_load": max(load),
+            "router/dropped_tokens": dropped,
+        }
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the hooks off, and writes the files on the main process."""
+        self._release()
+        tokens, _ = self._take(args.device)
+        if tokens.any():  # steps after the last log
+            self.history.append((state.global_step, tokens))
+        if state.is_world_process_zero and self.history:
+            folder = Path(str(args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_csv(folder / "router_balance.csv")
+            self._draw(folder / "router_balance.png")
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._seen_forward = [], set()
+
+    def _take(self, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The counts of all processes since the last call, `(layers, E)`, and the dropped ones; one transfer."""
+        width = max(self._num_experts) + 1
+        empty = torch.zeros(width, dtype=torch.int64, device=device)
+        counts = torch.stack([self._pending.get(layer, empty).to(device) for layer in range(len(self.layers))])
+        self._pending = {}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts)
+        counts = counts.cpu()
+        return counts[:, :-1], int(counts[:, -1].sum())
+
+    def _write_csv(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            experts = [f"expert_{index}" for index in range(max(self._num_experts))]
+            writer.writerow(["step", "layer", "entropy", "entropy_percent", "max_load", *experts])
+            for step, tokens in self.history:
+                for name, row, count in zip(self.layers, tokens, self._num_experts):
+                    numbers = _statistics(row[:count]) or (math.nan,) * 3
+                    writer.writerow([step, name, *(f"{number:.6g}" for number in numbers), *row[:count].tolist()])
+
+    def _draw(self, path: Path) -> None:
+        from matplotlib.figure import Figure
+
+        tokens = torch.stack([tokens for _, tokens in self.history]).sum(0).double()
+        experts = torch.tensor(self._num_experts).double()
+        load = tokens * experts[:, None] / tokens.sum(1, keepdim=True).clamp(min=1)
+        load[torch.arange(tokens.shape[1])[None, :] >= experts[:, None]] = math.nan
+        rows, columns = load.shape
+        figure = Figure(figsize=(min(4 + columns * 0.12, 18), min(2.5 + rows * 0.18, 14)), layout="constrained")
+        axes = figure.add_subplot()
+        image = axes.imshow(load.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0.0)
+        axes.set(xlabel="expert", ylabel="layer", title="Tokens of each expert, relative to its layer's mean")
+        figure.colorbar(image, ax=axes, label="load (1 = even)")
+        figure.savefig(path, dpi=150)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of a model's experts: those that transformers' registry of implementations serves.
+
+    Their forward is given hidden states, the experts chosen for each token, and their weights.
+    """
+    return ((name, module) for name, module in model.named_modules() if hasattr(type(module), "_apply_gate"))
+
+
+def _num_experts(module: Any) -> int:
+    """Experts of the layer, of all processes: the module's own number is of this process where they are split."""
+    shapes = (full_shape(parameter) for parameter in module.parameters(recurse=False))
+    return next((shape[0] for shape in shapes if len(shape) == 3), module.num_experts)
+
+
+def _statistics(tokens: torch.Tensor) -> tuple[float, float, float] | None:
+    """Entropy in nats and in percent of the largest, and the largest load; None without tokens."""
+    total = tokens.sum().item()
+    if not total:
+        return None
+    share = tokens.double() / total
+    entropy = -torch.special.xlogy(share, share).sum().item()
+    most = math.log(len(tokens))
+    return entropy, 100.0 * entropy / most if most else 100.0, share.max().item() * len(tokens)

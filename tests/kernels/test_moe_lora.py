@@ -1,0 +1,221 @@
+"""Adapters on experts: values and gradients are those of W + s B A, which is never made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.kernels import _moe_linears, _moe_lora
+from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts, moe_experts_reference
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
+
+
+class Case:
+    """Operands of a block of experts with adapters, each a leaf that needs a gradient."""
+
+    def __init__(self, ranks=(3,), bias=False, dtype=torch.float64, adapter_dtype=None, **options):
+        generator = torch.Generator().manual_seed(0)
+
+        def leaf(*shape, of=dtype):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(of).requires_grad_()
+
+        self.options, transposed = options, options.get("transposed", False)
+        width = 2 * INTERMEDIATE if options.get("gated", True) else INTERMEDIATE
+        first, second = (EXPERTS, width, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+        if transposed:
+            first, second = (EXPERTS, HIDDEN, width), (EXPERTS, INTERMEDIATE, HIDDEN)
+        self.hidden, self.weights = leaf(TOKENS, HIDDEN), leaf(TOKENS, TOP_K)
+        # The last expert has no rows, and one choice is of no expert.
+        self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(TOKENS)])
+        self.index[4, 1] = EXPERTS
+        self.bases = [leaf(*first), leaf(*second)]
+        self.biases = [leaf(EXPERTS, width), leaf(EXPERTS, HIDDEN)] if bias else []
+        self.factors = [
+            [(leaf(EXPERTS, rank, inputs, of=of), leaf(EXPERTS, outputs, rank, of=of)) for rank in ranks]
+            for inputs, outputs in ((HIDDEN, width), (INTERMEDIATE, HIDDEN))
+            for of in [adapter_dtype or dtype]
+        ]
+
+    @property
+    def adapters(self):
+        return [factor for projection in self.factors for pair in projection for factor in pair]
+
+    @property
+    def leaves(self):
+        return [self.hidden, self.weights, *self.bases, *self.biases, *self.adapters]
+
+    def __call__(self, function=moe_experts):
+        gate_up, down = ([ExpertLoRA(*pair, 0.5 + i) for i, pair in enumerate(each)] for each in self.factors)
+        options = dict(self.options, gate_up_adapters=gate_up, down_adapters=down)
+        if self.biases:
+            options.update(gate_up_bias=self.biases[0], down_bias=self.biases[1])
+        return function(self.hidden, self.index, self.weights, *self.bases, **options)
+
+    def results(self, function=moe_experts):
+        """The output and the gradients of all leaves that need one."""
+        output = self(function)
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        upstream = torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output.dtype)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+
+@pytest.mark.parametrize("ranks", [(3,), (16,), (2, 17)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "transposed": True, "interleaved": True, "limit": 1.0, "up_offset": 1.0},
+        {"gated": False, "activation": "relu_squared"},
+        {"bias": True, "activation": "gelu_tanh", "down_multiplier": 0.5},
+    ],
+    ids=str,
+)
+def test_values_and_all_gradients(ranks, options):
+    case = Case(ranks, **options)
+    torch.testing.assert_close(case.results(), case.results(moe_experts_reference))
+
+
+@pytest.mark.parametrize("projection", [0, 1])
+def test_one_projection_alone(projection):
+    case = Case()
+    case.factors[1 - projection] = []
+    torch.testing.assert_close(case.results(), case.results(moe_experts_reference))
+
+
+def test_wide_adapters_on_half_precision():
+    """Products are in the activations' dtype, gradients in the adapters'."""
+    case = Case(dtype=torch.bfloat16, adapter_dtype=torch.float32)
+    output, *gradients = case.results()
+    assert output.dtype == torch.bfloat16
+    assert [gradient.dtype for gradient in gradients] == [leaf.dtype for leaf in case.leaves]
+    exact = Case()
+    for leaf, wide in zip(case.leaves, exact.leaves):
+        wide.data.copy_(leaf.data)
+    for got, expected in zip([output, *gradients], exact.results(moe_experts_reference)):
+        assert (got.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_autocast():
+    case, exact = Case(dtype=torch.float32), Case()
+    for leaf, wide in zip(case.leaves, exact.leaves):
+        wide.data.copy_(leaf.data)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, *gradients = case.results()
+    assert output.dtype == torch.bfloat16
+    for leaf, gradient, expected in zip(case.leaves, gradients, exact.results(moe_experts_reference)[1:]):
+        assert gradient.dtype == leaf.dtype
+        assert (gradient.double() - expected).norm() <= 0.03 * expected.norm()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes of the weight gradients that are computed."""
+    shapes = []
+    for module in (_moe_linears, _moe_lora):
+        native = module.grouped_weight_gradient
+
+        def counting(*args, native=native, **kwargs):
+            shapes.append(tuple(native(*args, **kwargs).shape))
+            return native(*args, **kwargs)
+
+        monkeypatch.setattr(module, "grouped_weight_gradient", counting)
+    return shapes
+
+
+def test_what_is_frozen_costs_no_product(products):
+    case = Case()
+    for base in case.bases:
+        base.requires_grad_(False)
+    (first_a, first_b), (second_a, second_b) = case.factors[0][0], case.factors[1][0]
+    expected = case.results(moe_experts_reference)
+    torch.testing.assert_close(case.results(), expected)
+    width = 2 * INTERMEDIATE
+    thin = [(HIDDEN, 16), (16, HIDDEN), (16, INTERMEDIATE), (width, 16)]
+    assert sorted(products) == sorted((EXPERTS, *shape) for shape in thin)
+
+    products.clear()
+    second_a.requires_grad_(False)
+    first_b.requires_grad_(False)
+    torch.testing.assert_close(case.results(), case.results(moe_experts_reference))
+    assert products == [(EXPERTS, HIDDEN, 16), (EXPERTS, 16, HIDDEN)]
+
+    products.clear()
+    first_a.requires_grad_(False)
+    second_b.requires_grad_(False)
+    case.results()
+    assert products == []
+
+
+class Sizes(TorchDispatchMode):
+    """The numbers of elements of what any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {x.data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in inputs:
+                self.made.add(tensor.numel())
+        return result
+
+
+def test_the_adapted_weights_are_never_made():
+    case = Case(bias=True)
+    for base in case.bases:
+        base.requires_grad_(False)
+    sizes = {base.numel() for base in case.bases}
+
+    def made(function):
+        with Sizes() as operations:
+            case.results(function)
+        return operations.made
+
+    assert sizes <= made(moe_experts_reference)
+    assert not sizes & made(moe_experts)
+
+
+def test_parameters_alone_are_saved_for_adapters():
+    case = Case()
+    parameters = {leaf.data_ptr() for leaf in case.leaves}
+    saved = []
+
+    def shapes(run):
+        saved.clear()
+        with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            run()
+        return sorted(tuple(x.shape) for x in saved if x.data_ptr() not in parameters)
+
+    adapted = shapes(case)
+    case.factors = [[], []]
+    assert adapted == shapes(case)
+
+
+def test_a_checkpoint_repeats_neither_the_second_product_nor_its_adapters(monkeypatch):
+    case = Case()
+    expected = case.results(moe_experts_reference)
+    thin = []
+    native = _moe_lora.grouped_rows
+    monkeypatch.setattr(_moe_lora, "grouped_rows", lambda x, *a, **k: thin.append(x.shape[1]) or native(x, *a, **k))
+    got = case.results(lambda *args, **kwargs: checkpoint(moe_experts, *args, use_reentrant=False, **kwargs))
+    torch.testing.assert_close(got, expected)
+    # z of both layers, z of the first again, then dz and z of the second and of the first
+    width = 2 * INTERMEDIATE
+    assert thin == [HIDDEN, INTERMEDIATE, HIDDEN, HIDDEN, INTERMEDIATE, width, HIDDEN]
+
+
+def test_adapters_that_do_not_fit():
+    case = Case()
+    (a, b) = case.factors[0][0]
+    case.factors[0][0] = (a, b[:, :-1])
+    with pytest.raises(ValueError, match=r"`gate_up_adapters` has an A of \(5, 3, 12\) and a B of \(5, 13, 3\); they"):
+        case()
+    case.factors[0][0] = (a.long(), b)
+    with pytest.raises(ValueError, match=r"`gate_up_adapters` has a factor of torch.int64"):
+        case()

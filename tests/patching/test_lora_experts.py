@@ -1,0 +1,354 @@
+"""PEFT's adapters on stacked weights of experts: values and gradients are PEFT's own, without W + s B A."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.kernels import _moe_linears, _moe_lora
+from liger_trainer.patching import experts_formula
+from tests.tiny_models import TINY_MODELS, tiny_batch
+
+EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True, "lora": True}
+BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+FAMILIES = ("qwen3_moe", "gpt_oss")
+
+
+def lora(parameters=BOTH, **options):
+    return LoraConfig(target_modules=[], target_parameters=list(parameters), **{"r": 4, "lora_alpha": 6, **options})
+
+
+def adapted(family="qwen3_moe", parameters=BOTH, dtype=torch.float32, **options):
+    """A tiny model with adapters that are not zero, which PEFT runs with the model's own loop over the experts."""
+    model = TINY_MODELS[family](experts_implementation="eager").to(dtype)
+    torch.manual_seed(0)
+    return get_peft_model(model, lora(parameters, init_lora_weights=False, **options))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How many adapters each call of the operator had, but for the probe's."""
+    calls = []
+    native = experts_formula.moe_experts
+
+    def counting(*args, gate_up_adapters=(), down_adapters=(), **kwargs):
+        if args[0].shape != (256, 16):
+            calls.append((len(gate_up_adapters), len(down_adapters)))
+        return native(*args, gate_up_adapters=gate_up_adapters, down_adapters=down_adapters, **kwargs)
+
+    monkeypatch.setattr(experts_formula, "moe_experts", counting)
+    return calls
+
+
+def results(model):
+    """The loss and all gradients."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**tiny_batch("qwen3_moe", model)).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= tolerance * value.abs().max(), name
+
+
+def assert_patched_is_native(model, runs, adapters=(1, 1)):
+    revert_liger_kernel(model)
+    expected = results(model)
+    report = apply_liger_kernel(model, EXPERTS)
+    assert all(row.applied for row in report if row.component in ("lora", "experts")), str(report)
+    runs.clear()
+    assert_close(results(model), expected)
+    assert runs == [adapters] * 2  # a call for each layer
+    return expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"r": 1, "use_rslora": True}], ids=str)
+def test_loss_and_every_gradient(runs, family, options):
+    model = adapted(family, **options)
+    gradients = assert_patched_is_native(model, runs)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert gradients.keys() == {"loss", *trained}
+    assert len(trained) == 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("projection", [0, 1])
+def test_one_parameter(runs, family, projection):
+    model = adapted(family, BOTH[projection : projection + 1])
+    assert_patched_is_native(model, runs, adapters=(1 - projection, projection))
+
+
+def test_a_trained_base(runs):
+    model = adapted()
+    model.requires_grad_(True)
+    assert_patched_is_native(model, runs)
+
+
+def test_several_adapters(runs):
+    model = adapted()
+    model.add_adapter("second", lora(init_lora_weights=False, r=3))
+    for active in (["second"], ["default", "second"]):
+        model.base_model.set_adapter(active)
+        assert_patched_is_native(model, runs, adapters=(len(active), len(active)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wide_adapters_on_a_half_precision_base(runs, family):
+    """As near to the wide result as PEFT, which rounds W + s B A."""
+    model = adapted(family, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    wide = copy.deepcopy(model).double()
+    exact, native = results(wide), results(model)
+    apply_liger_kernel(model, EXPERTS)
+    ours = results(model)
+    assert runs == [(1, 1)] * 2
+    for name, value in exact.items():
+        distances = [(given[name].double() - value).norm() / value.norm() for given in (ours, native)]
+        assert distances[0] <= 1.5 * distances[1] + 2**-8, name
+
+
+def test_autocast(runs):
+    model = adapted()
+    with torch.autocast("cpu", torch.bfloat16):
+        native = results(model)
+        apply_liger_kernel(model, EXPERTS)
+        ours = results(model)
+    assert runs == [(1, 1)] * 2
+    revert_liger_kernel(model)
+    for name, value in results(model).items():
+        distances = [(given[name] - value).norm() / value.norm() for given in (ours, native)]
+        assert distances[0] <= 1.5 * distances[1] + 2**-8, name
+
+
+def test_checkpoints(runs):
+    model = adapted()
+    expected = results(model)
+    apply_liger_kernel(model, EXPERTS)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    assert_close(results(model), expected)
+    assert runs == [(1, 1)] * 4
+
+
+def trained(model):
+    """The model behind a few steps."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        results(model)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_and_merged_is_what_peft_saves_and_merges(tmp_path, family):
+    stock = trained(adapted(family))
+    ours = adapted(family)
+    apply_liger_kernel(ours, EXPERTS)
+    trained(ours)
+    assert_close(get_peft_model_state_dict(ours), get_peft_model_state_dict(stock))
+    ours.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(TINY_MODELS[family](experts_implementation="eager"), tmp_path)
+    assert_close(get_peft_model_state_dict(loaded), get_peft_model_state_dict(stock))
+
+    batch = tiny_batch("qwen3_moe", stock)
+    with torch.no_grad():
+        expected = ours(**batch).logits
+        merged = ours.merge_and_unload()
+        torch.testing.assert_close(merged(**batch).logits, expected)
+    assert_close(merged.state_dict(), stock.merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_disabling_and_merging_in_the_middle(runs, family):
+    model = adapted(family)
+    batch = tiny_batch("qwen3_moe", model)
+    with torch.no_grad():
+        base = TINY_MODELS[family](experts_implementation="eager")(**batch).logits
+        expected = model(**batch).logits
+        apply_liger_kernel(model, EXPERTS)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(**batch).logits, base)
+        assert runs == [(0, 0)] * 2
+        model.merge_adapter()
+        torch.testing.assert_close(model(**batch).logits, expected)
+        assert runs == [(0, 0)] * 4
+        model.unmerge_adapter()
+        torch.testing.assert_close(model(**batch).logits, expected)
+    assert runs[4:] == [(1, 1)] * 2
+
+
+def test_a_frozen_base_costs_no_gradient(monkeypatch):
+    model = adapted()
+    apply_liger_kernel(model, EXPERTS)
+    shapes = []
+    for module in (_moe_linears, _moe_lora):
+        native = module.grouped_weight_gradient
+
+        def counting(*args, native=native, **kwargs):
+            shapes.append(native(*args, **kwargs).shape[1:])
+            return native(*args, **kwargs)
+
+        monkeypatch.setattr(module, "grouped_weight_gradient", counting)
+    gradients = results(model)
+    assert all("lora_" in name for name in gradients if name != "loss")
+    assert len(shapes) == 8
+    assert all(_moe_lora.RANK_STEP in shape for shape in shapes)
+
+
+class Sizes(TorchDispatchMode):
+    """The numbers of elements of what any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.data_ptr() not in known]
+        self.made.update(x.numel() for x in made)
+        return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_adapted_weights_are_never_made(family):
+    # Sizes and a rank with which nothing else has as many elements as a weight.
+    sizes = {"intermediate_size": 72, "moe_intermediate_size": 40}
+    model = TINY_MODELS[family](experts_implementation="eager", **sizes)
+    model = get_peft_model(model, lora(r=36))
+    weights = [p for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(weights) == 4
+
+    def made():
+        with Sizes() as operations:
+            results(model)
+        return {weight.numel() for weight in weights} & operations.made
+
+    assert len(made()) == 2
+    apply_liger_kernel(model, EXPERTS)
+    assert not made()
+
+
+def _hook_on_experts(model):
+    model.base_model.model.model.layers[0].mlp.experts.get_base_layer().register_forward_hook(lambda *_: None)
+
+
+def _hook_on_inner_wrapper(model):
+    model.base_model.model.model.layers[0].mlp.experts.base_layer.register_forward_pre_hook(lambda *_: None)
+
+
+def _hook_on_factor(model):
+    model.base_model.model.model.layers[0].mlp.experts.lora_A["default"].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "first_layer"), [(_hook_on_experts, (0, 0)), (_hook_on_inner_wrapper, (1, 0)), (_hook_on_factor, (1, 0))]
+)
+def test_what_is_unknown_is_left_to_peft(runs, change, first_layer):
+    """The outer wrapper's parameter is then PEFT's W + s B A; the inner one is asked in its turn."""
+    model = adapted()
+    expected = results(model)
+    apply_liger_kernel(model, EXPERTS)
+    change(model)
+    assert_close(results(model), expected)
+    assert runs == [first_layer, (1, 1)]
+
+
+@pytest.mark.parametrize("switch", ["experts", "lora"])
+def test_switches(runs, switch):
+    model = adapted()
+    expected = results(model)
+    report = apply_liger_kernel(model, {**EXPERTS, switch: False})
+    (row,) = [row for row in report if row.component == "lora"]
+    assert not row.applied
+    assert row.count == 4
+    assert_close(results(model), expected)
+    assert (1, 1) not in runs
+
+
+def test_a_parameter_that_is_none_of_experts():
+    model = adapted(parameters=("mlp.gate.weight",))
+    (row,) = [row for row in apply_liger_kernel(model, EXPERTS) if row.component == "lora"]
+    assert not row.applied
+    assert row.reason == "weight of Qwen3MoeTopKRouter is no weight of experts; PEFT's own forward runs"
+
+
+def test_reverting():
+    model = adapted()
+    apply_liger_kernel(model, EXPERTS)
+    revert_liger_kernel(model)
+    assert not [module for module in model.modules() if "forward" in module.__dict__]
+
+
+def test_a_copy_has_adapters_of_its_own(runs):
+    model = adapted()
+    apply_liger_kernel(model, EXPERTS)
+    before = results(model)
+    other = copy.deepcopy(model)
+    assert_close(results(other), before)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    assert results(other)["loss"] != before["loss"]
+    assert_close(results(model), before)
+    assert set(runs) == {(1, 1)}
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+        self.down_proj = nn.Linear(24, 16, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ListOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            tokens, choices = torch.where(index == number)
+            out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, choices, None])
+        return out
+
+
+def test_adapters_of_experts_in_a_list():
+    """These are adapters on linear layers, of a gated MLP."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False, r=3)
+    model = get_peft_model(ListOfExperts().double(), config, autocast_adapter_dtype=False)
+    x = torch.randn(11, 16, dtype=torch.float64, requires_grad=True)
+
+    def gradients():
+        leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+        return torch.autograd.grad(model(x).square().sum(), leaves, allow_unused=True)
+
+    expected = gradients()
+    report = apply_liger_kernel(model, {**EXPERTS, "swiglu": True})
+    applied = {(row.component, row.target, row.count) for row in report.applied}
+    assert {("lora", "lora.Linear", 12), ("swiglu", "Expert", 4)} <= applied
+    torch.testing.assert_close(gradients(), expected)

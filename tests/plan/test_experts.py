@@ -1,0 +1,118 @@
+"""Experts: what is planned is what autograd keeps, in our operator and in transformers' grouped matmul."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
+from liger_trainer.benchmarks.registry import Data
+from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
+from liger_trainer.plan.estimate import estimate, moments
+from liger_trainer.plan.inputs import read_inputs
+from liger_trainer.plan.settings import Setting
+from tests.plan.cases import counted, run_of
+
+QWEN = "qwen3-30b-a3b"
+HIDDEN, INTERMEDIATE, CHOSEN, EXPERTS = 2048, 768, 8, 128
+ELEMENTS = 3 * EXPERTS * HIDDEN * INTERMEDIATE  # of the experts of a layer
+
+
+def kept(function, arguments):
+    """Bytes that autograd keeps, parameters, ids and routing weights left out; the input is a parameter of nothing."""
+    left_out = {id(value) for name, value in arguments.items() if name != "hidden"}
+    storages = {}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and id(tensor) not in left_out and tensor.dim() > 1 and tensor.shape[-1] > 2:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {arguments[name].data_ptr() for name in ("gate_up_proj", "down_proj")}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function(**arguments)
+    assert output.requires_grad
+    return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("fused", [True, False], ids=["ours", "stock"])
+def test_what_autograd_keeps_is_what_is_planned(fused, frozen):
+    tokens, model = 64, MODELS["tiny-moe"]
+    trained_case, frozen_case, _ = cases(Data(torch.device("cpu"), torch.bfloat16), model, tokens)
+    arguments = (frozen_case if frozen else trained_case).arguments
+    _, shape = counted("tiny-moe", fused_experts=fused)
+    planned = tokens * mlp_saved(dataclasses.replace(shape, trained=not frozen), Precision())
+    if not fused and not frozen:
+        planned -= 2 * tokens * model.hidden  # the router's input, which here there is none to keep
+    assert kept(ours if fused else grouped_mm, arguments) == planned
+
+
+def test_bytes_a_token_of_qwen():
+    ours, stock = (mlp_saved(counted(QWEN, fused_experts=fused)[1], Precision()) for fused in (True, False))
+    assert ours == 2 * HIDDEN + 4 * CHOSEN * INTERMEDIATE == 28_672
+    assert stock == 2 * HIDDEN + 2 * CHOSEN * (2 * HIDDEN + 4 * INTERMEDIATE) == 118_784
+
+
+def test_the_end_of_the_backward():
+    """Every gradient of the experts, that of gate and up in their place, and k rows of the input's."""
+    _, shape = counted(QWEN)
+    tokens = 16384
+    memory = layer_memory(shape, Precision(), tokens, 4096, expert_elements=ELEMENTS)
+    assert memory.gradients == ELEMENTS
+    more = layer_memory(shape, Precision(), tokens + 1, 4096, expert_elements=ELEMENTS).working - memory.working
+    experts = 2 * (2 * HIDDEN + 2 * CHOSEN * INTERMEDIATE + CHOSEN * HIDDEN)
+    queries, keys = 32 * 128, 4 * 128
+    attention = 2 * (2 * queries + 2 * keys + queries + keys + HIDDEN + HIDDEN + HIDDEN)
+    assert more == experts + attention
+
+
+def test_the_middle_of_the_backward():
+    """Rows of the output's gradient, the product's gradient, and the product where weights or adapters need it."""
+    _, shape = counted(QWEN)
+    tokens, inner = 2**17, CHOSEN * INTERMEDIATE  # so many that the gradients of the experts matter less
+    sizes = {}
+    for trained, adapted in ((True, False), (False, True), (False, False)):
+        one = dataclasses.replace(shape, trained=trained, adapted_experts=adapted)
+        memory = layer_memory(one, Precision(), tokens, 4096, expert_elements=ELEMENTS if trained else 0)
+        assert memory.gradients == (ELEMENTS // 3 if trained else 0)
+        sizes[trained, adapted] = memory.working / tokens
+    assert sizes[False, True] - sizes[False, False] == 2 * inner
+    assert sizes[True, False] - sizes[False, True] == 2 * HIDDEN  # the attention's input
+
+
+def test_experts_of_ours_take_less():
+    for checkpointing in (True, False):
+        sizes = []
+        for fused in (True, False):
+            run = run_of(QWEN, 4096, 12, fused_experts=fused)
+            sizes.append(estimate(run, Setting(batch=4, checkpointing=checkpointing)).total)
+        assert sizes[0] < sizes[1]
+
+
+def test_adapters_on_experts():
+    parameters, shape = counted(QWEN, layers=2, rank=16)
+    widths = EXPERTS * (HIDDEN + 2 * INTERMEDIATE + INTERMEDIATE + HIDDEN)
+    attention = 2 * (HIDDEN + 32 * 128) + 2 * (HIDDEN + 4 * 128)
+    assert parameters.groups["adapters"].trained == 2 * 16 * (widths + attention)
+    assert shape.adapted_experts
+    assert shape.adapted_mlp == shape.adapted_down == 0
+    assert not counted("llama3-8b", rank=16)[1].adapted_experts
+    # PEFT's own keep a merged copy of every layer's experts, and what its gradient is made of.
+    stock = dataclasses.replace(shape, fused_experts=False)
+    plain, tokens = dataclasses.replace(stock, adapted_experts=False), 4096
+    sizes = [layer_memory(one, Precision(), tokens, tokens).saved for one in (stock, plain)]
+    assert sizes[0] - sizes[1] == 2 * ELEMENTS + tokens * 2 * CHOSEN * (HIDDEN + INTERMEDIATE)
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [([], True), (["--liger_kernel_config", '{"experts": false}'], False), (["--use_liger_kernel", "false"], False)],
+    ids=str,
+)
+def test_a_recipe_says_how_its_experts_run(configs, options, fused):
+    inputs = read_inputs("qwen3_30b_a3b_sft_lora", ["--model_name_or_path", configs["qwen3_30b_a3b"], *options])
+    assert inputs.run.shape.fused_experts is fused
+    assert inputs.run.shape.adapted_experts
+    assert all(memory.total > 0 for memory in moments(inputs.run, Setting()))

@@ -1,0 +1,134 @@
+"""The routers' auxiliary losses in training: the z-loss on top of each trainer's loss, and what is said without it."""
+
+import pytest
+import torch
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
+from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from tests.trainers.tiny import COMMON, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+COEFFICIENT, RATE = 0.3, 0.1
+ONE_STEP = {
+    **COMMON, "max_steps": 1, "learning_rate": RATE, "optim": "sgd", "max_grad_norm": 0.0, "kernel_report": False,
+    "lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "seed": 0,
+}  # fmt: skip
+
+
+def plain(tmp_path, model, **options):
+    model.config.output_router_logits = True
+    args = LigerTrainingArguments(str(tmp_path), **{**ONE_STEP, **options})
+    return LigerTrainer(model, args, train_dataset=token_rows(8))
+
+
+def sft(tmp_path, model, **options):
+    options = {"router_aux_loss_coef": 0.02, **options}
+    args = LigerSFTConfig(str(tmp_path), **{**ONE_STEP, "bf16": False, "gradient_checkpointing": False, **options})
+    return LigerSFTTrainer(model, args, train_dataset=text_dataset(8), processing_class=tokenizer())
+
+
+def dpo(tmp_path, model, **options):
+    options = {"router_aux_loss_coef": 0.02, **options}
+    args = LigerDPOConfig(str(tmp_path), **{**ONE_STEP, "bf16": False, "gradient_checkpointing": False, **options})
+    pairs = completion_dataset(8).map(lambda row, i: {"rejected": "cat" * (1 + i % 2)}, with_indices=True)
+    pairs = pairs.rename_column("completion", "chosen")
+    return LigerDPOTrainer(model, mixtral(), args=args, train_dataset=pairs, processing_class=tokenizer())
+
+
+class Recorded:
+    """z-loss of every micro-batch of a model in training, from the logits its routers return."""
+
+    def __init__(self, model):
+        self.model, self.inputs = model, []
+        model.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, model, args, kwargs):
+        if torch.is_grad_enabled():
+            self.inputs.append({"input_ids": kwargs["input_ids"], "attention_mask": kwargs["attention_mask"]})
+
+    def mean(self, model):
+        values = []
+        for inputs in list(self.inputs):
+            logits = model(**inputs, output_router_logits=True).router_logits
+            mask = inputs["attention_mask"].reshape(-1).float().repeat(len(logits))
+            values.append((torch.cat(logits).logsumexp(-1).square() * mask).sum() / mask.sum())
+        return torch.stack(values).mean()
+
+
+@pytest.mark.parametrize("build", [plain, sft, dpo])
+def test_z_loss_is_added_to_the_loss_and_logged(build, tmp_path):
+    without = build(tmp_path / "without", mixtral())
+    recorded = Recorded(without.model)
+    without.train()
+    with_z = build(tmp_path / "with", mixtral(), router_z_loss_coef=COEFFICIENT)
+    with_z.train()
+    assert len(recorded.inputs) == 2
+
+    model = mixtral().train()
+    z_loss = recorded.mean(model)
+    logs = [next(log for log in trainer.state.log_history if "loss" in log) for trainer in (without, with_z)]
+    assert "router_z_loss" not in logs[0]
+    assert logs[1]["router_z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert logs[1]["loss"] - logs[0]["loss"] == pytest.approx(COEFFICIENT * z_loss.item(), rel=1e-3)
+    assert logs[1].get("aux_loss") == pytest.approx(logs[0].get("aux_loss"))
+
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(z_loss, list(parameters.values()), allow_unused=True)
+    both = [dict(trainer.model.named_parameters()) for trainer in (without, with_z)]
+    for name, gradient in zip(parameters, gradients):
+        moved = (both[0][name] - both[1][name]).detach() / (RATE * COEFFICIENT)
+        expected = torch.zeros_like(moved) if gradient is None else gradient
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=2e-5, msg=name)
+    assert any("gate" in name and gradient.abs().max() > 1e-3 for name, gradient in zip(parameters, gradients))
+
+
+def test_evaluation_is_without_it(tmp_path):
+    losses = []
+    for coefficient in (0.0, COEFFICIENT):
+        trainer = plain(tmp_path, mixtral(), router_z_loss_coef=coefficient)
+        losses.append(trainer.evaluate(token_rows(4))["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_aux_loss_is_logged_as_by_trl(tmp_path):
+    """With the counts of all processes, of which there is one, as well."""
+    logs = []
+    options = {**ONE_STEP, "bf16": False, "gradient_checkpointing": False, "router_aux_loss_coef": 0.5}
+    args = SFTConfig(str(tmp_path), **{key: value for key, value in options.items() if key != "kernel_report"})
+    stock = SFTTrainer(mixtral(), args, train_dataset=text_dataset(8), processing_class=tokenizer())
+    ours = sft(tmp_path, mixtral(), router_aux_loss_coef=0.5, liger_kernel_config={"global_load_balancing": True})
+    for trainer in (stock, ours):
+        trainer.train()
+        logs.append(next(log for log in trainer.state.log_history if "aux_loss" in log))
+    assert logs[0]["aux_loss"] == pytest.approx(logs[1]["aux_loss"], rel=1e-5)
+    assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (llama, {}, "the model computes no load-balancing loss"),
+        (mixtral, {"use_liger_kernel": False}, "`use_liger_kernel` is off"),
+        (mixtral, {"liger_kernel_config": {"load_balancing_loss": False}}, "switched off in liger_kernel_config"),
+    ],
+)
+def test_a_z_loss_nobody_computes_is_an_error(model, options, message, tmp_path):
+    with pytest.raises(ValueError, match=f"`router_z_loss_coef` is 0.3, but.*{message}"):
+        plain(tmp_path, model(), router_z_loss_coef=COEFFICIENT, **options)
+
+
+def test_without_router_logits_it_says_how_to_ask_for_them(tmp_path):
+    trainer = plain(tmp_path, mixtral(), router_z_loss_coef=COEFFICIENT)
+    trainer.model.config.output_router_logits = False
+    with pytest.raises(ValueError, match=r"`model\.config\.output_router_logits = True`"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("value", [-0.1, True, float("inf"), "much"])
+def test_a_wrong_coefficient_is_named(value, tmp_path):
+    with pytest.raises(ValueError, match=r"`router_z_loss_coef` is .*; it must be a number, 0 or more"):
+        LigerTrainingArguments(str(tmp_path), router_z_loss_coef=value)
