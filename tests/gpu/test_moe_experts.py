@@ -11,9 +11,9 @@ from liger_trainer.kernels.moe_routing import sort_by_expert
 pytestmark = pytest.mark.gpu
 
 SHAPES = {
-    "aligned": dict(tokens=500, top_k=4, experts=16, hidden=256, intermediate=192),
-    "one expert": dict(tokens=300, top_k=1, experts=1, hidden=128, intermediate=64),
-    "odd sizes": dict(tokens=77, top_k=2, experts=5, hidden=100, intermediate=37),
+    "aligned": {"tokens": 500, "top_k": 4, "experts": 16, "hidden": 256, "intermediate": 192},
+    "one expert": {"tokens": 300, "top_k": 1, "experts": 1, "hidden": 128, "intermediate": 64},
+    "odd sizes": {"tokens": 77, "top_k": 2, "experts": 5, "hidden": 100, "intermediate": 37},
 }
 
 
