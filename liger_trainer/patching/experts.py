@@ -103,7 +103,9 @@ def unchoose(module: Any) -> bool:
 
 
 def forward_of_ours(module: Any) -> Callable | None:
-    """The forward of ours that `module` runs, a function of the module; None if it runs another."""
+    """The forward of ours that `module` runs, a function of the module; None if it runs another, or one around it."""
+    if getattr(module, "_is_expert_parallel", False):
+        return None
     config = module.__dict__.get("config")
     if isinstance(config, ChosenConfig):
         return config.forward
