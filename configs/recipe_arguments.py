@@ -18,6 +18,9 @@ class RecipeArguments:
             ``"grpo"`` or ``"rloo"`` (prompts, and reward functions).
         accelerate_config: How the recipe is meant to be spread over GPUs: a name or file as ``--accelerate_config``
             takes it. ``liger-trainer train`` uses it where that is not given and there are GPUs.
+        expert_parallel_size: Processes that share the experts of a mixture of experts: each holds some of them whole,
+            and tokens go to their experts. The rest of the model is split over all processes by FSDP2, which
+            `from_pretrained` does here, so the launch is ``accelerate_config: "ddp"``. 1 by default.
         model_config: A configuration to train from scratch, with its ``model_type``; a mapping or JSON. Used in place
             of ``model_name_or_path``.
         model_family: The ``model_type`` that ``--smoke`` shrinks; found from the model's id where it is not given.
@@ -41,6 +44,9 @@ class RecipeArguments:
     )
     accelerate_config: str | None = field(
         default=None, metadata={"help": "Configuration of accelerate for `liger-trainer train` on GPUs."}
+    )
+    expert_parallel_size: int = field(
+        default=1, metadata={"help": "Processes that share the experts of a mixture of experts; launch with DDP."}
     )
     model_config: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Configuration of a model to train from scratch, with its model_type; JSON."}

@@ -24,6 +24,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "generation_batch_size": 1,
     "lora_r": 1,
     "sample_tokens": 1,
+    "expert_parallel_size": 1,
     "learning_rate": 0,
     "warmup_steps": 0,
     "weight_decay": 0,
@@ -76,7 +77,7 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
 
     Raises:
         RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
-            adapters, and for dropout in adapters of parameters.
+            adapters or with experts that are to be split, and for dropout in adapters of parameters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
@@ -89,6 +90,11 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
         raise RecipeError(
             f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
+        )
+    if quantised and (values.get("expert_parallel_size") or 1) > 1:
+        raise RecipeError(
+            f"{source}: `expert_parallel_size` is {values['expert_parallel_size']} and `{quantised[0]}` is true: "
+            "experts that are split are not quantised. Set one of them to its default."
         )
     if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
         raise RecipeError(

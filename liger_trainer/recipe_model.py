@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,24 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     quantization = get_quantization_config(recipe.model)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
+    if recipe.recipe.expert_parallel_size > 1:
+        kwargs["distributed_config"] = expert_parallel_config(recipe)
     return kwargs
+
+
+def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
+    """How `from_pretrained` splits the model over the processes of this launch, with ``expert_parallel_size``.
+
+    Raises:
+        RecipeError: if that many processes cannot share the experts.
+    """
+    size, processes = recipe.recipe.expert_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if processes % size:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, but there are {processes} processes; launch a "
+            f"multiple of {size}, as `liger-trainer train --accelerate_config ddp` does with that many GPUs."
+        )
+    return {"fsdp_size": processes, "ep_size": size}
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -161,7 +179,7 @@ def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bo
     """
     if recipe.model.model_name_or_path is not None:
         return recipe.model.model_name_or_path
-    if recipe.kind.from_folder or is_quantised(recipe):
+    if recipe.kind.from_folder or is_quantised(recipe) or recipe.recipe.expert_parallel_size > 1:
         return saved_new_model(recipe, tokenizer, resumed)
     return new_model(recipe, tokenizer)
 
@@ -169,7 +187,8 @@ def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bo
 def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
     """The folder in ``output_dir`` that holds the model of ``model_config``; a resumed run takes the one it had.
 
-    A trainer with a reference model loads it from where the policy came from, and a model is quantised as it is loaded.
+    A trainer with a reference model loads it from where the policy came from, and a model is quantised, and
+    split, as it is loaded.
 
     Raises:
         RecipeError: if a resumed run finds none.

@@ -126,6 +126,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     family = family_of(values)
     small: dict[str, Any] = {
         "accelerate_config": None,
+        "expert_parallel_size": 1,
         "model_family": family,
         "model_config": {"model_type": family, **FAMILIES[family]},
         "model_name_or_path": None,

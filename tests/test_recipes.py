@@ -12,6 +12,7 @@ import yaml
 from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe_build import chat_template
 from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe_model import model_kwargs
 from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +173,12 @@ def test_trl_mixture_of_datasets(tmp_path):
         ("use_cpu: true\nbf16: false\nload_in_8bit: true\nload_in_4bit: true", [], "8 bit and 4 bit"),
         ("use_cpu: true\nload_in_4bit: true", [], "`load_in_4bit` is true, but `use_peft` is false"),
         ("use_cpu: true\nload_in_8bit: true", [], "Set `use_peft: true` for adapters on them (QLoRA)"),
+        ("expert_parallel_size: 0", [], "`expert_parallel_size` is 0; it must be 1 or more"),
+        (
+            "use_cpu: true\nload_in_4bit: true\nuse_peft: true\nexpert_parallel_size: 2",
+            [],
+            "`expert_parallel_size` is 2 and `load_in_4bit` is true",
+        ),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
         ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),
         ("trainer: sft\n\tmax_steps: 5", [], "mine.yaml is not valid YAML: line 2, column 1: "),
@@ -213,6 +220,17 @@ def test_bf16_without_a_gpu_is_refused_unless_the_cpu_was_asked_for(tmp_path, mo
     ):
         load_recipe(path)
     assert load_recipe(path, ["--use_cpu", "true"]).training.bf16 is True
+
+
+def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatch):
+    plain = load_recipe(write(tmp_path, json.dumps(MINIMAL)))
+    assert "distributed_config" not in model_kwargs(plain)
+    recipe = load_recipe(write(tmp_path, json.dumps({**MINIMAL, "expert_parallel_size": 2})))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert model_kwargs(recipe)["distributed_config"] == {"fsdp_size": 4, "ep_size": 2}
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RecipeError, match=r"`expert_parallel_size` is 2, but there are 3 processes; launch a multiple"):
+        model_kwargs(recipe)
 
 
 def test_merge_keys_of_yaml_are_no_duplicates(tmp_path):

@@ -75,6 +75,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         if self.args.n_gpu > 1:
             raise ValueError(data_parallel_message(type(self).__name__))
         self._check_whole_sequences()
+        self._check_split_once()
         check_fsdp1_adapters(self)
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
@@ -108,6 +109,15 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
                     f"loss of {type(self).__name__} needs whole ones. Set `{name}=1` and split the model with FSDP2 or "
                     "tensor parallelism, or train with LigerTrainer or LigerSFTTrainer."
                 )
+
+    def _check_split_once(self) -> None:
+        if self.is_distributed_loading_by_transformers and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            again = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ValueError(
+                "`model` was split by `from_pretrained` (`distributed_config`), and the launch would split it again "
+                f"with {again}. Launch it with `torchrun`, or `accelerate launch` with `--accelerate_config ddp`; "
+                "`DistributedConfig(fsdp_size=...)` is FSDP2."
+            )
 
     def _set_up_offloading(self) -> None:
         """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""

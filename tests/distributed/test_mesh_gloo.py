@@ -1,4 +1,4 @@
-"""Two dimensions of parallelism on four gloo processes: FSDP2 with tensor parallelism, and HSDP."""
+"""Two dimensions of parallelism on four gloo processes: FSDP2 with tensor or expert parallelism, and HSDP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -25,6 +26,7 @@ from tests.distributed.tensor_parallel import (
     kernels_in,
     load_split,
 )
+from tests.distributed.test_expert_parallel import model_is_that_of_one_process, random_choices, rows_are_those_of_one
 from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 RANKS = 4
@@ -61,6 +63,13 @@ CASES = {
     "hsdp tail": partial(_hsdp, case=Case("qwen3", "grpo"), units="tail", reshard=False),
     "hsdp head alone, resharded": partial(_hsdp, case=Case(loss="sft"), units="head alone", reshard=True),
     "hsdp tied, resharded": partial(_hsdp, case=Case("gemma3_text"), units="tail", reshard=True),
+    "two copies of each expert": partial(model_is_that_of_one_process, fsdp_size=4, ep_size=2),
+    "tokens of two processes, experts of four": partial(
+        model_is_that_of_one_process, fsdp_size=2, tp_size=2, ep_size=4
+    ),
+    "rows to experts of four": partial(
+        rows_are_those_of_one, tokens=[0, 7, 3, 1], choose=random_choices, dtype=torch.float64
+    ),
     "tp of four": partial(_tp_of_four, case=Case(loss="dpo", overrides={"vocab_size": 126, **HEADS})),
 }
 

