@@ -115,10 +115,16 @@ def _grouped_rows_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def tile_for(dtype: torch.dtype, rows_an_expert: float) -> Tile:
-    """The launch configuration for a dtype and the mean number of rows of an expert."""
+def tile_for(dtype: torch.dtype, rows_an_expert: float, columns: int) -> Tile:
+    """The launch configuration for a dtype, the mean number of rows of an expert and the columns of the result.
+
+    A thin result, as of adapters, gets a thin tile.
+    """
     if INTERPRETED:
         return Tile(16, 32, 32, 4, 1)
+    if columns <= 64:
+        thin = max(16, next_power_of_2(columns))
+        return Tile(64, thin, 32, 4, 3) if dtype == torch.float32 else Tile(64, thin, 64, 4, 4)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
     if rows_an_expert < 96:
@@ -147,7 +153,7 @@ def launch(
     if out.numel() == 0:
         return
     experts, depths = weight.shape[0], x.shape[1]
-    tile = tile or tile_for(x.dtype, num_rows / experts)
+    tile = tile or tile_for(x.dtype, num_rows / experts, columns)
     y, v = (x, x) if extra is None else (extra[0].contiguous(), extra[1].to(x.dtype).contiguous())
     rank = 0 if extra is None else y.shape[1]
     row_tiles = cdiv(num_rows, tile.rows) + experts

@@ -59,7 +59,9 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
 
 
 def forward_of_ours(module: Any) -> Callable | None:
-    """The forward of ours that `module` runs, a function of the module; None if it runs another."""
+    """The forward of ours that `module` runs, a function of the module; None if it runs another, or one around it."""
+    if getattr(module, "_is_expert_parallel", False):
+        return None
     if is_chosen(module):
         return module.config.forward
     return module.forward.__func__ if is_bound_by_us(module) else None

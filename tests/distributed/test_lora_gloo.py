@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -9,21 +11,23 @@ from torch import nn
 
 from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
 
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
-def _model() -> nn.Module:
+
+def _model(family: str = "llama", **options) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     from tests.tiny_models import TINY_MODELS
 
     torch.manual_seed(0)
-    return get_peft_model(
-        TINY_MODELS["llama"](), LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    ).train()
+    base = TINY_MODELS[family]()
+    base.config.output_router_logits = False  # the routers' loss on two batches is not that on both
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, **options)
+    return get_peft_model(base, config).train()
 
 
-def _check(rank: int, wrapped: nn.Module, model: nn.Module) -> None:
+def _check(rank: int, wrapped: nn.Module, model: nn.Module, single: nn.Module) -> None:
     ids = torch.randint(3, 120, (2 * WORLD, 9), generator=torch.Generator().manual_seed(1))
-    single = _model()
     single(input_ids=ids, labels=ids).loss.backward()
     trained = {name: p for name, p in single.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 7
@@ -37,10 +41,10 @@ def _check(rank: int, wrapped: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-def _patched() -> nn.Module:
+def _patched(*family: str, **options) -> nn.Module:
     from liger_trainer import apply_liger_kernel
 
-    model = _model()
+    model = _model(*family, **options)
     assert any(row.component == "lora" for row in apply_liger_kernel(model).applied)
     return model
 
@@ -50,24 +54,44 @@ def _ddp(rank: int, checkpointed: bool) -> None:
     if checkpointed:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
-    _check(rank, nn.parallel.DistributedDataParallel(model), model)
+    _check(rank, nn.parallel.DistributedDataParallel(model), model, _model())
 
 
-def _fsdp2(rank: int) -> None:
+def _shard(model: nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = _patched(), init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (WORLD,))
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
-    _check(rank, model, model)
+
+
+def _fsdp2(rank: int) -> None:
+    model = _patched()
+    _shard(model)
+    _check(rank, model, model, _model())
+
+
+def _experts(rank: int, sharded: bool) -> None:
+    """Adapters on experts, of which both processes' tokens reach all."""
+    from liger_trainer.patching import experts_formula
+
+    model, single = (build("qwen3_moe", **EXPERTS) for build in (_patched, _model))
+    wrapped = model if sharded else nn.parallel.DistributedDataParallel(model)
+    if sharded:
+        _shard(model)
+    with mock.patch.object(experts_formula, "moe_experts", wraps=experts_formula.moe_experts) as calls:
+        _check(rank, wrapped, model, single)
+    assert [len(call.kwargs["down_adapters"]) for call in calls.call_args_list] == [1] * 4
 
 
 CASES = {
     "ddp": lambda rank: _ddp(rank, checkpointed=False),
     "ddp, checkpointed": lambda rank: _ddp(rank, checkpointed=True),
     "fsdp2": _fsdp2,
+    "experts, ddp": lambda rank: _experts(rank, sharded=False),
+    "experts, fsdp2": lambda rank: _experts(rank, sharded=True),
 }
 
 

@@ -9,9 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _moe_down, _moe_gate_up, _moe_lora
+from liger_trainer.kernels import _grouped_library, _grouped_rows_kernel, _moe_down, _moe_gate_up, _moe_lora
 from liger_trainer.kernels import moe_experts as operator
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe_routing import sort_by_expert
+from tests.aot import compile_launch, recorded_launches
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
 
@@ -244,3 +246,19 @@ def test_adapters_that_do_not_fit():
     case.factors[0][0] = (a.long(), b)
     with pytest.raises(ValueError, match=r"`gate_up_adapters` has a factor of torch.int64"):
         case()
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_compile(target):
+    """The thin product of A, and the product that takes B along, in Triton and behind torch's grouped matmul."""
+    rows = sort_by_expert(torch.arange(64).view(32, 2) % 4, 4)
+    x, z = torch.zeros(64, 48, dtype=torch.bfloat16), torch.zeros(64, 16, dtype=torch.bfloat16)
+    a, b, weight = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((16, 48), (96, 16), (96, 48)))
+    with recorded_launches() as launches:
+        _grouped_rows_kernel.launch(z, x, a, rows, 0, False, None, None)
+        _grouped_rows_kernel.launch(torch.zeros(64, 96, dtype=torch.bfloat16), x, weight, rows, 0, False, None, (z, b))
+        _grouped_library.add_to_rows(torch.zeros(64, 96, dtype=torch.bfloat16), rows, None, (z, b))
+    assert launches[0].arguments["COLUMNS"] == 16
+    assert len(launches) == 3
+    for launch in launches:
+        compile_launch(launch, target)

@@ -268,8 +268,18 @@ def _hook_on_factor(model):
     model.base_model.model.model.layers[0].mlp.experts.lora_A["default"].register_forward_hook(lambda *_: None)
 
 
+def _split_over_processes(model):
+    model.base_model.model.model.layers[0].mlp.experts.get_base_layer()._is_expert_parallel = True
+
+
 @pytest.mark.parametrize(
-    ("change", "first_layer"), [(_hook_on_experts, (0, 0)), (_hook_on_inner_wrapper, (1, 0)), (_hook_on_factor, (1, 0))]
+    ("change", "first_layer"),
+    [
+        (_hook_on_experts, (0, 0)),
+        (_hook_on_inner_wrapper, (1, 0)),
+        (_hook_on_factor, (1, 0)),
+        (_split_over_processes, (0, 0)),
+    ],
 )
 def test_what_is_unknown_is_left_to_peft(runs, change, first_layer):
     """The outer wrapper's parameter is then PEFT's W + s B A; the inner one is asked in its turn."""
