@@ -24,7 +24,7 @@ def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = N
     Args:
         module: The instance.
         forward: A function of the module and its inputs.
-        over: The forward of its own that the instance may carry, which `forward` calls; unbinding gives it back. Such
+        over: The forward of its own that the instance may carry, which `forward` stands for; unbinding gives it back. Such
             a `forward` is made for this module alone.
 
     Raises:
