@@ -66,6 +66,7 @@ def run_operation(
         for tokens in settings.tokens or (operation.tokens,):
             deadline = min(time.monotonic() + settings.seconds, settings.deadline)
             cases = operation.cases(Data(device.device, settings.dtype), model, tokens)
+            found = False
             while True:
                 if time.monotonic() > deadline:
                     complain(f"{operation.name}, {model.name}, {tokens} tokens: no time left")
@@ -73,7 +74,10 @@ def run_operation(
                 try:
                     case = next(cases, None)
                     if case is None:
+                        if not found:
+                            complain(f"{operation.name}, {model.name}: the model has no such layer")
                         break
+                    found = True
                     records = run_case(operation, case, model, tokens, settings, device, machine, deadline)
                 except DeviceLost:
                     raise

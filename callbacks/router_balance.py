@@ -60,14 +60,16 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         """
         self._release()
         self.layers, self.history, self._num_experts, self._pending = [], [], [], {}
-        for layer, (name, module) in enumerate(experts_of(kwargs["model"])):
-            self.layers.append(name)
+        model = kwargs["model"]
+        for layer, (name, module) in enumerate(experts_of(model)):
+            self.layers.append(name.partition(".base_layer")[0])
             self._num_experts.append(_num_experts(module))
             hook = torch.compiler.disable(self._hook_of(layer))
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            called = model.get_submodule(self.layers[-1])  # with adapters PEFT's wrapper, which may not call the module
+            self._handles.append(called.register_forward_pre_hook(hook, with_kwargs=True))
         if not self.layers:
             raise ValueError(
-                f"{type(kwargs['model']).__name__} has no module of experts as transformers builds them; leave "
+                f"{type(model).__name__} has no module of experts as transformers builds them; leave "
                 "RouterBalanceCallback (`router_balance` of a recipe) out for a dense model."
             )
 

@@ -43,7 +43,7 @@ class KernelConfig:
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
         router: Routers of mixture-of-experts layers: what follows their logits.
-        experts: Mixture-of-experts layers.
+        experts: Mixtures of experts whose weights are stacked; others are lists of gated MLPs, see `swiglu`.
         load_balancing_loss: The auxiliary loss of a mixture of experts, where `output_router_logits` asks for it.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.

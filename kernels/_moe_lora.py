@@ -15,7 +15,7 @@ experts are no longer small, nor z, which is one more thin product of what is sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -142,3 +142,20 @@ def split(
         each_db.append(db[:, :, columns].to(b.dtype) * scaling if b_needed else None)
         start = columns.stop
     return each_da, each_db
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """Every A, every B, and the rest of what was saved."""
+    count = len(ctx.scalings)
+    tensors = ctx.saved_tensors  # once: a checkpoint unpacks no tensor again
+    return tensors[:count], tensors[count : 2 * count], *tensors[2 * count :]
+
+
+def no_gradients(scalings: Sequence[float]) -> tuple[list[None], list[None]]:
+    """None for every A and for every B."""
+    return [None] * len(scalings), [None] * len(scalings)
+
+
+def constants(scalings: Sequence[float], options: int) -> list[Any]:
+    """No gradients for the rows, the scalings and so many options; an empty list is a structure without leaves."""
+    return [None, None, None, None if scalings else [], *[None] * options]

@@ -7,7 +7,7 @@ With e = top_k_index[t, j] and w = top_k_weights[t, j]::
 
 Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order
 of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
-The operators are in `_moe_linears`.
+The operators are in `_moe_gate_up` and `_moe_down`.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose weights W_e + s B_e A_e are never made
 (`_moe_lora`).
@@ -22,7 +22,8 @@ import torch
 
 from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels._moe_activation import ACTIVATIONS, value
-from liger_trainer.kernels._moe_linears import moe_down, moe_down_save, moe_gate_up
+from liger_trainer.kernels._moe_down import moe_down, moe_down_save
+from liger_trainer.kernels._moe_gate_up import moe_gate_up
 from liger_trainer.kernels.moe_routing import sort_by_expert
 
 

@@ -22,6 +22,7 @@ from liger_trainer.patching.report import KernelReport
 
 _TEXT = ("rms_norm", "swiglu")
 _GEMMA = ("rms_norm", "geglu")
+_MIXTURE = ("experts", "router", "load_balancing_loss")  # for which Liger has no flag
 
 # name -> (the model types it takes: the whole model and its text part, the flags after the common ones, in Liger's
 # order). The common ones are rope, cross_entropy and fused_linear_cross_entropy.
@@ -124,6 +125,8 @@ def _make(name: str, model_types: tuple[str, ...], own_flags: tuple[str, ...]) -
         bound.apply_defaults()
         values = dict(bound.arguments)
         model = values.pop("model")
+        mixture = any(values.get(flag, False) for flag in ("swiglu", "geglu"))  # which mean experts too, as in Liger
+        values |= dict.fromkeys(_MIXTURE, mixture)
         config = KernelConfig.parse({**dict.fromkeys(KERNEL_KEYS, False), **values})
         if model is not None:
             _check_model(function.__name__, model_types, model)
@@ -141,7 +144,8 @@ def _make(name: str, model_types: tuple[str, ...], own_flags: tuple[str, ...]) -
 
     Args:
         {", ".join(flags)}:
-            Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes.
+            Which kernels; all are on but `cross_entropy`, which `fused_linear_cross_entropy` includes. `swiglu` and
+            `geglu` are for mixtures of experts too: experts, routers and their losses.
         model: The model, of type {" or ".join(map(repr, model_types))}. None applies the flags to every model of that
             type built afterwards, until `undo_liger_kernel({name!r})`.
 

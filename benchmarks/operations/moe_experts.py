@@ -91,17 +91,10 @@ def grouped_mm(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 
 
 @reference("moe_experts")
-@provider("moe_experts", "transformers", experts_implementation="eager")
-def loop(
-    experts: Any,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    experts_implementation: str = "eager",
-    **weights: Tensor,
-) -> Tensor:
+@provider("moe_experts", "transformers loop")
+def loop(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
     """Expert by expert."""
-    return _run(experts, experts_implementation, (hidden, top_k_index, top_k_weights), weights)
+    return _run(experts, "eager", (hidden, top_k_index, top_k_weights), weights)
 
 
 @provider("moe_experts", "liger-kernel")

@@ -16,7 +16,7 @@ from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels._nf4_matmul import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.expert_parallel import find_expert_exchange
-from liger_trainer.patching.experts import chosen_modules, find_experts, unchoose
+from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.load_balancing import find_load_balancing_loss
@@ -106,8 +106,7 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    experts = sum(unchoose(module) for module in list(chosen_modules(model)))
-    return experts + sum(unbind_forward(module) for module in list(bound_modules(model)))
+    return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from liger_trainer.patching.experts_choice import is_chosen, unchoose
+
 # Weak, as a forward over another library's holds that one, and with it a module.
 _bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
@@ -64,8 +66,9 @@ def is_ours(forward: Callable | None) -> bool:
 
 def unbind_forward(module: nn.Module) -> bool:
     """Gives the instance back the forward it had, mostly its class's; False if the forward is not ours."""
+    chosen = unchoose(module)
     if not is_bound_by_us(module):
-        return False
+        return chosen
     replaced = getattr(module.forward, "replaced", None)
     del module.forward
     if replaced is not None:
@@ -74,8 +77,8 @@ def unbind_forward(module: nn.Module) -> bool:
 
 
 def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` that carry a forward of ours."""
-    return (module for module in model.modules() if is_bound_by_us(module))
+    """The modules of `model` that carry a forward of ours, or are experts that call one (see `experts_choice`)."""
+    return (module for module in model.modules() if is_bound_by_us(module) or is_chosen(module))
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:

@@ -10,10 +10,9 @@ The proof runs the class's own loop over the experts and ours on the CPU, where 
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
+from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, stand_in
-
-IMPLEMENTATION = "liger_trainer"
-"""Our name in transformers' registry."""
 
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", IMPLEMENTATION)
 SIZES = (16, 24)
@@ -36,33 +33,6 @@ TOKENS = 256
 """Of the stand-in, so many that its rounding noise is even."""
 
 _CHOSEN = 6  # experts that the tokens of the stand-in choose from
-
-
-class ChosenConfig:
-    """A module's config that names our implementation, and is the model's in all else; a copy elsewhere is the latter.
-
-    Args:
-        config: The model's.
-        forward: What the implementation is for this module.
-    """
-
-    def __init__(self, config: Any, forward: Callable) -> None:
-        self._experts_implementation = IMPLEMENTATION
-        self.model_config = config
-        self.forward = forward
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model_config"], name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenConfig:
-        return ChosenConfig(copy.deepcopy(self.model_config, memo), self.forward)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.model_config,)
-
-
-def _itself(config: Any) -> Any:
-    return config
 
 
 def liger_experts_forward(
@@ -88,31 +58,11 @@ def liger_experts_forward(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
 
 
-def choose(module: Any, forward: Callable) -> None:
-    """Makes `forward` the implementation of this `module` alone."""
-    module.config = ChosenConfig(module.config, forward)
-
-
-def unchoose(module: Any) -> bool:
-    """Gives the module its config back; False if it has no other."""
-    config = module.__dict__.get("config")
-    if not isinstance(config, ChosenConfig):
-        return False
-    module.config = config.model_config
-    return True
-
-
 def forward_of_ours(module: Any) -> Callable | None:
     """The forward of ours that `module` runs, a function of the module; None if it runs another."""
-    config = module.__dict__.get("config")
-    if isinstance(config, ChosenConfig):
-        return config.forward
+    if is_chosen(module):
+        return module.config.forward
     return module.forward.__func__ if is_bound_by_us(module) else None
-
-
-def chosen_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` whose implementation is ours."""
-    return (module for module in model.modules() if isinstance(module.__dict__.get("config"), ChosenConfig))
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:

@@ -77,9 +77,10 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
 def _is_known(gate_logits: Any, num_experts: int | None, mask: torch.Tensor | None) -> bool:
     if not isinstance(gate_logits, tuple) or not gate_logits:
         return False
-    if any(logits.dim() != 2 or logits.shape[1] != num_experts for logits in gate_logits):
+    if any(type(logits) is not torch.Tensor or logits.dim() != 2 for logits in gate_logits):  # such as a DTensor
         return False
-    return mask is None or all(logits.shape[0] == mask.numel() for logits in gate_logits)
+    tokens = [len(logits) if mask is None else mask.numel() for logits in gate_logits]
+    return [tuple(logits.shape) for logits in gate_logits] == [(count, num_experts) for count in tokens]
 
 
 def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:

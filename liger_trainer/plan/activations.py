@@ -175,7 +175,7 @@ def layer_memory(
     merged = 0
     if shape.experts_per_token and shape.fused_experts:
         down_elements += shape.experts * shape.hidden * shape.expert_intermediate
-    elif shape.adapted_experts:
+    if shape.adapted_experts and not (shape.fused_experts and shape.fused_adapters):
         merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * compute
     if tiled_mlp and shape.intermediate and not shape.experts_per_token:
         mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient

@@ -80,7 +80,14 @@ def test_experts_are_those_of_the_model_and_in_balance():
     assert skewed.arguments["top_k_index"].flatten().bincount(minlength=4).tolist() == [512, 512, 0, 0]
     needs = {name for name, value in frozen.arguments.items() if getattr(value, "requires_grad", False) is True}
     assert needs == {"hidden", "top_k_weights"}
-    assert next(OPERATIONS["moe_experts"].cases(Data(CPU.device, torch.float32), MODELS["tiny"], 8), None) is None
+
+
+def test_a_model_without_experts_is_told():
+    complaints = []
+    settings = Settings((MODELS["tiny"],), (8,), rounds=1)
+    machine = Machine("CPU", 1e10, 1e10)
+    assert list(run_operation(OPERATIONS["moe_experts"], settings, CPU, machine, complaints.append)) == []
+    assert complaints == ["moe_experts, tiny: the model has no such layer"]
 
 
 def test_floor_counts_bytes_at_the_copy_rate():

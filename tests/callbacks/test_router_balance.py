@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
 from liger_trainer.callbacks.router_balance import RouterBalanceCallback
@@ -66,6 +67,18 @@ def test_a_checkpointed_layer_is_counted_once(reentrant, tmp_path):
     assert len(plain.history) == len(checkpointed.history)
     for (_, expected), (_, tokens) in zip(plain.history, checkpointed.history):
         assert torch.equal(tokens, expected)
+
+
+def test_experts_with_adapters(tmp_path):
+    adapters = LoraConfig(
+        r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    trainer, callback = train(tmp_path, model=get_peft_model(mixtral(), adapters), max_steps=1)
+    wrapper = trainer.model.get_submodule(callback.layers[0])
+    assert type(wrapper).__name__ == "ParamWrapper"
+    assert not wrapper._forward_pre_hooks
+    ((_, tokens),) = callback.history
+    assert tokens.sum(1).tolist() == [2 * 8 * TOP_K] * LAYERS
 
 
 def test_logged_numbers_and_files(tmp_path):

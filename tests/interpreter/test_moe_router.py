@@ -45,7 +45,7 @@ def outcome(function, logits, k, **options):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_shape(function, tokens, members, groups, data, normalise, biased, dtype, transposed):
     """The experts that float64 chooses of the same numbers, and weights and gradients rounded once."""
     experts = groups * members
@@ -106,7 +106,7 @@ def test_opcheck():
     )
 
 
-@pytest.mark.parametrize("family", ROUTERS)
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v3", "llama4"])
 def test_probe_finds_the_kernel_equal(family):
     router = ROUTERS[family]().to(DEVICE)
     probe = Probe(DEVICE)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _moe_linears, _moe_lora
+from liger_trainer.kernels import _moe_down, _moe_gate_up, _moe_lora
+from liger_trainer.kernels import moe_experts as operator
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts, moe_experts_reference
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
@@ -115,7 +117,7 @@ def test_autocast():
 def products(monkeypatch):
     """The shapes of the weight gradients that are computed."""
     shapes = []
-    for module in (_moe_linears, _moe_lora):
+    for module in (_moe_gate_up, _moe_down, _moe_lora):
         native = module.grouped_weight_gradient
 
         def counting(*args, native=native, **kwargs):
@@ -159,8 +161,8 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        inputs = {x.data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        inputs = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in inputs:
                 self.made.add(tensor.numel())
         return result
@@ -208,6 +210,29 @@ def test_a_checkpoint_repeats_neither_the_second_product_nor_its_adapters(monkey
     # z of both layers, z of the first again, then dz and z of the second and of the first
     width = 2 * INTERMEDIATE
     assert thin == [HIDDEN, INTERMEDIATE, HIDDEN, HIDDEN, INTERMEDIATE, width, HIDDEN]
+
+
+@pytest.mark.parametrize("ranks", [(3,), (2, 17)], ids=str)
+def test_operators_keep_torchs_rules(ranks, monkeypatch):
+    calls = []
+    for name in ("moe_gate_up", "moe_down_save", "moe_down"):
+        native = getattr(operator, name)
+        monkeypatch.setattr(operator, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    Case(ranks, bias=True)()
+    assert len(calls) == 3
+    for each, given in calls:
+        leaves = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), given)
+        rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(each, leaves, test_utils=rules)
+
+
+def test_compiles_to_one_graph():
+    case = Case(dtype=torch.float32)
+    expected = case.results()
+    compiled = torch.compile(lambda: case().square().sum(), fullgraph=True, backend="aot_eager")
+    assert compiled().item() == pytest.approx(expected[0].square().sum().item())
+    gradients = torch.autograd.grad(compiled(), case.leaves)
+    torch.testing.assert_close(gradients, torch.autograd.grad(case().square().sum(), case.leaves))
 
 
 def test_adapters_that_do_not_fit():

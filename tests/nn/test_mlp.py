@@ -56,6 +56,7 @@ def test_signatures_are_ligers():
     expected = {
         "LigerBlockSparseTop2MLP": ["config"],
         "LigerEmbedding": ["num_embeddings", "embedding_dim", "padding_idx"],
+        "LigerExperts": ["config"],
         "LigerFalconH1MLP": ["config"],
         "LigerFalconH1SwiGLUMLP": ["config"],
         "LigerGEGLUMLPForGemma4": ["config", "layer_idx"],

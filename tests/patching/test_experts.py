@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +155,20 @@ def test_gradient_checkpointing(reentrant):
     assert_same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.parametrize(("name", "block"), [("qwen3_moe", "mlp"), ("llama4", "feed_forward")])
+def test_a_block_compiles_to_one_graph(name, block):
+    torch.compiler.reset()
+    model, x = MODELS[name][0](), torch.randn(2, 5, 32, requires_grad=True)
+    apply_liger_kernel(model, EXPERTS)
+    block = getattr(model.model.layers[0], block)
+    results = []
+    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        out = run(x)
+        out = out[0] if isinstance(out, tuple) else out
+        results.append([out, *torch.autograd.grad(out.square().sum(), (x, *block.experts.parameters()))])
+    torch.testing.assert_close(*results)
+
+
 def test_generation_steps_are_those_that_transformers_chooses_for_them(monkeypatch):
     model = TINY_MODELS["qwen3_moe"]().eval()
     apply_liger_kernel(model, EXPERTS)
@@ -253,6 +270,31 @@ ALONE = {
     "an infinite limit": (lambda: Step3p7Experts(Config()), "moe_experts (silu)"),
     "undecorated": (lambda: LongcatFlashExperts(Config()), "moe_experts (silu)"),
 }
+
+
+class AnyConfig(Config):
+    """With something for every other name as well."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        kinds = {"act": "silu", "limit": 7.0, "cap": 7.0, "alpha": 1.7, "experts": 4, "intermediate": 12}
+        return next((value for kind, value in kinds.items() if kind in name), 8)
+
+
+def test_which_of_transformers_classes_are_left_alone():
+    left, classes = set(), 0
+    for path in Path(tf.models.__path__[0]).glob("*/modeling_*.py"):
+        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.MULTILINE)
+        for name in names:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            experts = getattr(module, name)(AnyConfig())
+            report = apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
+            left |= {row.target for row in report.left_alone if row.component == "experts"}
+            classes += 1
+    assert classes >= 60
+    # A norm behind each expert, softcaps on gate and up, and products in fp32.
+    assert left <= {"MuseSparkExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
 
 
 @pytest.mark.parametrize("kind", ALONE)

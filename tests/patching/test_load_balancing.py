@@ -104,6 +104,8 @@ def test_what_ours_does_not_know_is_the_models_own():
     ours = load_balancing.make_load_balancing_loss(modeling_mixtral.load_balancing_loss_func, False)
     assert ours(None) == 0
     assert ours(torch.ones(3, 4), 4) == 0  # not a tuple
+    subclass = torch.rand(3, 4).as_subclass(type("Spread", (torch.Tensor,), {}))
+    assert type(ours((subclass,), 4)) is type(subclass)
     with pytest.raises(RuntimeError):  # as in transformers, a mask of other tokens
         ours((torch.ones(3, 4),), 4, 2, torch.ones(2))
 

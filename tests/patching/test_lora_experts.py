@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels import _moe_linears, _moe_lora
+from liger_trainer.kernels import _moe_down, _moe_gate_up, _moe_lora
 from liger_trainer.patching import experts_formula
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -145,6 +145,18 @@ def test_checkpoints(runs):
     assert runs == [(1, 1)] * 4
 
 
+def test_compiles_to_one_graph(runs):
+    model = adapted()
+    apply_liger_kernel(model, EXPERTS)
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    x, weights = torch.randn(6, 32), torch.rand(6, 2)
+    index = torch.tensor([[0, 1], [1, 2], [3, 0]] * 2)
+    expected = experts(x, index, weights)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, index, weights), expected)
+    assert runs
+
+
 def trained(model):
     """The model behind a few steps."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -196,7 +208,7 @@ def test_a_frozen_base_costs_no_gradient(monkeypatch):
     model = adapted()
     apply_liger_kernel(model, EXPERTS)
     shapes = []
-    for module in (_moe_linears, _moe_lora):
+    for module in (_moe_gate_up, _moe_down, _moe_lora):
         native = module.grouped_weight_gradient
 
         def counting(*args, native=native, **kwargs):

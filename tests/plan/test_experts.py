@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
 
-from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
+from liger_trainer.benchmarks.trainer_setups import Setup
+from liger_trainer.benchmarks.training_step import Task
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.inputs import read_inputs
@@ -19,17 +23,17 @@ HIDDEN, INTERMEDIATE, CHOSEN, EXPERTS = 2048, 768, 8, 128
 ELEMENTS = 3 * EXPERTS * HIDDEN * INTERMEDIATE  # of the experts of a layer
 
 
-def kept(function, arguments):
-    """Bytes that autograd keeps, parameters, ids and routing weights left out; the input is a parameter of nothing."""
-    left_out = {id(value) for name, value in arguments.items() if name != "hidden"}
+def kept(function, arguments, model=None):
+    """Bytes that autograd keeps for `function`: parameters, ids and the routing weights of two choices left out."""
+    parameters = model.parameters() if model else (arguments["gate_up_proj"], arguments["down_proj"])
+    weights = {parameter.data_ptr() for parameter in parameters}
     storages = {}
 
     def pack(tensor):
-        if tensor.is_floating_point() and id(tensor) not in left_out and tensor.dim() > 1 and tensor.shape[-1] > 2:
+        if tensor.is_floating_point() and tensor.shape[-1] > 2:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    weights = {arguments[name].data_ptr() for name in ("gate_up_proj", "down_proj")}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = function(**arguments)
     assert output.requires_grad
@@ -99,11 +103,29 @@ def test_adapters_on_experts():
     assert shape.adapted_experts
     assert shape.adapted_mlp == shape.adapted_down == 0
     assert not counted("llama3-8b", rank=16)[1].adapted_experts
-    # PEFT's own keep a merged copy of every layer's experts, and what its gradient is made of.
-    stock = dataclasses.replace(shape, fused_experts=False)
-    plain, tokens = dataclasses.replace(stock, adapted_experts=False), 4096
-    sizes = [layer_memory(one, Precision(), tokens, tokens).saved for one in (stock, plain)]
-    assert sizes[0] - sizes[1] == 2 * ELEMENTS + tokens * 2 * CHOSEN * (HIDDEN + INTERMEDIATE)
+
+
+def test_adapters_of_peft_keep_a_merged_copy_of_all_experts():
+    task, tokens = Task("tiny-moe", lora=4), 64
+    model = AutoModelForCausalLM.from_config(model_config(MODELS[task.model], 1), dtype=torch.bfloat16)
+    adapted = get_peft_model(model, Setup(task, model, {}, []).lora)
+    experts = adapted.base_model.model.model.layers[0].mlp.experts
+    (case, *_) = cases(Data(torch.device("cpu"), torch.bfloat16), MODELS[task.model], tokens)
+    names = ("hidden", "top_k_index", "top_k_weights")
+    found = kept(lambda **inputs: experts(*inputs.values()), {name: case.arguments[name] for name in names}, model)
+    _, shape = counted(task.model, rank=4, fused_experts=False)
+    elements = 3 * 4 * 64 * 32
+    adapters = sum(p.numel() for name, p in experts.named_parameters() if "lora_" in name)
+    planned = tokens * mlp_saved(shape, Precision()) + 2 * elements
+    assert planned <= found <= planned + 2 * adapters  # which PEFT casts
+
+    def saved(**changes):
+        return layer_memory(dataclasses.replace(shape, **changes), Precision(), tokens, tokens).saved
+
+    rows = 2 * (64 + 32)
+    assert saved() - saved(adapted_experts=False) == 2 * elements + 2 * rows * tokens
+    assert saved(fused_experts=True, fused_adapters=False) - saved(fused_experts=True) > 2 * elements
+    assert saved(fused_experts=True) == saved(fused_experts=True, adapted_experts=False)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,13 @@
-"""The two linear layers of a block of experts as operators that save no more than a backward must have.
+"""The second linear layer of a block of experts, and the activation in front of it, as operators.
 
-::
+They save pre (R, 2 I), the routing weights and the layer's weight. The product of activation and gate and the k rows of
+every token, which a plain implementation keeps, are built again or never exist. With g = dO_t @ W2 the gradient of the
+routing weights is ``<g, h>``, so that the product's output, ``(R, H)``, is not kept for it either (arXiv 2512.14080).
 
-    pre = gate_up(x)                    saves x (T, H) and its weight                      dx = combine(dpre @ W1)
-    o   = down(act(pre), weights)       saves pre (R, 2 I), the weights and its weight     all from dO @ W2, see below
+The layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the output.
 
-The product of activation and gate and the k rows of every token, which a plain implementation keeps, are built again or
-never exist. With g = dO_t @ W2 the gradient of the routing weights is ``<g, h>``, so that the second product's output,
-``(R, H)``, is not kept for it either (arXiv 2512.14080).
-
-The second layer is two operators, as in `gated_down`: under a checkpoint the recomputation needs pre, but not the
-output.
-
-Either layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. g is then
-of the adapted layer, so that the gradient of the routing weights stays ``<g, h>``.
+It may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. g is then of the
+adapted layer, so that the gradient of the routing weights stays ``<g, h>``.
 """
 
 from __future__ import annotations
@@ -25,145 +19,10 @@ import torch
 
 from liger_trainer.kernels import _moe_lora as lora
 from liger_trainer.kernels._autograd import second_derivative_message
-from liger_trainer.kernels._grouped_matmul import (
-    combine_rows,
-    grouped_rows,
-    grouped_weight_gradient,
-    rows_of_choices,
-)
+from liger_trainer.kernels._grouped_matmul import combine_rows, grouped_rows, grouped_weight_gradient, rows_of_choices
 from liger_trainer.kernels._moe_activation import activate, activation_gradients
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import graph_is_kept
-
-
-@torch.library.custom_op("liger_trainer::moe_gate_up", mutates_args=())
-def moe_gate_up(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
-    scalings: Sequence[float],
-    top_k: int,
-    transposed: bool,
-) -> torch.Tensor:
-    """The first product, (R, N), of hidden (T, H): its row r is of the token and the expert of choice ``order[r]``."""
-    rows = ExpertRows(order, slots, offsets)
-    x, top_k = rows_of_choices(hidden, weight, rows, top_k)
-    term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
-    return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
-
-
-@moe_gate_up.register_fake
-def _(hidden, weight, bias, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed):
-    return hidden.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
-
-
-@torch.library.custom_op("liger_trainer::moe_gate_up_backward", mutates_args=())
-def _gate_up_backward(
-    dpre: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
-    scalings: Sequence[float],
-    top_k: int,
-    transposed: bool,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of hidden, weight, bias and the adapters, stacked; one that is not needed has no elements."""
-    rows = ExpertRows(order, slots, offsets)
-    adapters = lora.stacked(lora_a, lora_b, scalings, hidden.dtype)
-    term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
-    dhidden, dweight, dbias = (dpre.new_empty(0) for _ in range(3))
-    if need_hidden:
-        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
-    if need_weight or need_a or need_b:
-        hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
-    if need_weight:
-        left, right = ((hidden, top_k), (dpre, 0)) if transposed else ((dpre, 0), (hidden, top_k))
-        dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
-    if need_bias:
-        dbias = bias_gradient(dpre, rows)
-    return dhidden, dweight, dbias, *lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
-
-
-@_gate_up_backward.register_fake
-def _(dpre, hidden, weight, lora_a, lora_b, *options):
-    need_hidden, need_weight, need_bias, need_a, need_b = options[-5:]
-    return (
-        torch.empty_like(hidden) if need_hidden else dpre.new_empty(0),
-        torch.empty_like(weight) if need_weight else dpre.new_empty(0),
-        dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
-        *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
-    )
-
-
-def bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """The sum of `dpre` (R, N) over the rows of each expert, (E, N)."""
-    ones = dpre.new_ones(dpre.shape[0], 16)  # a whole step of the matrix units; one column of it is the sum
-    return grouped_weight_gradient(ones, dpre, rows)[:, 0].contiguous()
-
-
-def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*lora_a, *lora_b, hidden, weight, order, slots, offsets)
-
-
-def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
-    if dpre is None:
-        return None, None, None, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 2)
-    _refuse_second_derivative()
-    lora_a, lora_b, hidden, weight, *rows = _saved(ctx)
-    need_a, need_b = ctx.needs_input_grad[3:5]
-    needs = ctx.needs_input_grad[:3]
-    *gradients, da, db = _gate_up_backward(
-        dpre.contiguous(),
-        hidden,
-        weight,
-        lora_a,
-        lora_b,
-        *rows,
-        ctx.scalings,
-        ctx.top_k,
-        ctx.transposed,
-        *needs,
-        any(need_a),
-        any(need_b),
-    )
-    adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
-    return *(x if needed else None for x, needed in zip(gradients, needs)), *adapters, *_constants(ctx.scalings, 2)
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """Every A, every B, and the rest of what was saved."""
-    count = len(ctx.scalings)
-    tensors = ctx.saved_tensors  # once: a checkpoint unpacks no tensor again
-    return tensors[:count], tensors[count : 2 * count], *tensors[2 * count :]
-
-
-def _no_gradients(scalings: Sequence[float]) -> tuple[list[None], list[None]]:
-    """None for every A and for every B."""
-    return [None] * len(scalings), [None] * len(scalings)
-
-
-def _constants(scalings: Sequence[float], options: int) -> list[Any]:
-    """No gradients for the rows, the scalings and so many options; an empty list is a structure without leaves."""
-    return [None, None, None, None if scalings else [], *[None] * options]
-
-
-moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
 
 
 @torch.library.custom_op("liger_trainer::moe_down_save", mutates_args=())
@@ -235,7 +94,7 @@ def _keep_scalings(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _hand_over(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    return dout, *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
+    return dout, *(None,) * 4, *lora.no_gradients(ctx.scalings), *lora.constants(ctx.scalings, 5)
 
 
 moe_down.register_autograd(_hand_over, setup_context=_keep_scalings)
@@ -399,9 +258,10 @@ def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 
 def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
-        return *(None,) * 4, *_no_gradients(ctx.scalings), *_constants(ctx.scalings, 5)
-    _refuse_second_derivative()
-    lora_a, lora_b, pre, top_k_weights, weight, bias, *rows = _saved(ctx)
+        return *(None,) * 4, *lora.no_gradients(ctx.scalings), *lora.constants(ctx.scalings, 5)
+    if torch.is_grad_enabled():
+        raise RuntimeError(second_derivative_message("moe_experts"))
+    lora_a, lora_b, pre, top_k_weights, weight, bias, *rows = lora.saved(ctx)
     need_a, need_b = ctx.needs_input_grad[4:6]
     needs = ctx.needs_input_grad[2:4]
     tensors = top_k_weights, weight, bias, lora_a, lora_b, *rows
@@ -420,13 +280,8 @@ def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
         dweight if needs[0] else None,
         dbias if needs[1] else None,
         *adapters,
-        *_constants(ctx.scalings, 5),
+        *lora.constants(ctx.scalings, 5),
     )
 
 
 moe_down_save.register_autograd(_backward_down, setup_context=_setup_down)
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(second_derivative_message("moe_experts"))

@@ -1,0 +1,122 @@
+"""Experts on an accelerator: torch's grouped matmul and our kernels beside float64 and eager bf16."""
+
+import pytest
+import torch
+
+from liger_trainer.kernels import _grouped_library, _grouped_rows_kernel
+from liger_trainer.kernels._grouped_matmul import grouped_rows, grouped_weight_gradient
+from liger_trainer.kernels.moe_experts import moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe_routing import sort_by_expert
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "aligned": dict(tokens=500, top_k=4, experts=16, hidden=256, intermediate=192),
+    "one expert": dict(tokens=300, top_k=1, experts=1, hidden=128, intermediate=64),
+    "odd sizes": dict(tokens=77, top_k=2, experts=5, hidden=100, intermediate=37),
+}
+
+
+def _choices(tokens, top_k, routed, generator):
+    logits = torch.randn(tokens, routed, generator=generator).cuda()
+    return logits.softmax(-1).topk(top_k)
+
+
+def _run(function, dtype, index, operands, options):
+    operands = [x.detach().to(dtype).requires_grad_() for x in operands]
+    hidden, weights, gate_up, down, *biases = operands
+    for name, bias in zip(("gate_up_bias", "down_bias"), biases):
+        options = {**options, name: bias}
+    out = function(hidden, index, weights, gate_up, down, **options)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=dtype, device="cuda").view_as(out)
+    return [out, *torch.autograd.grad(out, operands, upstream)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["plain", "empty experts", "skewed", "GPT-OSS", "relu squared"])
+def test_no_less_exact_than_eager(kind, shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tokens, top_k, experts, hidden, intermediate = SHAPES[shape].values()
+    routed = max(top_k, experts // 3) if kind == "empty experts" else top_k if kind == "skewed" else experts
+    weights, index = _choices(tokens, top_k, routed, generator)
+    gpt_oss, gated = kind == "GPT-OSS", kind != "relu squared"
+    width = 2 * intermediate if gated else intermediate
+    shapes = [(tokens, hidden), None, (experts, width, hidden), (experts, hidden, intermediate)]
+    if gpt_oss:
+        shapes[2:] = [(experts, hidden, width), (experts, intermediate, hidden), (experts, width), (experts, hidden)]
+    operands = [weights if s is None else torch.randn(s, generator=generator).cuda() for s in shapes]
+    operands[2:4] = [x * hidden**-0.5 for x in operands[2:4]]
+    operands = [x.to(dtype) for x in operands]
+    options = {"gated": gated, "activation": "silu" if gated else "relu_squared"}
+    if gpt_oss:
+        options |= {"transposed": True, "interleaved": True, "gate_multiplier": 1.702, "limit": 7.0, "up_offset": 1.0}
+    exact = _run(moe_experts_reference, torch.float64, index, operands, options)
+    eager = _run(moe_experts_reference, dtype, index, operands, options)
+    ours = _run(moe_experts, dtype, index, operands, options)
+    again = _run(moe_experts, dtype, index, operands, options)
+    for got, same, beside, right in zip(ours, again, eager, exact, strict=True):
+        assert torch.equal(got, same)
+        error, allowed = ((x.double() - right).norm() for x in (got, beside))
+        assert error <= 1.1 * allowed + 5e-6 * right.norm()  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_token(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weights, index = _choices(1, 2, 8, generator)
+    operands = [torch.randn(s, generator=generator).cuda() / 8 for s in ((1, 64), (8, 128, 64), (8, 64, 64))]
+    operands = [x.to(dtype) for x in (operands[0], weights, *operands[1:])]
+    exact = _run(moe_experts_reference, torch.float64, index, operands, {})
+    for got, right in zip(_run(moe_experts, dtype, index, operands, {}), exact, strict=True):
+        assert (got.double() - right).norm() <= 2 * torch.finfo(dtype).eps * right.norm()
+
+
+def test_choices_of_no_expert_add_nothing():
+    weights, index = _choices(200, 4, 12, torch.Generator().manual_seed(0))
+    hidden, gate_up, down = (torch.randn(s).cuda().bfloat16() / 8 for s in ((200, 64), (8, 64, 64), (8, 64, 32)))
+    weights = weights.bfloat16().requires_grad_()
+    out = moe_experts(hidden, index, weights, gate_up, down)
+    (gradient,) = torch.autograd.grad(out.sum(), weights)
+    assert out.isfinite().all()
+    assert gradient[index >= 8].eq(0).all()
+    assert gradient[index < 8].ne(0).any()
+    exact = moe_experts_reference(*(hidden.double(), index, weights.double()), gate_up.double(), down.double())
+    assert (out.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("routed", [64, 3])
+def test_grouped_matmul_and_kernels_agree(routed, monkeypatch):
+    _, index = _choices(3000, 2, routed, torch.Generator().manual_seed(0))
+    rows = sort_by_expert(index, 64)
+    x, left = torch.randn(3000, 256).cuda().bfloat16(), torch.randn(6000, 128).cuda().bfloat16()
+    weight, bias = torch.randn(64, 128, 256).cuda().bfloat16() / 16, torch.randn(64, 128).cuda().bfloat16()
+    thin = torch.randn(6000, 8).cuda().bfloat16(), torch.randn(64, 128, 8).cuda().bfloat16()
+    assert _grouped_library.takes(x, weight) == (torch.cuda.get_device_capability() >= (9, 0))
+
+    def products():
+        return (
+            grouped_rows(x, weight, rows, top_k=2, bias=bias, extra=thin),
+            grouped_rows(left, weight, rows, transposed=True),
+            grouped_weight_gradient(left, x, rows, right_top_k=2),
+        )
+
+    library = products()
+    monkeypatch.setattr(_grouped_library, "takes", lambda *operands: False)
+    for got, expected in zip(products(), library):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2 * expected.float().std().item())
+    assert library[2][routed:].eq(0).all()
+    assert _grouped_rows_kernel.tile_for(torch.bfloat16, 200.0).rows == 128
+
+
+def test_no_host_sync():
+    weights, index = _choices(1000, 4, 16, torch.Generator().manual_seed(0))
+    operands = [torch.randn(s).cuda().bfloat16().requires_grad_() for s in ((1000, 64), (16, 64, 64), (16, 64, 32))]
+    hidden, gate_up, down = operands
+    moe_experts(hidden, index, weights, gate_up, down).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe_experts(hidden, index, weights, gate_up, down).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
