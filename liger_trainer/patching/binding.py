@@ -26,8 +26,8 @@ def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = N
     Args:
         module: The instance.
         forward: A function of the module and its inputs.
-        over: The forward of its own that the instance may carry, which `forward` calls; unbinding gives it back. Such
-            a `forward` is made for this module alone.
+        over: The forward of its own that the instance may carry, and that `forward` stands for; unbinding gives it
+            back. Such a `forward` is made for this module alone.
 
     Raises:
         ValueError: if the instance already carries another forward of its own (see [`overriding_forward`]).

@@ -22,20 +22,18 @@ from liger_trainer.patching.finding import Finding
 
 
 def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
-    """The verdict on how the experts of `module` get tokens of other processes; None where they get none."""
+    """The verdict on how the experts of `module` get tokens of other processes; None where no all-to-all brings any."""
     forward = module.__dict__.get("forward")
     library: Any = sys.modules.get("transformers.distributed.expert_parallel")
     if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
         return None
     held = inspect.getclosurevars(forward).nonlocals
     way = held.get("implementation")
-    if not isinstance(way, library.EPImplementation):
+    if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
         return None
-    target, name = f"{type(module).__name__} of {way.ep_mesh.size()} processes", type(way).__name__
+    target = f"{type(module).__name__} of {way.ep_mesh.size()} processes"
     if not enabled("experts"):
         return Finding("experts", target, module, reason="switched off in liger_kernel_config")
-    if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
-        return Finding("experts", target, module, reason=f"no all-to-all: transformers' {name} brings the tokens")
     bind = functools.partial(bind_forward, over=forward)
     return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), bind=bind)
 

@@ -23,8 +23,9 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from liger_trainer.kernels.moe_experts import moe_experts, moe_experts_reference
-from liger_trainer.patching.binding import is_bound_by_us, unbind_forward
+from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.expert_parallel import run_exchanged
+from liger_trainer.patching.experts_choice import is_chosen
 from tests.distributed.tensor_parallel import (
     FAMILIES,
     Case,
@@ -193,10 +194,10 @@ def model_is_that_of_one_process(
     case = Case(family, overrides=MOE, kernels={**OTHERS, **(kernels or {})}, whole_logits=True, tolerance=tolerance)
     model = kernels_in(load_split(FAMILIES[family](**MOE), **config), case)
     for experts in _experts_of(model):
-        if not exchanged:
-            unbind_forward(experts)
+        if not exchanged and is_bound_by_us(experts):
+            experts.forward = experts.forward.replaced
         assert is_bound_by_us(experts) == exchanged
-        assert (type(experts.config) is not type(model.config)) == (not kernels)  # how ours are chosen
+        assert is_chosen(experts) == (not kernels)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ranks_of_a_batch = config.get("tp_size", 1)

@@ -20,11 +20,12 @@ from liger_trainer.patching.expert_parallel import run_exchanged
 from tests.distributed.test_expert_parallel import MODELS, ROWS, model_is_that_of_one_process, rows_are_those_of_one
 from tests.gpu_distributed.two_gpus import needs_two_gpus, results_of, write_results
 from tests.tiny_models import TINY_MODELS
-from tests.trainers.test_expert_parallel import CASES, check_logs, train
+from tests.trainers.test_expert_parallel import check_logs, train
 from tests.trainers.tiny import logged, tokenizer
 
 pytestmark = needs_two_gpus
 
+TRAINERS = ("trainer", "SFT")  # adapters are drawn otherwise on a GPU than on a CPU
 TOKENS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8192, 32, 1024, 512, 4
 
 
@@ -80,7 +81,7 @@ def work(folder: str) -> None:
             results[name] = traceback.format_exc()
         dist.barrier()
     results["kept"] = _kept(folder)
-    for name in CASES:
+    for name in TRAINERS:
         results[f"trainer: {name}"] = logged(train(name, folder, True, True, name, use_cpu=False))
     write_results(folder, results)
     dist.destroy_process_group()
@@ -106,7 +107,7 @@ def test_results_of_other_processes_are_not_kept(ranks: list[dict[str, Any]]) ->
         assert rank["kept"] < TOKENS * TOP_K * HIDDEN * 2 / 8, rank["kept"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRAINERS)
 def test_trainers_log_what_one_process_does(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = logged(train(name, ranks[0]["folder"], False, False, f"{name} alone"))
     for rank in ranks[1:]:
