@@ -120,7 +120,7 @@ def ours(
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
 ) -> Tensor:
-    from liger_trainer.kernels.moe_experts import moe_experts
+    from liger_trainer.functional import moe_experts
 
     gate = {}
     if hasattr(experts, "limit"):  # GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1)

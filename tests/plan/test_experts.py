@@ -7,6 +7,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
@@ -105,25 +106,36 @@ def test_adapters_on_experts():
     assert not counted("llama3-8b", rank=16)[1].adapted_experts
 
 
-def test_adapters_of_peft_keep_a_merged_copy_of_all_experts():
-    task, tokens = Task("tiny-moe", lora=4), 64
+def test_adapters_of_ours_keep_nothing_more_and_peft_a_copy_of_all_experts():
+    task, tokens, elements = Task("tiny-moe", lora=4), 64, 3 * 4 * 64 * 32
     model = AutoModelForCausalLM.from_config(model_config(MODELS[task.model], 1), dtype=torch.bfloat16)
     adapted = get_peft_model(model, Setup(task, model, {}, []).lora)
     experts = adapted.base_model.model.model.layers[0].mlp.experts
-    (case, *_) = cases(Data(torch.device("cpu"), torch.bfloat16), MODELS[task.model], tokens)
-    names = ("hidden", "top_k_index", "top_k_weights")
-    found = kept(lambda **inputs: experts(*inputs.values()), {name: case.arguments[name] for name in names}, model)
-    _, shape = counted(task.model, rank=4, fused_experts=False)
-    elements = 3 * 4 * 64 * 32
     adapters = sum(p.numel() for name, p in experts.named_parameters() if "lora_" in name)
-    planned = tokens * mlp_saved(shape, Precision()) + 2 * elements
-    assert planned <= found <= planned + 2 * adapters  # which PEFT casts
+    (case, *_) = cases(Data(torch.device("cpu"), torch.bfloat16), MODELS[task.model], tokens)
+    inputs = {name: case.arguments[name] for name in ("hidden", "top_k_index", "top_k_weights")}
+
+    def of_adapted(**inputs):
+        return experts(*inputs.values())
+
+    def planned(**changes):
+        _, shape = counted(task.model, rank=4)
+        return tokens * mlp_saved(dataclasses.replace(shape, **changes), Precision())
+
+    stock = planned(fused_experts=False) + 2 * elements
+    assert stock <= kept(of_adapted, inputs, adapted) <= stock + 2 * adapters  # which PEFT casts
+    apply_liger_kernel(adapted)
+    assert kept(of_adapted, inputs, adapted) == planned()
+
+
+def test_a_copy_of_all_experts_is_planned_where_peft_runs():
+    _, shape = counted("tiny-moe", rank=4, fused_experts=False)
 
     def saved(**changes):
-        return layer_memory(dataclasses.replace(shape, **changes), Precision(), tokens, tokens).saved
+        return layer_memory(dataclasses.replace(shape, **changes), Precision(), 64, 64).saved
 
-    rows = 2 * (64 + 32)
-    assert saved() - saved(adapted_experts=False) == 2 * elements + 2 * rows * tokens
+    elements, rows = 3 * 4 * 64 * 32, 2 * (64 + 32)
+    assert saved() - saved(adapted_experts=False) == 2 * elements + 2 * rows * 64
     assert saved(fused_experts=True, fused_adapters=False) - saved(fused_experts=True) > 2 * elements
     assert saved(fused_experts=True) == saved(fused_experts=True, adapted_experts=False)
 
