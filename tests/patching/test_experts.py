@@ -72,6 +72,13 @@ MODELS = {
         made(tf.Glm4MoeForCausalLM, tf.Glm4MoeConfig, **ROUTED, head_dim=8, first_k_dense_replace=1),
         {"moe_experts (silu)": 1},
     ),
+    "nemotron_h": (
+        made(
+            *(tf.NemotronHForCausalLM, tf.NemotronHConfig),
+            **{**ROUTED, "layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 24},
+        ),
+        {"moe_experts (relu_squared, without gate)": 1},
+    ),
     "llama4": (
         made(tf.Llama4ForCausalLM, tf.Llama4TextConfig, **LLAMA4, num_local_experts=4, num_experts_per_tok=1),
         {"moe_experts (silu, transposed)": 2, "moe_experts on the chosen inputs": 2},
