@@ -32,10 +32,11 @@ def test_memory_that_experts_save(tmp_path):
     assert main(["bench", *arguments, "--providers", "torch,liger_trainer", "--output", str(tmp_path)]) == 0
     records = {(r.variant, r.provider): r for r in Run.read(tmp_path / "results.json").records}
     rows, hidden, intermediate = 8, 2048, 768  # of a token
-    gathered = 2 * 2 * rows * hidden + 2 * rows * (2 + 1 + 1) * intermediate
     for variant in ("", "frozen", "skewed"):
         stock, ours = (records[variant, name] for name in ("torch", "liger_trainer"))
-        assert stock.saved_gibibytes * 2**30 / 2048 == pytest.approx(gathered, rel=0.3)
+        # gathered input and output, gate and up, activation, product; of frozen experts neither input nor product
+        kept = 3 * intermediate + hidden if variant == "frozen" else 4 * intermediate + 2 * hidden
+        assert stock.saved_gibibytes * 2**30 / 2048 == pytest.approx(2 * rows * kept, rel=0.05)
         assert ours.saved_gibibytes * 2**30 / 2048 == pytest.approx(2 * rows * 2 * intermediate, rel=0.02)
         assert ours.gradient_error() < 2e-2
 
