@@ -49,10 +49,11 @@ def test_equals_the_reference_in_float64(tokens, experts, top_k, dtype, device):
         torch.testing.assert_close(losses, right, rtol=1e-5, atol=0.0, check_dtype=False)
         for mine, expected in zip(gradients, right_gradients):
             assert mine.dtype == dtype
-            # float16 cannot hold much of a gradient that is divided by this many tokens.
+            # Where experts are used alike the terms of a gradient nearly cancel: what they leave is compared as a whole.
+            # float16 cannot hold much of one that is divided by this many tokens.
             rounding = torch.finfo(dtype)
-            atol = 1e-6 * expected.abs().max().item() + rounding.tiny * rounding.eps
-            torch.testing.assert_close(mine.double(), expected, rtol=max(rounding.eps, 1e-4), atol=atol)
+            least = rounding.tiny * rounding.eps * expected.numel() ** 0.5
+            assert (mine.double() - expected).norm() <= max(rounding.eps, 1e-4) * expected.norm() + least
 
 
 def test_equals_transformers(device):

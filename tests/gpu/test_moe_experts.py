@@ -69,7 +69,7 @@ def test_one_token(dtype):
     operands = [x.to(dtype) for x in (operands[0], weights, *operands[1:])]
     exact = _run(moe_experts_reference, torch.float64, index, operands, {})
     for got, right in zip(_run(moe_experts, dtype, index, operands, {}), exact, strict=True):
-        assert (got.double() - right).norm() <= 2 * torch.finfo(dtype).eps * right.norm()
+        assert (got.double() - right).norm() <= 4 * torch.finfo(dtype).eps * right.norm()
 
 
 def test_choices_of_no_expert_add_nothing():
