@@ -49,7 +49,7 @@ def test_equals_the_reference_in_float64(tokens, experts, top_k, dtype, device):
         torch.testing.assert_close(losses, right, rtol=1e-5, atol=0.0, check_dtype=False)
         for mine, expected in zip(gradients, right_gradients):
             assert mine.dtype == dtype
-            # Where experts are used alike the terms of a gradient nearly cancel: what they leave is compared as a whole.
+            # Where experts are used alike the terms of a gradient nearly cancel: the rest is compared as a whole.
             # float16 cannot hold much of one that is divided by this many tokens.
             rounding = torch.finfo(dtype)
             least = rounding.tiny * rounding.eps * expected.numel() ** 0.5
