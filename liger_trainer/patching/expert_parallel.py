@@ -28,7 +28,7 @@ def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> F
     if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
         return None
     held = inspect.getclosurevars(forward).nonlocals
-    way = held.get("implementation")
+    way: Any = held.get("implementation")
     if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
         return None
     target = f"{type(module).__name__} of {way.ep_mesh.size()} processes"
