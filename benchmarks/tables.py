@@ -30,7 +30,7 @@ DOCUMENTS = ("README.md", "docs/performance.md")
 _OURS = "liger_trainer"
 _PACKAGES = (
     *("torch", "triton", "transformers", "trl", "bitsandbytes"),
-    *("liger-kernel", "quack-kernels", "cut-cross-entropy"),
+    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
 )
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 _README_ROWS = (

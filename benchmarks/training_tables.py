@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from liger_trainer.benchmarks.tables import Results
 
 _OURS = "liger_trainer"
-_LIBRARIES = {"hf": "Hugging Face", "torch.compile": "torch.compile", "liger-kernel": "+ Liger", _OURS: "liger_trainer"}
+_LIBRARIES = {
+    "hf": "Hugging Face",
+    "torch.compile": "torch.compile",
+    "liger-kernel": "+ Liger",
+    "unsloth": "Unsloth",
+    _OURS: "liger_trainer",
+}
 _TRAINERS = {"sft": "TRL's `SFTTrainer`", "dpo": "DPO", "grpo": "GRPO's loss"}
 _ALIGNMENT = ("dpo", "grpo")
 _ALIGNMENT_TEXT = """\
@@ -109,7 +115,7 @@ def _steps_table(results: Results, groups: Sequence[tuple]) -> str:
     for records in tasks:
         bold = _fastest_of_several(records)
         rows.append([task_title(records[0]), *(_cell(records, library, bold) for library in columns)])
-    versions = {"liger-kernel": results.version("liger-kernel")}
+    versions = {"liger-kernel": results.version("liger-kernel"), "unsloth": results.version("unsloth").split(" (")[0]}
     header = [_LIBRARIES[name] + versions.get(name, "") for name in columns]
     return markdown(["model", *header], rows) + "\n\n" + results.source(groups)
 

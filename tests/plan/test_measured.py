@@ -19,6 +19,17 @@ def test_full_fine_tuning(model, layers, measured):
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 
+EXPERTS = [("12 layers", 12, 0, 61.5), ("48 layers, adapters on attention and experts", 0, 16, 68.9)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "rank", "measured"), [case[1:] for case in EXPERTS], ids=[case[0] for case in EXPERTS]
+)
+def test_our_experts(layers, rank, measured):
+    memory = estimate(run_of("qwen3-30b-a3b", 4096, layers, rank=rank), Setting(batch=4))
+    assert memory.total / GIB == pytest.approx(measured, rel=0.02), memory
+
+
 PEFT_LAYERS = [  # PEFT's own LoRA layers, with our other kernels
     ("DPO, 4 pairs of 2048", {"length": 2048, "rows": 2}, Setting(batch=4), 23.8),
     ("GRPO, 8 of 2048", {"length": 2048, "prompt": 256}, Setting(batch=8), 24.9),
@@ -69,12 +80,12 @@ def test_adapters_under_log_probs(work, setting, measured):
     assert memory.total / GIB == pytest.approx(measured, rel=0.05), memory
 
 
-FSDP2 = [("8 x 4096", 4096, 38.02), ("8 x 16384", 16384, 77.4)]
+FSDP2 = [("8 x 4096", 4, 4096, 38.02), ("8 x 16384", 4, 16384, 77.4), ("8 x 4096 on two", 2, 4096, 65.8)]
 
 
-@pytest.mark.parametrize(("length", "measured"), [case[1:] for case in FSDP2], ids=[case[0] for case in FSDP2])
-def test_four_gpus(length, measured):
-    memory = estimate(run_of("llama3-8b", length), Setting("fsdp2", 4, 8))
+@pytest.mark.parametrize(("gpus", "length", "measured"), [case[1:] for case in FSDP2], ids=[case[0] for case in FSDP2])
+def test_several_gpus(gpus, length, measured):
+    memory = estimate(run_of("llama3-8b", length), Setting("fsdp2", gpus, 8))
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 

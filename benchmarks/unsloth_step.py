@@ -1,0 +1,134 @@
+"""Unsloth's training step with adapters, measured as `liger-trainer bench training` measures one.
+
+    python benchmarks/unsloth_step.py FOLDER            # LoRA r=16 on Llama-3 8B shapes, 4 x 4096 tokens
+    python benchmarks/unsloth_step.py FOLDER --nf4      # on a base in NF4
+
+A script of its own, as Unsloth must be imported before transformers, which it patches, and pins older versions of it.
+It loads a model from FOLDER, where the first run leaves one: the benchmark's random weights (seed 0). Tokens, batch,
+optimizer, Trainer, timing and peak are the benchmark's, loading, adapters, checkpointing and kernels Unsloth's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BATCH, LENGTH, RANK, STEPS, WARMUP = 4, 4096, 16, 6, 2
+VOCAB = 128256
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def save_model(folder: Path) -> None:
+    """Random weights and a tokenizer, which Unsloth asks for."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def load(folder: Path, nf4: bool) -> Any:
+    """Unsloth's model with its adapters."""
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=LENGTH,
+        load_in_4bit=nf4,
+        load_in_16bit=not nf4,
+        use_gradient_checkpointing="unsloth",
+        local_files_only=True,
+    )
+    if nf4 and getattr(model.model.layers[0].mlp.down_proj.weight, "quant_state", None) is None:
+        raise RuntimeError("Unsloth loaded the base without quantising it; is bitsandbytes installed?")
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        lora_alpha=2 * RANK,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=LINEARS,
+        use_gradient_checkpointing="unsloth",
+        max_seq_length=LENGTH,
+    )
+
+
+def train(model: Any) -> tuple[float, float]:
+    """Tokens/s of the median step, and the peak in GiB."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    seconds: list[float] = []
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            seconds.append(-time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            seconds[-1] += time.perf_counter()
+
+    tokens = torch.randint(VOCAB, (BATCH * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        bf16=True,
+        optim="adamw_torch_fused",
+        learning_rate=1e-4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    Trainer(model, arguments, train_dataset=rows, callbacks=[Steps()]).train()
+    return BATCH * LENGTH / statistics.median(seconds[WARMUP:]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the model, made there unless it exists; 15 GiB")
+    parser.add_argument("--nf4", action="store_true", help="quantise the base")
+    parsed = parser.parse_args()
+    import unsloth  # noqa: F401 - before transformers
+
+    if not (parsed.folder / "config.json").exists():
+        save_model(parsed.folder)
+    rate, peak = train(load(parsed.folder, parsed.nf4))
+    print(
+        f"Unsloth, LoRA r={RANK}{', NF4' * parsed.nf4}, {BATCH} x {LENGTH}: {rate:,.0f} tokens/s, peak {peak:.2f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
