@@ -18,9 +18,10 @@ _MAX_BLOCK = 2048
 
 
 def takes(*operands: torch.Tensor) -> bool:
-    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or later."""
+    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or B200."""
     return all(
         x.is_cuda
+        and x.numel() > 0
         and x.dtype == torch.bfloat16
         and x.is_contiguous()
         and x.shape[-1] % 8 == 0
@@ -32,7 +33,7 @@ def takes(*operands: torch.Tensor) -> bool:
 def _on_device(device: torch.device) -> bool:
     if grouped_mm is None or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)  # on others torch multiplies expert by expert
 
 
 @triton.jit

@@ -97,16 +97,16 @@ class ExpertsFormula(NamedTuple):
 
 
 def _check_ids(experts: Any, top_k_index: torch.Tensor, num_experts: int) -> None:
-    """Raises ValueError for an expert that there is not, where looking costs no wait for an accelerator."""
+    """Raises ValueError for an expert that there is not; an accelerator asserts it itself, without a wait for it."""
     if getattr(experts, "_is_expert_parallel", False) or torch.compiler.is_compiling():
         return
-    if type(top_k_index) is torch.Tensor and top_k_index.device.type == "cpu" and top_k_index.numel():
-        largest = int(top_k_index.max())
-        if largest >= num_experts:
-            raise ValueError(
-                f"`top_k_index` holds {largest}, but {type(experts).__name__} has {num_experts} experts; ids go from 0 "
-                f"to {num_experts - 1}, but under expert parallelism."
-            )
+    if type(top_k_index) is not torch.Tensor or top_k_index.numel() == 0:
+        return
+    rule = f"{type(experts).__name__} has {num_experts} experts; ids go from 0 to {num_experts - 1}."
+    if top_k_index.device.type != "cpu":
+        torch._assert_async((top_k_index < num_experts).all(), f"`top_k_index` holds an id of no expert: {rule}")
+    elif (largest := int(top_k_index.max())) >= num_experts:
+        raise ValueError(f"`top_k_index` holds {largest}, but {rule}")
 
 
 def layout_of(experts: Any) -> ExpertsFormula | str | None:

@@ -1,5 +1,8 @@
 """Experts on an accelerator: torch's grouped matmul and our kernels beside float64 and eager bf16."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -92,7 +95,7 @@ def test_grouped_matmul_and_kernels_agree(routed, monkeypatch):
     x, left = torch.randn(3000, 256).cuda().bfloat16(), torch.randn(6000, 128).cuda().bfloat16()
     weight, bias = torch.randn(64, 128, 256).cuda().bfloat16() / 16, torch.randn(64, 128).cuda().bfloat16()
     thin = torch.randn(6000, 8).cuda().bfloat16(), torch.randn(64, 128, 8).cuda().bfloat16()
-    assert _grouped_library.takes(x, weight) == (torch.cuda.get_device_capability() >= (9, 0))
+    assert _grouped_library.takes(x, weight) == (torch.cuda.get_device_capability()[0] in (9, 10))
 
     def products():
         return (
@@ -120,3 +123,21 @@ def test_no_host_sync():
         moe_experts(hidden, index, weights, gate_up, down).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_id_of_no_expert_is_an_assertion_of_the_device():
+    """In a process of its own, as it takes the device's context with it."""
+    code = (
+        "import torch\n"
+        "from liger_trainer.patching.apply import apply_liger_kernel\n"
+        "from tests.tiny_models import TINY_MODELS\n"
+        "model = TINY_MODELS['qwen3_moe']().cuda()\n"
+        "apply_liger_kernel(model)\n"
+        "experts = model.model.layers[0].mlp.experts\n"
+        "hidden = torch.randn(3, experts.hidden_dim, device='cuda')\n"
+        "experts(hidden, torch.full((3, 2), 99, device='cuda'), torch.rand(3, 2, device='cuda'))\n"
+        "torch.cuda.synchronize()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "holds an id of no expert" in run.stdout + run.stderr
