@@ -96,18 +96,19 @@ WHOLE_LOGITS: dict[tuple[str, str], str] = {
 
 
 _VARIANTS = [(turn % 2, name, "unequal") for turn, name in enumerate(list(PRECISIONS)[1:])]
-_VARIANTS += [(kind, "fp32", name) for name in list(BATCHES)[1:] for kind in (0, 1)]
+_VARIANTS += [(turn % 2, "fp32", name) for turn, name in enumerate(list(BATCHES)[1:])]
 
 
 def _cells() -> list[Cell]:
-    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches."""
+    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches, adapted in turn."""
     losses, turns = list(LOSSES), itertools.count()
     pairs = [pair for pair in itertools.product(WRAPPINGS, PARAMETERS) if pair not in LEFT_OUT]
     cells = [Cell(*pair, "fp32", losses[turn % len(losses)]) for pair, turn in zip(pairs, turns)]
-    for wrapping in WRAPPINGS:
+    for place, wrapping in enumerate(WRAPPINGS):
         cells += [Cell(wrapping, "full", "fp32", loss) for loss in losses]
         for kind, precision, batches in _VARIANTS:
-            parameters = "full" if (wrapping, "lora with head") in LEFT_OUT else ("full", "lora with head")[kind]
+            adapted = (kind + place) % 2 and (wrapping, "lora with head") not in LEFT_OUT
+            parameters = "lora with head" if adapted else "full"
             cells.append(Cell(wrapping, parameters, precision, losses[next(turns) % len(losses)], batches))
     return [cell for cell in cells if _has_precision(cell)]
 

@@ -55,6 +55,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
         "sft, full",
         "sft, lora",
         "sft, lora with head",
+        "trainer, lora with head",
         "dpo, lora",
         "grpo, full",
         "accumulated",
@@ -63,7 +64,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
         "checkpointed, reentrant",
     ),
     "fsdp2 kept": (),
-    "hsdp": ("trainer, lora with head",),
+    "hsdp": (),
     "zero2": ("trainer, tied head", "trainer, lora", "accumulated", "means of ranks"),
     "zero3": (
         "trainer, full",
@@ -77,7 +78,8 @@ ON_CPU: dict[str, tuple[str, ...]] = {
 }
 """What runs where there are no GPUs: every case that can, once at least.
 
-`matrix.py` crosses more of torch's own ways, and `tests/trainers/test_two_processes.py` trains with DDP.
+`matrix.py` crosses more of torch's own ways, `test_mesh_gloo.py` has HSDP on four processes, and
+`tests/trainers/test_two_processes.py` trains with DDP.
 """
 
 
