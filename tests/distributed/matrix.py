@@ -100,15 +100,14 @@ _VARIANTS += [(turn % 2, "fp32", name) for turn, name in enumerate(list(BATCHES)
 
 
 def _cells() -> list[Cell]:
-    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches, adapted in turn."""
+    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches."""
     losses, turns = list(LOSSES), itertools.count()
     pairs = [pair for pair in itertools.product(WRAPPINGS, PARAMETERS) if pair not in LEFT_OUT]
     cells = [Cell(*pair, "fp32", losses[turn % len(losses)]) for pair, turn in zip(pairs, turns)]
-    for place, wrapping in enumerate(WRAPPINGS):
+    for wrapping in WRAPPINGS:
         cells += [Cell(wrapping, "full", "fp32", loss) for loss in losses]
         for kind, precision, batches in _VARIANTS:
-            adapted = (kind + place) % 2 and (wrapping, "lora with head") not in LEFT_OUT
-            parameters = "lora with head" if adapted else "full"
+            parameters = "full" if (wrapping, "lora with head") in LEFT_OUT else ("full", "lora with head")[kind]
             cells.append(Cell(wrapping, parameters, precision, losses[next(turns) % len(losses)], batches))
     return [cell for cell in cells if _has_precision(cell)]
 
