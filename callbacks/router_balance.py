@@ -31,6 +31,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
 
     `router_balance.csv` has the same and n itself for each log and layer; `router_balance.png` is a heat map of
     ``n_e / mean(n)`` over the whole run, a row a layer and a column an expert.
+    A resumed run begins both anew, at its first step.
 
     What counts is what the experts' modules are given in forwards that are followed by a backward: neither evaluation
     and generation nor the repeated forward of a checkpointed layer. Padding counts, as the experts compute it.

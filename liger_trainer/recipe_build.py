@@ -124,3 +124,23 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
             f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's "
             "own tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
         )
+
+
+def check_target_parameters(recipe: Recipe, trainer: Trainer) -> None:
+    """Refuses names in `lora_target_parameters` that no parameter has, which PEFT leaves out with a warning at most.
+
+    Raises:
+        RecipeError: naming them.
+    """
+    asked = recipe.model.lora_target_parameters if recipe.model.use_peft else None
+    if not asked:
+        return
+    model: Any = trainer.model
+    adapted = model.base_model.targeted_parameter_names
+    missing = [name for name in asked if not any(f".{found}".endswith(f".{name}") for found in adapted)]
+    if missing:
+        raise RecipeError(
+            f"{recipe.source}: `lora_target_parameters` is {asked}, but no parameter of {type(model).__name__} ends in "
+            f"{', '.join(map(repr, missing))}; give ends of names in `model.named_parameters()`, such as "
+            "'experts.gate_up_proj'."
+        )

@@ -34,6 +34,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "undesirable_weight": 0,
     "epsilon": 0,
     "label_smoothing": 0,
+    "router_aux_loss_coef": 0,
 }
 _ABOVE_ZERO = ("temperature", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
 _ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step

@@ -48,7 +48,8 @@ def is_quantised(recipe: Recipe) -> bool:
 def check_model(recipe: Recipe) -> None:
     """Checks, before any data is loaded, that the model is named once and its configuration can be read.
 
-    It also checks that bitsandbytes is there where the model is to be quantised.
+    It also checks that bitsandbytes is there where the model is to be quantised, and that the processes of this launch
+    can share the experts where they are to be split.
 
     Raises:
         RecipeError: if it is not.
@@ -68,12 +69,32 @@ def check_model(recipe: Recipe) -> None:
         )
     if config is not None:
         try:
-            AutoConfig.for_model(**config)
+            found = AutoConfig.for_model(**config)
         except Exception as error:  # a configuration class checks its values in its own way
             raise RecipeError(f"{recipe.source}: `model_config`: {error}") from error
-        return
-    assert name is not None
-    read_config(name, "`model_name_or_path`", recipe.model.model_revision, recipe.get("trust_remote_code"))
+    else:
+        trusted = recipe.get("trust_remote_code")
+        found = read_config(str(name), "`model_name_or_path`", recipe.model.model_revision, trusted)
+    if recipe.recipe.expert_parallel_size > 1:
+        _check_experts(recipe, found)
+
+
+def _check_experts(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Checks that the experts of `config` can be split over `expert_parallel_size` of the processes."""
+    size, text = recipe.recipe.expert_parallel_size, config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for count in (getattr(text, name, None) for name in names) if count), None)
+    if experts is None:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, but the configuration of the model ("
+            f"{text.model_type}) names no experts; leave it out for a dense model."
+        )
+    if experts % size:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, but the model has {experts} experts a layer; it must "
+            f"be a divisor of {experts}."
+        )
+    expert_parallel_config(recipe)
 
 
 def lora_advice(error: Exception, recipe: Recipe) -> str:
@@ -135,8 +156,8 @@ def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
     size, processes = recipe.recipe.expert_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
     if processes % size:
         raise RecipeError(
-            f"{recipe.source}: `expert_parallel_size` is {size}, but there are {processes} processes; launch a "
-            f"multiple of {size}, as `liger-trainer train --accelerate_config ddp` does with that many GPUs."
+            f"{recipe.source}: `expert_parallel_size` is {size}, but the number of processes is {processes}; launch a "
+            f"multiple of {size}: `liger-trainer train RECIPE --accelerate_config ddp --num_processes {size}`."
         )
     return {"fsdp_size": processes, "ep_size": size}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_build import build_trainer, check_vocabulary
+from liger_trainer.recipe_build import build_trainer, check_target_parameters, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
 from liger_trainer.recipe_model import check_model, lora_advice
@@ -48,6 +48,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
     from liger_trainer.trainers.batch_check import BatchError
     from liger_trainer.trainers.reward_functions import RewardError
+    from liger_trainer.trainers.router_z_loss import RouterLogitsError
 
     args = recipe.training
     if args.n_gpu > 1:
@@ -71,6 +72,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
+    check_target_parameters(recipe, trainer)
     _check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
 
@@ -80,6 +82,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     except BatchError as error:
         raise TrainingError(f"The data: {first_line(error)}") from error
+    except RouterLogitsError as error:
+        raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     except RewardError as error:
         raise TrainingError(first_line(error)) from error
     finally:

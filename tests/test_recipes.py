@@ -13,6 +13,7 @@ from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe_build import chat_template
 from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe_model import model_kwargs
+from liger_trainer.recipe_run import run_recipe
 from liger_trainer.recipe_values import check_values
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +175,7 @@ def test_trl_mixture_of_datasets(tmp_path):
         ("use_cpu: true\nload_in_4bit: true", [], "`load_in_4bit` is true, but `use_peft` is false"),
         ("use_cpu: true\nload_in_8bit: true", [], "Set `use_peft: true` for adapters on them (QLoRA)"),
         ("expert_parallel_size: 0", [], "`expert_parallel_size` is 0; it must be 1 or more"),
+        ("use_cpu: true\nrouter_aux_loss_coef: -0.1", [], "`router_aux_loss_coef` is -0.1; it must be 0 or more"),
         (
             "use_cpu: true\nload_in_4bit: true\nuse_peft: true\nexpert_parallel_size: 2",
             [],
@@ -229,8 +231,25 @@ def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert model_kwargs(recipe)["distributed_config"] == {"fsdp_size": 4, "ep_size": 2}
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(RecipeError, match=r"`expert_parallel_size` is 2, but there are 3 processes; launch a multiple"):
+    with pytest.raises(RecipeError, match=r"`expert_parallel_size` is 2, but the number of processes is 3; launch a"):
         model_kwargs(recipe)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 3}, "the model has 3 experts a layer; it must be a divisor of 3"),
+        ({"model_type": "mixtral", "num_local_experts": 5}, "the model has 5 experts a layer"),
+        ({"model_type": "llama"}, r"\(llama\) names no experts; leave it out"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "the number of processes is 1; launch a multiple of 2"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_told_before_anything_is_written(tmp_path, model, message):
+    output = tmp_path / "out"
+    values = {**MINIMAL, "model_config": model, "expert_parallel_size": 2, "bf16": False, "output_dir": str(output)}
+    with pytest.raises(RecipeError, match=message):
+        run_recipe(load_recipe(write(tmp_path, json.dumps(values))))
+    assert not output.exists()
 
 
 def test_merge_keys_of_yaml_are_no_duplicates(tmp_path):

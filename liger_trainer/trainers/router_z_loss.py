@@ -15,6 +15,10 @@ from liger_trainer.patching.load_balancing import COMPONENT
 from liger_trainer.patching.report import KernelReport
 
 
+class RouterLogitsError(ValueError):
+    """A z-loss was asked for, and the forwards of a step left none."""
+
+
 def check_router_losses(coefficient: float, report: KernelReport | None) -> None:
     """Raises ValueError where there is a coefficient, and no router's loss of ours in the model.
 
@@ -37,10 +41,10 @@ def mean_z_loss(z_losses: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean over the forwards of one `compute_loss`.
 
     Raises:
-        ValueError: if there is none.
+        RouterLogitsError: if there is none.
     """
     if not z_losses:
-        raise ValueError(
+        raise RouterLogitsError(
             "`router_z_loss_coef` is above 0, but the model was not asked for its routers' logits. Set "
             "`router_aux_loss_coef` above 0 (trainers of TRL) or `model.config.output_router_logits = True`; a forward "
             "compiled as a whole graph (`fullgraph=True`) has no z-loss."

@@ -36,6 +36,21 @@ def test_every_shipped_recipe(name, tmp_path, capsys):
     assert (folder / saved).is_file()
 
 
+def test_adapters_of_parameters_that_are_not_there_are_refused(tmp_path, capsys):
+    """PEFT trains what it finds, and warns at most."""
+    names = ["experts.gate_up_proj", "experts.dwon_proj"]
+    options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--lora_target_parameters", *names]
+    assert main(["train", "qwen3_30b_a3b_sft_lora", *options]) == 2
+    assert "ends in 'experts.dwon_proj'; give ends of names" in capsys.readouterr().err
+
+
+def test_a_z_loss_without_routers_logits_is_one_message(tmp_path, capsys):
+    """The recipe's `router_aux_loss_coef` is 0, with which TRL does not ask for them; the first step finds that."""
+    options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--router_z_loss_coef", "0.001"]
+    assert main(["train", "qwen3_30b_a3b_sft", *options]) == 2
+    assert "Set `router_aux_loss_coef` above 0" in capsys.readouterr().err
+
+
 def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):
     """On a CPU bitsandbytes' weights train no more once they were evaluated."""
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
