@@ -133,8 +133,8 @@ def tile_for(dtype: torch.dtype, rows_an_expert: float, columns: int) -> Tile:
 
 
 def precision() -> str:
-    """How fp32 operands are multiplied: as torch does."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """How fp32 operands are multiplied: as torch does. Its older `allow_tf32` cannot be read once this was set."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def launch(
@@ -162,7 +162,7 @@ def launch(
         _grouped_rows_kernel[(row_tiles * cdiv(columns, tile.columns),)](
             x,
             weight.contiguous(),
-            x if bias is None else bias,
+            x if bias is None else bias.contiguous(),
             y,
             v,
             rows.order,
