@@ -18,13 +18,17 @@ _MAX_BLOCK = 2048
 
 
 def takes(*operands: torch.Tensor) -> bool:
-    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or B200."""
+    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or B200.
+
+    Both sides of a weight count, whichever way it is multiplied: torch pads a result of other rows, which then is not
+    contiguous.
+    """
     return all(
         x.is_cuda
         and x.numel() > 0
         and x.dtype == torch.bfloat16
         and x.is_contiguous()
-        and x.shape[-1] % 8 == 0
+        and all(size % 8 == 0 for size in x.shape[1:])
         and x.data_ptr() % 16 == 0
         for x in operands
     ) and _on_device(operands[0].device)
@@ -115,7 +119,7 @@ def add_to_rows(
     with on_device(out):
         _add_kernel[(len(tiles) * cdiv(columns, _COLUMNS),)](
             out,
-            out if bias is None else bias,
+            out if bias is None else bias.contiguous(),
             y,
             v,
             rows.offsets,

@@ -13,7 +13,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_trainer.functional import moe_experts
-from liger_trainer.kernels import _moe_down, _moe_gate_up
+from liger_trainer.kernels import _grouped_library, _moe_down, _moe_gate_up
 from liger_trainer.kernels.moe_experts import moe_experts_reference
 from liger_trainer.nn import LigerExperts
 
@@ -205,6 +205,33 @@ def test_operators_keep_torchs_rules(case, device, monkeypatch):
     for operator, given in calls:
         detached = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
         torch.library.opcheck(operator, detached, test_utils=rules)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "gated"])
+def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, monkeypatch):
+    """What torch.compile is told of the backwards, beside what they give."""
+    calls = []
+    for operators, name in ((_moe_gate_up, "_gate_up_backward"), (_moe_down, "_down_backward")):
+        native = getattr(operators, name)
+        monkeypatch.setattr(operators, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    arguments, options = made(case, torch.float32)
+    apart = [x.mT.contiguous().mT.detach().requires_grad_(x.requires_grad) for x in arguments]
+    loss = run(moe_experts, apart, options).square().sum()
+    torch.autograd.grad(loss, [x for x in apart if x.requires_grad], retain_graph=True)
+    assert len(calls) == 2
+    for operator, given in calls:
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("columns", [16, 20])
+def test_the_grouped_matmul_is_asked_where_its_result_is_contiguous(columns, monkeypatch):
+    """It is, on a GPU; the CPU's pads alike."""
+    weight = torch.randn(2, columns, 16, dtype=torch.bfloat16)
+    x, offsets = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([4, 8], dtype=torch.int32)
+    result = _grouped_library.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_grouped_library, "_on_device", lambda device: True)
+    assert _grouped_library.takes(x, weight) == result.is_contiguous() == (columns == 16)
 
 
 def test_autocast(device):
