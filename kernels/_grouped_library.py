@@ -13,7 +13,7 @@ from liger_trainer.kernels.moe_routing import ExpertRows, tile_table
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_ROWS, _COLUMNS = 64, 128
+_ROWS, _COLUMNS, _RANKS = 64, 128, 64
 _MAX_BLOCK = 2048
 
 
@@ -92,8 +92,8 @@ def _add_kernel(
     total = tl.load(out_ptrs, mask=exists, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + expert * columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    if RANK > 0:
-        rank = tl.arange(0, RANK_BLOCK)
+    for first_rank in range(0, RANK, RANK_BLOCK):
+        rank = first_rank + tl.arange(0, RANK_BLOCK)
         in_rank = rank < RANK
         y_ptrs = y_ptr + row.to(tl.int64)[:, None] * RANK + rank[None, :]
         y = tl.load(y_ptrs, mask=in_rows[:, None] & in_rank[None, :], other=0.0)
@@ -127,7 +127,7 @@ def add_to_rows(
             columns,
             BIAS=bias is not None,
             RANK=rank,
-            RANK_BLOCK=max(16, next_power_of_2(rank)) if rank else 16,
+            RANK_BLOCK=min(_RANKS, max(16, next_power_of_2(rank))) if rank else 16,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
             num_warps=4,
