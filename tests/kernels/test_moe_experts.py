@@ -246,6 +246,10 @@ WRONG = {
     "hidden": (lambda a: [a[0][None], *a[1:]], "`hidden` is"),
     "index": (lambda a: [a[0], a[1][:3], *a[2:]], "`top_k_index` is"),
     "index of floats": (lambda a: [a[0], a[1].float(), *a[2:]], "must be of an integer dtype"),
+    "no choice": (lambda a: [a[0], a[1][:, :0], a[2][:, :0], *a[3:]], "`top_k_index` has no columns"),
+    "integer weights": (lambda a: [*a[:2], a[2].long(), *a[3:]], "`top_k_weights` is of torch.int64"),
+    "first of another dtype": (lambda a: [*a[:3], a[3].float(), *a[4:]], "`gate_up_weight` is of torch.float32 and"),
+    "second of another dtype": (lambda a: [*a[:4], a[4].half(), *a[5:]], "`down_weight` is of torch.float16 and"),
     "weights": (lambda a: [*a[:2], a[2][:, :1], *a[3:]], "`top_k_weights` is"),
     "first": (lambda a: [*a[:3], a[3][:, :, 1:], *a[4:]], "`gate_up_weight` is"),
     "odd": (lambda a: [*a[:3], a[3][:, 1:], *a[4:]], "must be an even number"),
@@ -256,7 +260,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_shapes_are_named(what, device):
+def test_wrong_operands_are_named(what, device):
     change, message = WRONG[what]
     arguments, options = made("biases", device=device)
     with pytest.raises(ValueError, match=message):
