@@ -32,7 +32,7 @@ def _combine_kernel(
         readable = tl.where(slot < end, columns, 0)
         row = tl.load(y_ptr + slot.to(tl.int64) * columns + column, mask=column < readable, other=0.0).to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
+            row *= tl.load(weights_ptr + token * TOP_K + choice, mask=slot < end, other=0.0).to(tl.float32)
         total += row
     tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=exists)
 

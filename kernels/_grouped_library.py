@@ -13,18 +13,22 @@ from liger_trainer.kernels.moe_routing import ExpertRows, tile_table
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_ROWS, _COLUMNS = 64, 128
+_ROWS, _COLUMNS, _RANKS = 64, 128, 64
 _MAX_BLOCK = 2048
 
 
 def takes(*operands: torch.Tensor) -> bool:
-    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or B200."""
+    """Whether the grouped matmul takes these operands: bf16, contiguous, rows of whole 16 bytes, on Hopper or B200.
+
+    Both sides of a weight count, whichever way it is multiplied: torch pads a result of other rows, which then is not
+    contiguous.
+    """
     return all(
         x.is_cuda
         and x.numel() > 0
         and x.dtype == torch.bfloat16
         and x.is_contiguous()
-        and x.shape[-1] % 8 == 0
+        and all(size % 8 == 0 for size in x.shape[1:])
         and x.data_ptr() % 16 == 0
         for x in operands
     ) and _on_device(operands[0].device)
@@ -88,8 +92,8 @@ def _add_kernel(
     total = tl.load(out_ptrs, mask=exists, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + expert * columns + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    if RANK > 0:
-        rank = tl.arange(0, RANK_BLOCK)
+    for first_rank in range(0, RANK, RANK_BLOCK):
+        rank = first_rank + tl.arange(0, RANK_BLOCK)
         in_rank = rank < RANK
         y_ptrs = y_ptr + row.to(tl.int64)[:, None] * RANK + rank[None, :]
         y = tl.load(y_ptrs, mask=in_rows[:, None] & in_rank[None, :], other=0.0)
@@ -115,7 +119,7 @@ def add_to_rows(
     with on_device(out):
         _add_kernel[(len(tiles) * cdiv(columns, _COLUMNS),)](
             out,
-            out if bias is None else bias,
+            out if bias is None else bias.contiguous(),
             y,
             v,
             rows.offsets,
@@ -123,7 +127,7 @@ def add_to_rows(
             columns,
             BIAS=bias is not None,
             RANK=rank,
-            RANK_BLOCK=max(16, next_power_of_2(rank)) if rank else 16,
+            RANK_BLOCK=min(_RANKS, max(16, next_power_of_2(rank))) if rank else 16,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
             num_warps=4,

@@ -132,7 +132,8 @@ def combine_rows(y: torch.Tensor, rows: ExpertRows, top_k: int, weights: torch.T
     slots = rows.slots.long()
     exists = (slots < rows.offsets[-1]).unsqueeze(1)
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-    chosen = torch.where(exists, y[slots].to(wide), 0.0)
+    chosen = y[slots].to(wide)
     if weights is not None:
         chosen = chosen * weights.reshape(-1, 1).to(wide)
+    chosen = torch.where(exists, chosen, 0.0)
     return chosen.view(tokens, top_k, y.shape[1]).sum(1).to(y.dtype)

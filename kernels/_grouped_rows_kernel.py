@@ -101,8 +101,8 @@ def _grouped_rows_kernel(
         weight = _load_weight(weight_base, clamped_column, k, columns, depths, TRANSPOSED, EVEN_DEPTH)
         total = tl.dot(x, weight, total, input_precision=PRECISION)
         x_ptrs += DEPTH
-    if RANK > 0:
-        rank = tl.arange(0, RANK_BLOCK)
+    for first_rank in range(0, RANK, RANK_BLOCK):
+        rank = first_rank + tl.arange(0, RANK_BLOCK)
         in_rank = rank < RANK
         y = tl.load(y_ptr + clamped.to(tl.int64)[:, None] * RANK + rank[None, :], mask=in_rank[None, :], other=0.0)
         v_ptrs = v_ptr + (expert * columns + clamped_column)[None, :] * RANK + rank[:, None]
@@ -133,8 +133,8 @@ def tile_for(dtype: torch.dtype, rows_an_expert: float, columns: int) -> Tile:
 
 
 def precision() -> str:
-    """How fp32 operands are multiplied: as torch does."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """How fp32 operands are multiplied: as torch does. Its older `allow_tf32` cannot be read once this was set."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def launch(
@@ -162,7 +162,7 @@ def launch(
         _grouped_rows_kernel[(row_tiles * cdiv(columns, tile.columns),)](
             x,
             weight.contiguous(),
-            x if bias is None else bias,
+            x if bias is None else bias.contiguous(),
             y,
             v,
             rows.order,
@@ -177,7 +177,7 @@ def launch(
             TRANSPOSED=transposed,
             BIAS=bias is not None,
             RANK=rank,
-            RANK_BLOCK=max(16, next_power_of_2(rank)) if rank else 16,
+            RANK_BLOCK=min(tile.depth, max(16, next_power_of_2(rank))) if rank else 16,  # as much memory as a step
             EVEN_DEPTH=depths % tile.depth == 0,
             EVEN_COLUMNS=columns % tile.columns == 0,
             PRECISION=precision(),

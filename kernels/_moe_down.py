@@ -141,8 +141,8 @@ def _fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *opti
     need_weight, need_bias, need_a, need_b = options[-4:]
     return (
         torch.empty_like(top_k_weights),
-        torch.empty_like(weight) if need_weight else pre.new_empty(0),
-        torch.empty_like(bias) if need_bias else pre.new_empty(0),
+        weight.new_empty(weight.shape) if need_weight else pre.new_empty(0),
+        bias.new_empty(bias.shape) if need_bias else pre.new_empty(0),
         *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
     )
 

@@ -86,8 +86,8 @@ def _gate_up_backward(
 def _(dpre, hidden, weight, lora_a, lora_b, *options):
     need_hidden, need_weight, need_bias, need_a, need_b = options[-5:]
     return (
-        torch.empty_like(hidden) if need_hidden else dpre.new_empty(0),
-        torch.empty_like(weight) if need_weight else dpre.new_empty(0),
+        hidden.new_empty(hidden.shape) if need_hidden else dpre.new_empty(0),
+        weight.new_empty(weight.shape) if need_weight else dpre.new_empty(0),
         dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
         *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
     )

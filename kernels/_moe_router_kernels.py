@@ -14,7 +14,7 @@ _LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """int32 that compare as the fp32 `x` do; -0 as 0, NaN above all."""
     x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("nan"), x))
     bits = x.to(tl.int32, bitcast=True)
@@ -27,7 +27,7 @@ def _keys(x, lanes, valid, LOG_LANES: tl.constexpr):
 
     No two valid ones are equal, so that a maximum says which lane it is.
     """
-    keys = (_ordered(x).to(tl.int64) << LOG_LANES) | ((1 << LOG_LANES) - 1 - lanes)
+    keys = (ordered(x).to(tl.int64) << LOG_LANES) | ((1 << LOG_LANES) - 1 - lanes)
     return tl.where(valid, keys, _LEAST)
 
 

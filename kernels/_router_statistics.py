@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels._autograd import refuse_second_derivative
+from liger_trainer.kernels._moe_router_kernels import ordered
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
@@ -52,9 +53,7 @@ def _softmax(x):
 def _largest(x, columns, top_k, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     """Which entries of each row are its `top_k` largest; of equal ones the first."""
     # An integer that orders as the float does, and below it the column: no two keys of a row are equal.
-    bits = x.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = (ordered.to(tl.int64) << 32) | (BLOCK_EXPERTS - 1 - columns)[None, :].to(tl.int64)
+    keys = (ordered(x).to(tl.int64) << 32) | (BLOCK_EXPERTS - 1 - columns)[None, :].to(tl.int64)
     least = tl.full([BLOCK_ROWS], 0x7FFFFFFFFFFFFFFF, tl.int64)
     for _ in range(top_k):
         least = tl.max(tl.where(keys < least[:, None], keys, -0x7FFFFFFFFFFFFFFF), 1)

@@ -68,8 +68,8 @@ def moe_experts(
         top_k_index: (T, k), the experts of each token. An id of E or more is no expert of this process: it adds
             nothing, and its weight gets no gradient.
         top_k_weights: (T, k), floating.
-        gate_up_weight: (E, 2 I, H), gate first, then up; (E, I, H) where nothing is gated. A frozen weight costs no
-            gradient, here and below.
+        gate_up_weight: (E, 2 I, H), gate first, then up; (E, I, H) where nothing is gated. Of hidden's dtype, as is the
+            next, but under autocast. A frozen weight costs no gradient, here and below.
         down_weight: (E, H, I).
         gate_up_bias: (E, 2 I) or (E, I), or None.
         down_bias: (E, H), or None.
@@ -89,7 +89,7 @@ def moe_experts(
         (T, H) in hidden's dtype.
 
     Raises:
-        ValueError: If a shape does not fit, or the activation is unknown.
+        ValueError: If a shape or dtype does not fit, or the activation is unknown.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed)
@@ -100,6 +100,11 @@ def moe_experts(
     hidden, gate_up_weight, down_weight, gate_up_bias, down_bias = _as_autocast(
         hidden, gate_up_weight, down_weight, gate_up_bias, down_bias
     )
+    for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):
+        if weight.dtype != hidden.dtype:
+            raise ValueError(
+                f"`{name}` is of {weight.dtype} and `hidden` of {hidden.dtype}; cast one of them, or use autocast."
+            )
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
     values = scalars(gate_multiplier, down_multiplier, limit, up_offset)
     options = activation, values, gated, interleaved, transposed
@@ -127,6 +132,8 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
         raise ValueError(f"`hidden` is {tuple(hidden.shape)}; it must be (tokens, hidden).")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden.shape[0]:
         raise ValueError(f"`top_k_index` is {tuple(top_k_index.shape)}; it must be ({hidden.shape[0]}, k).")
+    if top_k_index.shape[1] == 0:
+        raise ValueError("`top_k_index` has no columns; give every token at least one choice.")
     if top_k_index.is_floating_point():
         raise ValueError(f"`top_k_index` is of {top_k_index.dtype}; it must be of an integer dtype.")
     if top_k_weights.shape != top_k_index.shape:
@@ -134,6 +141,8 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
             f"`top_k_weights` is {tuple(top_k_weights.shape)}; it must be shaped as `top_k_index`, "
             f"{tuple(top_k_index.shape)}."
         )
+    if not top_k_weights.is_floating_point():
+        raise ValueError(f"`top_k_weights` is of {top_k_weights.dtype}; it must be of a floating dtype.")
     layout = "(experts, hidden, {})" if transposed else "(experts, {}, hidden)"
     layout = layout.format("2 * intermediate" if gated else "intermediate")
     axis = 2 if transposed else 1

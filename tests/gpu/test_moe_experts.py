@@ -17,6 +17,7 @@ SHAPES = {
     "aligned": {"tokens": 500, "top_k": 4, "experts": 16, "hidden": 256, "intermediate": 192},
     "one expert": {"tokens": 300, "top_k": 1, "experts": 1, "hidden": 128, "intermediate": 64},
     "odd sizes": {"tokens": 77, "top_k": 2, "experts": 5, "hidden": 100, "intermediate": 37},
+    "rows of 16 bytes on one side alone": {"tokens": 77, "top_k": 2, "experts": 5, "hidden": 128, "intermediate": 50},
 }
 
 

@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from liger_trainer.kernels import _router_statistics as operators
 from liger_trainer.kernels.load_balancing import load_balancing_loss, router_losses, router_losses_reference
+from liger_trainer.kernels.moe_router import topk_softmax_routing
 from tests.accuracy import seeded_randn
 
 
@@ -55,6 +56,13 @@ def test_counts_of_equal_and_infinite_logits(device):
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [-infinity, 2.0, -infinity, -infinity, -3.0]], device=device)
     counts = operators.router_statistics([logits], None, 3)[:5]
     assert counts.tolist() == [2.0, 2.0, 1.0, 0.0, 1.0]
+
+
+def test_zeros_of_either_sign_are_equal(device):
+    """As they are to the router, which gives the token to the first of them."""
+    logits = torch.tensor([[-0.0, 0.0, -1.0]], device=device)
+    assert operators.router_statistics([logits], None, 1)[:3].tolist() == [1.0, 0.0, 0.0]
+    assert topk_softmax_routing(logits, 1)[1].tolist() == [[0]]
 
 
 def test_no_tokens(device):

@@ -13,7 +13,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_trainer.functional import moe_experts
-from liger_trainer.kernels import _moe_down, _moe_gate_up
+from liger_trainer.kernels import _grouped_library, _moe_down, _moe_gate_up
 from liger_trainer.kernels.moe_experts import moe_experts_reference
 from liger_trainer.nn import LigerExperts
 
@@ -207,6 +207,33 @@ def test_operators_keep_torchs_rules(case, device, monkeypatch):
         torch.library.opcheck(operator, detached, test_utils=rules)
 
 
+@pytest.mark.parametrize("case", ["gpt_oss", "gated"])
+def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, monkeypatch):
+    """What torch.compile is told of the backwards, beside what they give."""
+    calls = []
+    for operators, name in ((_moe_gate_up, "_gate_up_backward"), (_moe_down, "_down_backward")):
+        native = getattr(operators, name)
+        monkeypatch.setattr(operators, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    arguments, options = made(case, torch.float32)
+    apart = [x.mT.contiguous().mT.detach().requires_grad_(x.requires_grad) for x in arguments]
+    loss = run(moe_experts, apart, options).square().sum()
+    torch.autograd.grad(loss, [x for x in apart if x.requires_grad], retain_graph=True)
+    assert len(calls) == 2
+    for operator, given in calls:
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("columns", [16, 20])
+def test_the_grouped_matmul_is_asked_where_its_result_is_contiguous(columns, monkeypatch):
+    """It is, on a GPU; the CPU's pads alike."""
+    weight = torch.randn(2, columns, 16, dtype=torch.bfloat16)
+    x, offsets = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([4, 8], dtype=torch.int32)
+    result = _grouped_library.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_grouped_library, "_on_device", lambda device: True)
+    assert _grouped_library.takes(x, weight) == result.is_contiguous() == (columns == 16)
+
+
 def test_autocast(device):
     arguments, options = made("biases", torch.float32, device)
     with torch.autocast(device if isinstance(device, str) else device.type, torch.bfloat16):
@@ -219,6 +246,10 @@ WRONG = {
     "hidden": (lambda a: [a[0][None], *a[1:]], "`hidden` is"),
     "index": (lambda a: [a[0], a[1][:3], *a[2:]], "`top_k_index` is"),
     "index of floats": (lambda a: [a[0], a[1].float(), *a[2:]], "must be of an integer dtype"),
+    "no choice": (lambda a: [a[0], a[1][:, :0], a[2][:, :0], *a[3:]], "`top_k_index` has no columns"),
+    "integer weights": (lambda a: [*a[:2], a[2].long(), *a[3:]], "`top_k_weights` is of torch.int64"),
+    "first of another dtype": (lambda a: [*a[:3], a[3].float(), *a[4:]], "`gate_up_weight` is of torch.float32 and"),
+    "second of another dtype": (lambda a: [*a[:4], a[4].half(), *a[5:]], "`down_weight` is of torch.float16 and"),
     "weights": (lambda a: [*a[:2], a[2][:, :1], *a[3:]], "`top_k_weights` is"),
     "first": (lambda a: [*a[:3], a[3][:, :, 1:], *a[4:]], "`gate_up_weight` is"),
     "odd": (lambda a: [*a[:3], a[3][:, 1:], *a[4:]], "must be an even number"),
@@ -229,7 +260,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_shapes_are_named(what, device):
+def test_wrong_operands_are_named(what, device):
     change, message = WRONG[what]
     arguments, options = made("biases", device=device)
     with pytest.raises(ValueError, match=message):

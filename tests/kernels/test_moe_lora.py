@@ -262,3 +262,18 @@ def test_kernels_compile(target):
     assert len(launches) == 3
     for launch in launches:
         compile_launch(launch, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_of_a_program_does_not_grow_with_the_rank(dtype):
+    """Shared memory, of which an A100 has 163 KiB a program and an H100 227."""
+    rows = sort_by_expert(torch.arange(4096).view(2048, 2) % 4, 4)
+    x, z = torch.zeros(4096, 64, dtype=dtype), torch.zeros(4096, 512, dtype=dtype)
+    b, weight = torch.zeros(4, 256, 512, dtype=dtype), torch.zeros(4, 256, 64, dtype=dtype)
+    out = torch.zeros(4096, 256, dtype=dtype)
+    with recorded_launches() as launches:
+        _grouped_rows_kernel.launch(out, x, weight, rows, 0, False, None, (z, b))
+        _grouped_library.add_to_rows(out, rows, None, (z, b))
+    assert len(launches) == 2
+    for launch in launches:
+        assert compile_launch(launch, "sm_90").metadata.shared <= 163 * 1024
