@@ -71,10 +71,10 @@ def plan(arguments: Namespace, options: Sequence[str]) -> int:
         if arguments.debug:
             raise
         return complain(error)
-    return _show(arguments, inputs, found, size)
+    return _show(arguments, options, inputs, found, size)
 
 
-def _show(arguments: Namespace, inputs: Any, found: Any, size: int) -> int:
+def _show(arguments: Namespace, options: Sequence[str], inputs: Any, found: Any, size: int) -> int:
     from rich.console import Console
 
     from liger_trainer.plan import report
@@ -87,7 +87,7 @@ def _show(arguments: Namespace, inputs: Any, found: Any, size: int) -> int:
         console.print(note, soft_wrap=True, markup=False)
     if found.best is None:
         return complain(_too_big(arguments, inputs, size))
-    text = report.recommendation(inputs, found, found.best, arguments.recipe)
+    text = report.recommendation(inputs, found, found.best, arguments.recipe, options)
     console.print(text, soft_wrap=True, markup=False)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -63,8 +64,8 @@ def way(setting: Setting) -> str:
     return f"{_NAMES[setting.strategy]}, {', '.join(options)}"
 
 
-def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str) -> str:
-    """Why this setting, and the command that runs it."""
+def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: Sequence[str]) -> str:
+    """Why this setting, and the command that runs it with the `options` that it was planned with."""
     setting, fitting = best.setting, sum(row.fits for row in plan.rows)
     free = (plan.room - best.memory.total) / GIB
     text = (
@@ -77,18 +78,32 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str) -> str:
         text += f" Offloading takes {host:.1f} GiB of pinned memory on this machine."
     if setting.strategy == "zero2":
         text += " It needs the deepspeed package."
-    return f"{text}\n\n  {shlex.join(command(inputs, setting, recipe))}"
+    return f"{text}\n\n  {shlex.join(command(inputs, setting, recipe, options))}"
 
 
-def command(inputs: Inputs, setting: Setting, recipe: str) -> list[str]:
-    """The command line that trains `recipe` in this setting; only keys that change are written."""
+def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str] = ()) -> list[str]:
+    """The command line that trains `recipe` with `options` in this setting; of the others only keys that change."""
     line = ["liger-trainer", "train", recipe, "--accelerate_config", CONFIGS[setting.strategy]]
     if setting.gpus > 1:
         line += ["--num_processes", str(setting.gpus)]
-    for key, value in changed_keys(inputs, setting).items():
+    changed = changed_keys(inputs, setting)
+    line += _without(options, {*changed, "accelerate_config", "num_processes"})
+    for key, value in changed.items():
         text = json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
         line += [f"--{key}", text]
     return line
+
+
+def _without(options: Sequence[str], keys: set[str]) -> list[str]:
+    """The options, with their values, of other keys than these."""
+    kept: list[str] = []
+    keep = True
+    for word in options:
+        if word.startswith("--"):
+            keep = word[2:].partition("=")[0] not in keys
+        if keep:
+            kept.append(word)
+    return kept
 
 
 def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:

@@ -45,6 +45,18 @@ def test_options_of_the_kernels_are_kept(configs):
     assert keys["activation_offloading"] is False
 
 
+def test_the_command_keeps_what_was_given(configs):
+    options = ["--max_length", "2048", "--activation_offloading=true", "--accelerate_config", "ddp", "--seed", "3"]
+    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 80 * GB, *options[:3])
+    kept = next(row.setting for row in plan.rows if not row.setting.offloading)
+    line = command(inputs, kept, "llama3_8b_sft", options)
+    assert line[3:5] == ["--accelerate_config", "single_gpu"], "planned for one GPU"
+    assert line[5:9] == ["--max_length", "2048", "--seed", "3"]
+    assert line.count("--accelerate_config") == 1
+    assert "--activation_offloading=true" not in line
+    assert line[line.index("--activation_offloading") + 1] == "false"
+
+
 def test_more_memory_is_never_slower(configs):
     costs = []
     for memory in (70, 80, 100, 141):
