@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0, "seed": 3,
     "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "ddp_timeout": 60,
     "use_cpu": False,
+    "tf32": False,  # a compiled case would switch it on, for all that the process runs after it
 }  # fmt: skip
 
 
