@@ -141,7 +141,11 @@ def test_links_lead_somewhere():
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("http")]
     assert targets
     for target in targets:
-        assert (ROOT / target).exists() or target == "docs/images/gain.png", target
+        path, _, section = target.partition("#")
+        assert (ROOT / path).exists() or path == "docs/images/gain.png", target
+        if section:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+            assert section in [heading.lower().replace(" ", "-") for heading in headings], target
 
 
 def test_changelog_names_the_version():
