@@ -30,6 +30,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels import _gated_activation as gated
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._autograd import second_derivative_message
 from liger_trainer.kernels._base_weights import Weight
 from liger_trainer.kernels._gated_kernels import launch_backward, launch_forward, rows_of
@@ -189,15 +190,6 @@ def gradients_and_h(
 gated_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The inputs as autocast would give them to a linear layer."""
-    device = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-
-
 def kernel_takes(
     gate: torch.Tensor, up: torch.Tensor | None, weight: Weight, bias: torch.Tensor | None, inplace: bool
 ) -> bool:
@@ -248,7 +240,7 @@ def swiglu_down(
             memory.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
+    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
     if kernel_takes(gate, up, weight, bias, inplace_backward):
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
         return _operators(gate, up, weight, bias, "silu", values, inplace_backward)
@@ -287,7 +279,7 @@ def geglu_down(
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     activation = activation_name(approximate)
-    gate, up, weight, bias = _as_autocast(gate, up, weight, bias)
+    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
     if kernel_takes(gate, up, weight, bias, inplace_backward):
         return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward)
     return geglu_down_reference(gate, up, weight, bias, approximate)

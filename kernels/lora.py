@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels import _lora_linears as operators
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._base_weights import flat_weights
 from liger_trainer.kernels.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 
@@ -124,14 +125,6 @@ def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple
         [adapter.mask is not None for _, adapter in adapters],
     )
     return tuple(results)
-
-
-def as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` as autocast would give it to a linear layer."""
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 def _check(x: torch.Tensor, layers: Sequence[LoRALayer]) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from liger_trainer.kernels import _gated_activation as gated
 from liger_trainer.kernels import _lora_down as operators
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._base_weights import flat_weights
 from liger_trainer.kernels._lora_gated_kernels import MAX_RANK
 from liger_trainer.kernels.gated_down import kernel_takes
@@ -29,7 +30,6 @@ from liger_trainer.kernels.geglu import activation_name, geglu, geglu_fused, geg
 from liger_trainer.kernels.lora import (
     LoRA,
     LoRALayer,
-    as_autocast,
     check_adapters,
     lora_linears,
     lora_linears_operator,
@@ -66,7 +66,7 @@ def lora_down(
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     name = _activation(activation, limit)
-    gate, up = as_autocast(gate), None if up is None else as_autocast(up)
+    gate, up = as_autocast(gate), as_autocast(up)
     takes = kernel_takes(gate, up, down.weight, down.bias, inplace_backward)
     if not takes or not down.adapters:
         return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]

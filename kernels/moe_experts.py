@@ -16,10 +16,11 @@ Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._gated_activation import scalars
 from liger_trainer.kernels._moe_activation import ACTIVATIONS, value
 from liger_trainer.kernels._moe_down import moe_down, moe_down_save
@@ -97,9 +98,8 @@ def moe_experts(
     _check_adapters("down_adapters", down_adapters, down_weight, transposed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
-    hidden, gate_up_weight, down_weight, gate_up_bias, down_bias = _as_autocast(
-        hidden, gate_up_weight, down_weight, gate_up_bias, down_bias
-    )
+    hidden, gate_up_weight, down_weight = as_autocast(hidden), as_autocast(gate_up_weight), as_autocast(down_weight)
+    gate_up_bias, down_bias = as_autocast(gate_up_bias), as_autocast(down_bias)
     for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):
         if weight.dtype != hidden.dtype:
             raise ValueError(
@@ -116,15 +116,6 @@ def moe_experts(
         second = down_weight, down_bias, second_a, second_b, *rows, second_scalings
         operands = pre, top_k_weights.contiguous(), *second, *options
         return moe_down(moe_down_save(*operands), *operands)
-
-
-def _as_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The operands as autocast would give them to a linear layer."""
-    device = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._expert_exchange import bring_back, plan_exchange, send
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.finding import Finding
@@ -63,20 +64,12 @@ def run_exchanged(
         (T, H), in the dtype of the results.
     """
     exchange = plan_exchange(top_k_index, num_local_experts, group)
-    rows, weights = send(_as_autocast(hidden), top_k_weights, exchange)
+    rows, weights = send(as_autocast(hidden), top_k_weights, exchange)  # no more is sent than is multiplied
     ids = exchange.local_ids
     if len(rows) == 0:  # a row of zeros: so the weights get a gradient, and FSDP its part of a reduction
         rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
         return bring_back(experts(rows, ids.new_zeros(1, 1), weights)[:0], exchange)
     return bring_back(experts(rows, ids, weights), exchange)
-
-
-def _as_autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """`hidden` as the experts' products would take it, so that no more than that is sent."""
-    device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
-        return hidden
-    return hidden.to(torch.get_autocast_dtype(device))
 
 
 def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
