@@ -385,6 +385,15 @@ def test_chunk_plan(
     assert count == 1 or tokens - (count - 1) * rows > 0
 
 
+@pytest.mark.parametrize(
+    ("budget", "rows"), [(800, 768), (1023, 1024), (1300, 1280), (1766, 2048), (2093, 2048), (2200, 2560), (5000, 5120)]
+)
+def test_many_tokens_are_whole_blocks_of_tiles(budget: int, rows: int) -> None:
+    hidden = torch.empty(rows * 40, 64, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1024, 64, dtype=torch.bfloat16, device="meta")
+    assert chunk_rows(hidden, weight, budget * 2048, False) == rows
+
+
 def test_chunk_plan_of_known_models() -> None:
     def plan(tokens: int, hidden_size: int, vocab_size: int) -> int:
         hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta")
