@@ -49,6 +49,13 @@ SFT_OPTIONS = {
     "label_smoothing_moe": {"label_smoothing_factor": 0.2, "model": "mixtral"},
     "label_smoothing_evaluation": {"label_smoothing_factor": 0.2, "eval_strategy": "steps", "eval_steps": 1},
     "dft_softcap": {"loss_type": "dft", "model": "gemma2", "data": "completions"},
+    "every_second_layer": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
+    "selective_tiled": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"selective": True},
+        "own": {"liger_kernel_config": {"tiled_mlp": True}},
+    },
 }
 
 
