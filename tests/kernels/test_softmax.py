@@ -157,4 +157,5 @@ def test_kernels_read_128_bits_at_a_time(columns: int) -> None:
         accesses = [line for line in lines if "ld.global" in line or "st.global" in line]
         numbers_a_row = int(launch.arguments["lse_ptr"] is not None)
         assert len(accesses) > numbers_a_row
-        assert sum("v4.b32" not in line for line in accesses) == numbers_a_row
+        narrow = {line.split("[")[1].split()[0] for line in accesses if "v4.b32" not in line}
+        assert len(narrow) == numbers_a_row  # addresses, as Triton 3.7 reads a row's one number more than once
