@@ -1,0 +1,299 @@
+"""Blocks of experts as published models have them, and how exact ours is on one beside the block's own loop.
+
+Truth is the block's own code in a wider dtype. It computes expert by expert, so that no wide copy of all weights and no
+wide gradient of all of them exists at once.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from liger_trainer import apply_liger_kernel, revert_liger_kernel
+
+_SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
+_SOFTMAX = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+
+BLOCKS: dict[str, tuple[type[nn.Module], type, dict[str, Any]]] = {
+    "deepseek-v3": (
+        *(DeepseekV3MoE, tf.DeepseekV3Config),
+        _SIGMOID
+        | {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    ),
+    "glm4.5": (
+        *(Glm4MoeMoE, tf.Glm4MoeConfig),
+        _SIGMOID
+        | {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "glm4.5-air": (
+        *(Glm4MoeMoE, tf.Glm4MoeConfig),
+        _SIGMOID
+        | {"hidden_size": 4096, "moe_intermediate_size": 1408, "n_routed_experts": 128}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    ),
+    "llama4-scout": (
+        *(Llama4TextMoe, tf.Llama4TextConfig),
+        {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1},
+    ),
+    "qwen2-57b-a14b": (
+        *(Qwen2MoeSparseMoeBlock, tf.Qwen2MoeConfig),
+        _SOFTMAX
+        | {"hidden_size": 3584, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
+    ),
+    "olmoe-1b-7b": (
+        *(OlmoeSparseMoeBlock, tf.OlmoeConfig),
+        _SOFTMAX | {"hidden_size": 2048, "intermediate_size": 1024},
+    ),
+    "gpt-oss-120b": (
+        *(GptOssMLP, tf.GptOssConfig),
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4},
+    ),
+}
+"""Class of the block, class of its configuration, and what the published configuration says of the block."""
+
+_BIAS = "e_score_correction_bias"
+
+
+class Errors(NamedTuple):
+    """Squared distances from the truth, of one tensor or of each expert's part of one, in float64."""
+
+    ours: Tensor
+    eager: Tensor
+    norm: Tensor
+
+    def no_less_exact(self, factor: float, floor: float) -> bool:
+        """Whether ours is nowhere further away than `factor` times eager's distance and `floor` of the norm."""
+        ours, eager, norm = (square.sqrt() for square in self)
+        return bool((ours <= factor * eager + floor * norm).all())
+
+    def __str__(self) -> str:
+        ours, eager, norm = ((square / self.norm.clamp_min(1e-300)).sqrt() for square in self)
+        return f"ours {float(ours.max()):.3e}, eager {float(eager.max()):.3e}, ours / eager {self.ratio():.3f}"
+
+    def ratio(self) -> float:
+        """The largest ratio of the two distances."""
+        return float((self.ours / self.eager.clamp_min(1e-300)).sqrt().max())
+
+
+def build(name: str, device: str, dtype: torch.dtype, widths: dict[str, int] | None = None) -> nn.Module:
+    """The block of a published model on its own, with normal weights that keep deviations near 1.
+
+    Args:
+        name: A key of `BLOCKS`.
+        device: Where.
+        dtype: Of the parameters; the correction of a sigmoid router stays in fp32, as models keep it.
+        widths: Fields of the configuration to change, of those that it has.
+    """
+    kind, config_class, fields = BLOCKS[name]
+    config = config_class(**{**fields, **{key: width for key, width in (widths or {}).items() if key in fields}})
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        block = kind(config).to(dtype)
+    block.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    transposed = bool(getattr(block.experts, "is_transposed", name.startswith("llama4")))
+    for key, parameter in block.named_parameters():
+        stacked_transposed = parameter.dim() == 3 and transposed
+        scale = 0.1 if key.endswith("bias") else parameter.shape[1 if stacked_transposed else -1] ** -0.5
+        if hasattr(block.experts, "limit") and "gate_up" in key:
+            scale *= 3  # so that the clamps clamp
+        parameter.data.normal_(generator=generator).mul_(scale)
+    router = router_of(block)
+    if _BIAS in router._buffers:
+        bias = torch.randn(router.num_experts, device=device, generator=generator)
+        setattr(router, _BIAS, 0.02 * bias)
+    return block
+
+
+def router_of(block: Any) -> Any:
+    """The block's router."""
+    return block._modules.get("gate") or block._modules["router"]
+
+
+def clear_tokens(block: nn.Module, tokens: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Normal hidden states (tokens, hidden), of more than that the ones whose choice of experts is the clearest.
+
+    Rounding then changes no choice: logits in bf16 are often equal, and of equal ones torch takes any.
+    """
+    router = router_of(block)
+    generator = torch.Generator(device).manual_seed(1)
+    size = router.weight.shape[1]
+    hidden = torch.randn(tokens * 3 // 2, size, device=device, dtype=dtype, generator=generator)
+    scores = hidden.float() @ router.weight.float().mT
+    if getattr(router, "bias", None) is not None:
+        scores = scores + router.bias.float()
+    margin = torch.full_like(scores[:, 0], torch.inf)
+    if _BIAS in router._buffers:
+        scores = scores.sigmoid() + getattr(router, _BIAS)
+        if router.topk_group < router.num_group:
+            groups = scores.unflatten(1, (router.num_group, -1))
+            sums = groups.topk(2).values.sum(-1)
+            top = sums.topk(router.topk_group + 1).values
+            margin = top[:, -2] - top[:, -1]
+            scores = groups.masked_fill((sums < top[:, -2:-1]).unsqueeze(2), -torch.inf).flatten(1)
+    top = scores.topk(router.top_k + 1).values
+    return hidden[torch.minimum(margin, top[:, -2] - top[:, -1]).topk(tokens).indices].detach()
+
+
+def measure(block: nn.Module, hidden: Tensor, upstream: Tensor, exact: torch.dtype) -> tuple[dict[str, Errors], Any]:
+    """How far output and gradients are from the truth: the block as it is, and patched.
+
+    Args:
+        block: With eager experts; patched meanwhile.
+        hidden: (tokens, hidden).
+        upstream: (tokens, hidden), the gradient of the output.
+        exact: The dtype of the truth.
+
+    Returns:
+        The errors by name (``"output"``, ``"hidden"``, the parameters'), and the report of the patch.
+
+    Raises:
+        AssertionError: If the three do not choose the same experts; their errors would say nothing.
+    """
+    eager, chosen = _run(block, hidden, upstream)
+    report = apply_liger_kernel(block)
+    ours, chosen_by_ours = _run(block, hidden, upstream)
+    revert_liger_kernel(block)
+    experts = block.experts
+    stream = _Stream(experts, [{k.removeprefix("experts."): v for k, v in each.items()} for each in (ours, eager)])
+    block.experts = _ExpertByExpert(experts, stream)
+    rest = {key: value for key, value in block.named_parameters() if not key.startswith("experts.")}
+    wide = {key: value.detach().to(exact).requires_grad_() for key, value in rest.items()}
+    true, chosen_by_truth = _run(block, hidden.to(exact), upstream.to(exact), wide)
+    block.experts = experts
+    for other in (chosen_by_ours, chosen_by_truth):
+        assert torch.equal(other, chosen)
+    assert ours.keys() == eager.keys()
+    errors = {key: _errors(ours[key], eager[key], value) for key, value in true.items()}
+    errors |= {f"experts.{key}": Errors(*torch.stack(rows).unbind(1)) for key, rows in stream.errors.items()}
+    assert errors.keys() == eager.keys()
+    return errors, report
+
+
+def _run(
+    block: Any, hidden: Tensor, upstream: Tensor, parameters: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Output and gradients by name, and the experts of each token (tokens, k) in ascending order."""
+    chosen = []
+
+    def note(router: Any, arguments: Any, result: tuple[Tensor, ...]) -> None:
+        index = result[2] if len(result) == 3 else result[0].topk(router.top_k).indices
+        chosen.append(index.sort(-1).values)
+
+    hook = router_of(block).register_forward_hook(note)
+    hidden = hidden.detach().clone().requires_grad_()
+    output = functional_call(block, parameters or {}, (hidden.unsqueeze(0),))
+    hook.remove()
+    output = (output[0] if isinstance(output, tuple) else output).view_as(hidden)
+    leaves = {"hidden": hidden, **(parameters or dict(block.named_parameters()))}
+    gradients = torch.autograd.grad(output, list(leaves.values()), upstream)
+    (index,) = chosen
+    return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}, index
+
+
+def _errors(ours: Tensor, eager: Tensor, true: Tensor) -> Errors:
+    distances = (torch.linalg.vector_norm(x.to(true.dtype) - true, dtype=torch.float64) for x in (ours, eager))
+    return Errors(*(d.square() for d in (*distances, torch.linalg.vector_norm(true, dtype=torch.float64))))
+
+
+class _Stream:
+    """Takes the true gradients of one expert after the other and keeps how far the others are from them."""
+
+    def __init__(self, experts: nn.Module, found: list[dict[str, Tensor]]) -> None:
+        self.found = found
+        self.errors: dict[str, list[Tensor]] = {key: [] for key, _ in experts.named_parameters()}
+
+    def take(self, expert: int, gradients: dict[str, Tensor]) -> None:
+        for key, true in gradients.items():
+            self.errors[key].append(torch.stack(_errors(*(each[key][expert] for each in self.found), true[0])))
+
+
+class _ExpertByExpert(nn.Module):
+    """The class's own forward on the rows and the wide weights of one expert at a time, in place of its module."""
+
+    def __init__(self, experts: nn.Module, stream: _Stream) -> None:
+        super().__init__()
+        self.experts = experts
+        self.stream = stream
+
+    def forward(self, hidden: Tensor, *choice: Tensor) -> Tensor:
+        if choice:
+            index, weights = choice
+            return _Experts.apply(self, index, hidden, weights)
+        return _Experts.apply(self, None, hidden, None)
+
+    def rows(self, index: Tensor | None, hidden: Tensor, weights: Tensor | None, expert: int) -> tuple[Any, Any]:
+        """Where the rows of an expert lie: tokens, and the places in (tokens, k); all experts see all in turn else."""
+        if index is None or weights is None:
+            size = len(hidden) // self.experts.gate_up_proj.shape[0]
+            return slice(expert * size, (expert + 1) * size), None
+        token, place = torch.where(index == expert)
+        return token, (token, place)
+
+    def one(self, expert: int, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The results of one expert, and its weights, which are leaves."""
+        wide = {
+            key: value.detach()[expert : expert + 1].to(rows.dtype).requires_grad_()
+            for key, value in self.experts.named_parameters()
+        }
+        choice = ()
+        if weights is not None:
+            choice = torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device), weights.unsqueeze(1)
+        return functional_call(self.experts, wide, (rows, *choice)), wide
+
+
+class _Experts(torch.autograd.Function):
+    """Runs each expert in both passes, so that nothing of it is kept."""
+
+    @staticmethod
+    def forward(ctx, module, index, hidden, weights):
+        ctx.module = module
+        ctx.save_for_backward(index, hidden, weights)
+        output = torch.zeros_like(hidden)
+        for expert in range(len(module.experts.down_proj)):
+            tokens, places = module.rows(index, hidden, weights, expert)
+            results, _ = module.one(expert, hidden[tokens], None if places is None else weights[places])
+            output[tokens] += results
+        return output
+
+    @staticmethod
+    def backward(ctx, upstream):
+        module, (index, hidden, weights) = ctx.module, ctx.saved_tensors
+        of_hidden = torch.zeros_like(hidden)
+        of_weights = None if weights is None else torch.zeros_like(weights)
+        for expert in range(len(module.experts.down_proj)):
+            tokens, places = module.rows(index, hidden, weights, expert)
+            inputs = [hidden[tokens]] if places is None else [hidden[tokens], weights[places]]
+            inputs = [each.detach().requires_grad_() for each in inputs]
+            with torch.enable_grad():
+                results, wide = module.one(expert, *inputs, *([None] if places is None else []))
+            leaves = [*inputs, *wide.values()]
+            if results.requires_grad:
+                gradients = torch.autograd.grad(results, leaves, upstream[tokens])
+            else:  # an expert that nothing chose
+                gradients = [torch.zeros_like(leaf) for leaf in leaves]
+            of_hidden[tokens] += gradients[0]
+            if of_weights is not None:
+                of_weights[places] = gradients[1]
+            module.stream.take(expert, dict(zip(wide, gradients[len(inputs) :], strict=True)))
+        return None, None, of_hidden, of_weights
+
+
+def release() -> None:
+    """Gives memory back to the device between two blocks."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
