@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import transformers as tf
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -20,47 +19,18 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.benchmarks.models import MODELS, model_config
 
-_SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
-_SOFTMAX = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
-
-BLOCKS: dict[str, tuple[type[nn.Module], type, dict[str, Any]]] = {
-    "glm4.5": (
-        *(Glm4MoeMoE, tf.Glm4MoeConfig),
-        _SIGMOID
-        | {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
-        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
-    ),
-    "glm4.5-air": (
-        *(Glm4MoeMoE, tf.Glm4MoeConfig),
-        _SIGMOID
-        | {"hidden_size": 4096, "moe_intermediate_size": 1408, "n_routed_experts": 128}
-        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-    ),
-    "llama4-scout": (
-        *(Llama4TextMoe, tf.Llama4TextConfig),
-        {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1},
-    ),
-    "qwen2-57b-a14b": (
-        *(Qwen2MoeSparseMoeBlock, tf.Qwen2MoeConfig),
-        _SOFTMAX | {"hidden_size": 3584, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
-    ),
-    "olmoe-1b-7b": (
-        *(OlmoeSparseMoeBlock, tf.OlmoeConfig),
-        _SOFTMAX | {"hidden_size": 2048, "intermediate_size": 1024},
-    ),
-    "gpt-oss-120b": (
-        *(GptOssMLP, tf.GptOssConfig),
-        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4},
-    ),
-    "deepseek-v3": (
-        *(DeepseekV3MoE, tf.DeepseekV3Config),
-        _SIGMOID
-        | {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
-        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
-    ),
+BLOCKS: dict[str, type[nn.Module]] = {
+    "glm4.5": Glm4MoeMoE,
+    "glm4.5-air": Glm4MoeMoE,
+    "llama4-scout": Llama4TextMoe,
+    "qwen2-57b-a14b": Qwen2MoeSparseMoeBlock,
+    "olmoe-1b-7b": OlmoeSparseMoeBlock,
+    "gpt-oss-120b": GptOssMLP,
+    "deepseek-v3": DeepseekV3MoE,
 }
-"""Class of the block, class of its configuration, and what the published configuration says of the block."""
+"""The class of the block of each model, a key of `liger_trainer.benchmarks.models.MODELS`."""
 
 _BIAS = "e_score_correction_bias"
 
@@ -144,11 +114,13 @@ def measure_block(
 
 def on_meta(name: str, widths: dict[str, int] | None = None) -> nn.Module:
     """The block without memory, with eager experts; of the configuration's fields, `widths` are changed."""
-    kind, config_class, fields = BLOCKS[name]
-    config = config_class(**{**fields, **{key: width for key, width in (widths or {}).items() if key in fields}})
+    config = model_config(MODELS[name])
     config._experts_implementation = "eager"
+    for field, width in (widths or {}).items():
+        if hasattr(config, field):
+            setattr(config, field, width)
     with torch.device("meta"):
-        return kind(config)
+        return BLOCKS[name](config)
 
 
 def _filled(block: Any, device: str) -> nn.Module:

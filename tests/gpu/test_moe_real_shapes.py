@@ -13,7 +13,7 @@ TOKENS = 4096
 # The loop's backward holds, beside the weights, three times the gradient of a stacked weight: what it has summed, the
 # next expert's, as large with zeros, and their sum.
 BYTES_A_PARAMETER = 4 * 2
-OTHERS = 8 * 2**30
+OTHERS = 16 * 2**30
 
 
 @pytest.mark.parametrize("name", BLOCKS)
