@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of one published model that its kernels see.
-
-    With latent attention, `heads`, `kv_heads` and `head_dim` are those of the queries and keys that are rotated.
-    """
+    """The sizes of one published model that its kernels see."""
 
     name: str
     title: str
@@ -33,6 +30,7 @@ class Model:
     routed_scale: float = 1.0  # of the weights of a sigmoid router
     shared_intermediate: int = 0  # of a shared expert that is wider than the others
     dense_layers: int = 0  # the first ones, without experts
+    latent_attention: bool = False  # heads, their number and size, are then those of queries and keys that are rotated
     sliding_window: int | None = None
 
 
@@ -85,6 +83,7 @@ MODELS = {
             expert_intermediate=2048,
             routed_scale=2.5,
             dense_layers=3,
+            latent_attention=True,
         ),
         Model(
             *("glm4.5", "GLM-4.5", 5120, 12288, 151552, 92, 96, 8, 128),
@@ -200,7 +199,7 @@ def _config_with_experts(model: Model, sizes: dict[str, Any]) -> PretrainedConfi
     if family == "olmoe":
         return tf.OlmoeConfig(**sizes)
     sizes["moe_intermediate_size"] = model.expert_intermediate
-    if family == "deepseek":  # every head has keys and values of its own, made from what is kept of a token
+    if model.latent_attention:  # every head has keys and values of its own, made from what is kept of a token
         return tf.DeepseekV3Config(**sizes | {"num_key_value_heads": model.heads})
     if family == "glm4.5":
         return tf.Glm4MoeConfig(**sizes, use_qk_norm=model.qk_norm, attention_bias=True)

@@ -125,7 +125,7 @@ def test_configurations(name):
         model = AutoModelForCausalLM.from_config(model_config(shape, layers=1))
     assert model.lm_head.weight.shape == (shape.vocab, shape.hidden)
     attention = model.model.layers[0].self_attn
-    if name == "deepseek-v3":  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
+    if shape.latent_attention:  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
         assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + 128)
         assert attention.kv_a_proj_with_mqa.weight.shape == (shape.kv_heads * shape.head_dim + 512, shape.hidden)
     else:
