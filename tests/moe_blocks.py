@@ -36,21 +36,32 @@ _BIAS = "e_score_correction_bias"
 
 
 class Errors(NamedTuple):
-    """Squared distances from the truth, of one tensor or of each expert's part of one, in float64."""
+    """Distances from the truth, of one tensor or of each expert's part of one, in float64.
+
+    Args:
+        ours: Of the patched block.
+        eager: Of the block as it is.
+        norm: Of the truth.
+        numbers: In the tensor or part.
+    """
 
     ours: Tensor
     eager: Tensor
     norm: Tensor
+    numbers: int
 
     def no_less_exact(self, factor: float, floor: float) -> bool:
-        """Whether ours is nowhere further away than `factor` times eager's distance and `floor` of the norm."""
-        ours, eager, norm = (square.sqrt() for square in self)
-        return bool((ours <= factor * eager + floor * norm).all())
+        """Whether ours is nowhere further away than `factor` times eager's distance and `floor` of the norm.
+
+        The norms of two equally large errors of n independent numbers differ by chance, by a deviation of 1 / sqrt(n);
+        two of them are added to `factor`. That matters for biases alone.
+        """
+        return bool((self.ours <= (factor + 2 * self.numbers**-0.5) * self.eager + floor * self.norm).all())
 
     def __str__(self) -> str:
         least = torch.finfo(torch.float64).tiny
-        ours, eager = ((square / self.norm.clamp_min(least)).sqrt().max() for square in self[:2])
-        ratio = (self.ours / self.eager.clamp_min(least)).sqrt().max()
+        ours, eager = ((distance / self.norm.clamp_min(least)).max() for distance in (self.ours, self.eager))
+        ratio = (self.ours / self.eager.clamp_min(least)).max()
         return f"ours {ours:.3e}, eager {eager:.3e} of the norm; ours / eager {ratio:.3f}"
 
 
@@ -104,8 +115,9 @@ def measure_block(
     rest = {key: value for key, value in block.named_parameters() if not key.startswith("experts.")}
     wide = {key: value.detach().to(exact).requires_grad_() for key, value in rest.items()}
     true, truly_chosen = _run(block, hidden.to(exact), upstream.to(exact), wide)
-    errors = {key: _errors(ours[key], eager[key], value) for key, value in true.items()}
-    errors |= {f"experts.{key}": Errors(*torch.stack(rows).unbind(1)) for key, rows in stream.errors.items()}
+    errors = {key: Errors(*_norms(ours[key], eager[key], value), value.numel()) for key, value in true.items()}
+    for key, rows in stream.norms.items():
+        errors[f"experts.{key}"] = Errors(*torch.stack(rows).unbind(1), getattr(experts, key)[0].numel())
     assert errors.keys() == eager.keys() == ours.keys()
     components = {row.component for row in report.applied}
     same = torch.equal(chosen_by_ours, chosen) and torch.equal(chosen, truly_chosen)
@@ -176,7 +188,7 @@ def _run(
 
     def note(router: Any, arguments: Any, result: tuple[Tensor, ...]) -> None:
         index = result[2] if len(result) == 3 else result[0].topk(router.top_k).indices
-        chosen.append(index.sort(-1).values)
+        chosen.append(index.long().sort(-1).values)
 
     hook = _router(block).register_forward_hook(note)
     hidden = hidden.detach().clone().requires_grad_()
@@ -189,9 +201,10 @@ def _run(
     return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}, index
 
 
-def _errors(ours: Tensor, eager: Tensor, true: Tensor) -> Errors:
-    distances = (torch.linalg.vector_norm(x.to(true.dtype) - true, dtype=torch.float64) for x in (ours, eager))
-    return Errors(*(d.square() for d in (*distances, torch.linalg.vector_norm(true, dtype=torch.float64))))
+def _norms(ours: Tensor, eager: Tensor, true: Tensor) -> Tensor:
+    """The first two numbers are the distances from `true`, the third is its norm."""
+    vectors = ours.to(true.dtype) - true, eager.to(true.dtype) - true, true
+    return torch.stack([torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in vectors])
 
 
 class _Stream:
@@ -199,11 +212,11 @@ class _Stream:
 
     def __init__(self, experts: nn.Module, found: list[dict[str, Tensor]]) -> None:
         self.found = found
-        self.errors: dict[str, list[Tensor]] = {key: [] for key, _ in experts.named_parameters()}
+        self.norms: dict[str, list[Tensor]] = {key: [] for key, _ in experts.named_parameters()}
 
     def take(self, expert: int, gradients: dict[str, Tensor]) -> None:
         for key, true in gradients.items():
-            self.errors[key].append(torch.stack(_errors(*(each[key][expert] for each in self.found), true[0])))
+            self.norms[key].append(_norms(*(each[key][expert] for each in self.found), true[0]))
 
 
 class _ExpertByExpert(nn.Module):
