@@ -27,6 +27,10 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    routed_scale: float = 1.0  # of the weights of a sigmoid router
+    shared_intermediate: int = 0  # of a shared expert that is wider than the others
+    dense_layers: int = 0  # the first ones, without experts
+    latent_attention: bool = False  # heads, their number and size, are then those of queries and keys that are rotated
     sliding_window: int | None = None
 
 
@@ -65,6 +69,57 @@ MODELS = {
             expert_intermediate=2880,
             sliding_window=128,
         ),
+        Model(
+            *("gpt-oss-120b", "GPT-OSS-120B", 2880, 2880, 201088, 36, 64, 8, 64),
+            experts=128,
+            experts_per_token=4,
+            expert_intermediate=2880,
+            sliding_window=128,
+        ),
+        Model(
+            *("deepseek-v3", "DeepSeek-V3", 7168, 18432, 129280, 61, 128, 1, 64),
+            experts=256,
+            experts_per_token=8,
+            expert_intermediate=2048,
+            routed_scale=2.5,
+            dense_layers=3,
+            latent_attention=True,
+        ),
+        Model(
+            *("glm4.5", "GLM-4.5", 5120, 12288, 151552, 92, 96, 8, 128),
+            qk_norm=True,
+            experts=160,
+            experts_per_token=8,
+            expert_intermediate=1536,
+            routed_scale=2.5,
+            dense_layers=3,
+        ),
+        Model(
+            *("glm4.5-air", "GLM-4.5-Air", 4096, 10944, 151552, 46, 96, 8, 128),
+            experts=128,
+            experts_per_token=8,
+            expert_intermediate=1408,
+            dense_layers=1,
+        ),
+        Model(
+            *("llama4-scout", "Llama 4 Scout", 5120, 8192, 202048, 48, 40, 8, 128),
+            experts=16,
+            experts_per_token=1,
+            expert_intermediate=8192,
+        ),
+        Model(
+            *("qwen2-57b-a14b", "Qwen2-57B-A14B", 3584, 18944, 151936, 28, 28, 4, 128),
+            experts=64,
+            experts_per_token=8,
+            expert_intermediate=2560,
+            shared_intermediate=20480,
+        ),
+        Model(
+            *("olmoe-1b-7b", "OLMoE-1B-7B", 2048, 1024, 50304, 16, 16, 16, 128),
+            experts=64,
+            experts_per_token=8,
+            expert_intermediate=1024,
+        ),
         # Gemma 3's own checkpoints leave `final_logit_softcapping` unset; Gemma 2's and later ones set 30. The shapes
         # are measured with it, as the harder case.
         Model(
@@ -101,14 +156,7 @@ MODELS = {
 
 def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     """The published configuration of a model's shapes."""
-    from transformers import (
-        Gemma3TextConfig,
-        GptOssConfig,
-        LlamaConfig,
-        MixtralConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
     sizes: dict[str, Any] = {
         "vocab_size": model.vocab,
@@ -123,16 +171,40 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     if model.name.startswith("gemma3"):
         return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
     if model.experts:
-        sizes["num_experts_per_tok"] = model.experts_per_token
-        if model.name.startswith("mixtral"):
-            return MixtralConfig(**sizes, num_local_experts=model.experts)
-        if model.name.startswith("gpt-oss"):
-            return GptOssConfig(**sizes, num_local_experts=model.experts, sliding_window=model.sliding_window)
-        experts: dict[str, Any] = {"num_experts": model.experts, "moe_intermediate_size": model.expert_intermediate}
-        config = Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
-        config.head_dim = model.head_dim  # read by the model, though not a declared field
-        return config
+        return _config_with_experts(model, sizes | {"num_experts_per_tok": model.experts_per_token})
     if model.name.startswith("qwen3"):
         return Qwen3Config(**sizes)
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope)
+
+
+def _config_with_experts(model: Model, sizes: dict[str, Any]) -> PretrainedConfig:
+    import transformers as tf
+
+    family = model.name.split("-")[0]
+    if family in ("mixtral", "gpt", "llama4"):
+        sizes["num_local_experts"] = model.experts
+    elif family in ("deepseek", "glm4.5"):
+        sizes["n_routed_experts"] = model.experts
+        sizes["first_k_dense_replace"] = model.dense_layers
+        sizes["routed_scaling_factor"] = model.routed_scale
+    else:
+        sizes["num_experts"] = model.experts
+    if family == "mixtral":
+        return tf.MixtralConfig(**sizes)
+    if family == "gpt":
+        return tf.GptOssConfig(**sizes, sliding_window=model.sliding_window)
+    if family == "llama4":
+        return tf.Llama4TextConfig(**sizes)
+    if family == "olmoe":
+        return tf.OlmoeConfig(**sizes)
+    sizes["moe_intermediate_size"] = model.expert_intermediate
+    if model.latent_attention:  # every head has keys and values of its own, made from what is kept of a token
+        return tf.DeepseekV3Config(**sizes | {"num_key_value_heads": model.heads})
+    if family == "glm4.5":
+        return tf.Glm4MoeConfig(**sizes, use_qk_norm=model.qk_norm, attention_bias=True)
+    if family == "qwen2":
+        return tf.Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=model.shared_intermediate)
+    config = tf.Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    config.head_dim = model.head_dim  # read by the model, though not a declared field
+    return config

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from liger_trainer.benchmarks.training_step import Task
 
 ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
 EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # no linear layers: one parameter for all experts
 _PROMPT = 8  # a prompt is an eighth of a sequence
 

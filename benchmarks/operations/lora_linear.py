@@ -47,7 +47,10 @@ def _matmuls(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
 @operation("lora_linear")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """The floor is the product with the weight forward and backward."""
-    for variant, outputs in (("q", model.heads * model.head_dim), ("gate", model.intermediate)):
+    outputs_of = {"q": model.heads * model.head_dim, "gate": model.intermediate}
+    if model.latent_attention:  # its queries come in two steps
+        del outputs_of["q"]
+    for variant, outputs in outputs_of.items():
         x, weight = data.normal(tokens, model.hidden), frozen(data, model.hidden, outputs)
         a, b = adapter(data, model.hidden, outputs)
         gradient = data.upstream(tokens, outputs)

@@ -75,18 +75,32 @@ def stock_experts(model: Model) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(model_config(model, layers=1), experts_implementation="grouped_mm")
+        whole = AutoModelForCausalLM.from_config(model_config(model, layers=model.dense_layers + 1))
     return next(module for name, module in whole.named_modules() if name.endswith(".experts"))
 
 
-def _run(experts: Any, implementation: str, inputs: tuple[Tensor, ...], weights: dict) -> Tensor:
-    experts.config._experts_implementation = implementation
-    return torch.func.functional_call(experts, weights, inputs)
+def _see_every_token(experts: Any) -> bool:
+    """Whether the experts are Llama 4's, which choose no rows: the block gives each every token times its score."""
+    return not hasattr(experts, "is_transposed")
+
+
+def _transposed(experts: Any) -> bool:
+    return _see_every_token(experts) or experts.is_transposed
+
+
+def _run(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], weights: dict) -> Tensor:
+    if not _see_every_token(experts):
+        experts.config._experts_implementation = implementation
+        return torch.func.functional_call(experts, weights, inputs)
+    hidden, index, chosen = inputs
+    scores = chosen.new_zeros(len(hidden), experts.num_experts).scatter(1, index, chosen)
+    scaled = hidden.repeat(experts.num_experts, 1) * scores.mT.reshape(-1, 1)
+    return torch.func.functional_call(experts, weights, (scaled,)).view(experts.num_experts, *hidden.shape).sum(0)
 
 
 @provider("moe_experts", "torch")
 def grouped_mm(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """What transformers runs unless told otherwise."""
+    """What transformers runs unless told otherwise; of Llama 4 it has one implementation."""
     return _run(experts, "grouped_mm", (hidden, top_k_index, top_k_weights), weights)
 
 
@@ -102,7 +116,7 @@ def liger(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tens
     """As `LigerExperts` calls it."""
     from liger_kernel.ops import LigerFusedMoEFunction
 
-    if set(weights) != {"gate_up_proj", "down_proj"} or experts.is_transposed:
+    if set(weights) != {"gate_up_proj", "down_proj"} or _transposed(experts):
         raise ValueError("takes no biases and no transposed weights")
     return LigerFusedMoEFunction.apply(
         hidden, weights["gate_up_proj"], weights["down_proj"], top_k_index.int(), top_k_weights
@@ -126,11 +140,16 @@ def ours(
     if hasattr(experts, "limit"):  # GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1)
         alpha = experts.alpha
         gate = {"gate_multiplier": alpha, "down_multiplier": 1 / alpha, "limit": experts.limit, "up_offset": 1.0}
-    return moe_experts(
+    scores = top_k_weights
+    if _see_every_token(experts):  # the chosen inputs times their scores, one expert a row
+        hidden = (hidden.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
+        top_k_index, top_k_weights = top_k_index.reshape(-1, 1), scores.new_ones(len(hidden), 1)
+    out = moe_experts(
         *(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj),
         gate_up_bias=gate_up_proj_bias,
         down_bias=down_proj_bias,
-        interleaved=not experts.is_concatenated,
-        transposed=experts.is_transposed,
+        interleaved=not getattr(experts, "is_concatenated", True),
+        transposed=_transposed(experts),
         **gate,
     )
+    return out.view(*scores.shape, -1).sum(1) if _see_every_token(experts) else out

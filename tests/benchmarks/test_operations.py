@@ -60,10 +60,16 @@ def test_a_frozen_head_gets_no_gradient(name):
     assert [set(record.errors) for record in records] == [{"output", "dhidden", "dweight"}, {"output", "dhidden"}]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_experts_of_other_families(family):
-    """GPT-OSS has biases, transposed weights, gate and up in turns, and clamps; Liger's kernel takes none of it."""
-    model = dataclasses.replace(MODELS["tiny-moe"], name=family)
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [("mixtral", 2), ("gpt-oss", 2), ("llama4", 1), ("llama4", 2), ("deepseek", 2), ("glm4.5", 2), ("qwen2", 2)],
+)
+def test_experts_of_other_families(family, chosen):
+    """GPT-OSS has biases, transposed weights, gate and up in turns, and clamps; Llama 4's scores scale the inputs."""
+    model = dataclasses.replace(
+        MODELS["tiny-moe"], name=family, experts_per_token=chosen, dense_layers=1, shared_intermediate=8
+    )
+    model = dataclasses.replace(model, intermediate=model.expert_intermediate) if family == "llama4" else model
     records = run("moe_experts", ("torch", "transformers", "liger_trainer"), model=model)
     assert [record.variant for record in records[::3]] == ["", "frozen", "skewed"]
     for record in records:

@@ -46,16 +46,20 @@ def test_losses_of_experts_agree(trainer, lora):
     assert len(set(results["hf"])) > 1
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])
 def test_adapters_are_on_attention_and_experts(name):
+    dense = MODELS[name].dense_layers
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers=1))
+        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers=dense + 1))
         adapted = get_peft_model(model, Setup(Task(name, lora=4), model, {}, []).lora)
-    places = {key.split(".lora_A")[0].split("layers.0.")[1] for key, _ in adapted.named_parameters() if "lora_A" in key}
-    assert {place for place in places if "self_attn" in place} == {f"self_attn.{x}_proj" for x in "qkvo"}
+    keys = [key for key, _ in adapted.named_parameters() if f"layers.{dense}." in key and "lora_A" in key]
+    places = {key.split(".lora_A")[0].split(f"layers.{dense}.")[1] for key in keys}
+    attention = [f"self_attn.{name}" for name, child in model.model.layers[dense].self_attn.named_children()]
+    assert {place for place in places if "self_attn" in place} == {name for name in attention if "_proj" in name}
     assert len({place for place in places if "experts" in place}) == 2
-    assert len(places) == 6
-    assert model.config._experts_implementation == "grouped_mm"  # what `hf` runs
+    assert len(places) == sum("_proj" in name for name in attention) + 2
+    implementation = "eager" if name == "llama4-scout" else "grouped_mm"  # what `hf` runs; of Llama 4 there is one
+    assert model.config._experts_implementation == implementation
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -121,10 +125,29 @@ def test_configurations(name):
         model = AutoModelForCausalLM.from_config(model_config(shape, layers=1))
     assert model.lm_head.weight.shape == (shape.vocab, shape.hidden)
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.weight.shape == (shape.heads * shape.head_dim, shape.hidden)
-    assert attention.k_proj.weight.shape == (shape.kv_heads * shape.head_dim, shape.hidden)
-    assert hasattr(attention, "q_norm") is (shape.qk_norm and name != "tiny")
+    if shape.latent_attention:  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
+        assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + 128)
+        assert attention.kv_a_proj_with_mqa.weight.shape == (shape.kv_heads * shape.head_dim + 512, shape.hidden)
+    else:
+        assert attention.q_proj.weight.shape == (shape.heads * shape.head_dim, shape.hidden)
+        assert attention.k_proj.weight.shape == (shape.kv_heads * shape.head_dim, shape.hidden)
+    norm = attention._modules.get("q_norm")  # OLMoE's is of all heads together
+    assert (norm is not None and norm.weight.shape == (shape.head_dim,)) is (shape.qk_norm and name != "tiny")
     assert model_config(shape).num_hidden_layers == shape.layers
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])
+def test_layers_with_experts(name):
+    shape = MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(shape, layers=shape.dense_layers + 1))
+    experts = {key: module for key, module in model.named_modules() if key.endswith(".experts")}
+    ((place, module),) = experts.items()
+    assert f"layers.{shape.dense_layers}." in place
+    transposed = getattr(module, "is_transposed", name == "llama4-scout")
+    down = (shape.expert_intermediate, shape.hidden)
+    assert module.down_proj.shape == (shape.experts, *(down if transposed else down[::-1]))
+    assert model.config.num_experts_per_tok == shape.experts_per_token
 
 
 def test_a_process_that_fails_is_a_line(tmp_path, capsys):
