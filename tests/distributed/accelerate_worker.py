@@ -38,7 +38,6 @@ ARGUMENTS: dict[str, Any] = {
     "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0, "seed": 3,
     "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "ddp_timeout": 60,
     "use_cpu": False,
-    "tf32": False,  # a compiled case would switch it on, for all that the process runs after it
 }  # fmt: skip
 
 
@@ -105,6 +104,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def train(case: Case, ours: bool, folder: Path) -> Found:
     """The log of a training, and its weights."""
     trainer = build_trainer(case, ours, folder)
+    # accelerate switches TF32 on for a compiled case, whatever `tf32` says, and for all that the process runs after it.
+    torch.backends.cuda.matmul.allow_tf32 = False
     gathers = gathers_of_head(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
