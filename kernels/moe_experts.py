@@ -6,8 +6,8 @@ With e = top_k_index[t, j] and w = top_k_weights[t, j]::
     o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
 
 Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order
-of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
-The operators are in `_moe_gate_up` and `_moe_down`.
+of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision;
+not x where W1 is frozen and has no adapters that are trained. The operators are in `_moe_gate_up` and `_moe_down`.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose weights W_e + s B_e A_e are never made
 (`_moe_lora`).
