@@ -4,8 +4,8 @@
 
     pre_r = x_t @ W1_e^T + b1_e        dx = combine(dpre @ W1)        dW1_e = sum over the rows of e of dpre_r^T x_t
 
-The layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. The gradients of
-the weight and of the adapters are all that read the input: it is not kept where these are frozen.
+The layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. Nothing but the
+gradients of the weight and of the adapters reads the input: where these are frozen it is not kept.
 """
 
 from __future__ import annotations
