@@ -311,6 +311,14 @@ def test_an_unknown_activation_is_named(device):
         moe_experts(*arguments, activation="tanh")
 
 
+@pytest.mark.parametrize("option", [{"interleaved": True}, {"limit": 0.0}, {"up_offset": 1.0}], ids=str)
+def test_an_option_of_gate_and_up_needs_them(option, device):
+    arguments, options = made("no gate", device=device)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but with `gated=False`"):
+        run(moe_experts, arguments, {**options, **option})
+
+
 def test_a_negative_id_is_an_error():
     arguments, options = made("gated")
     arguments[1][2, 1] = -1
