@@ -55,7 +55,7 @@ class KernelFlags:
             For a mixture of experts, how much of the routers' z-loss (mean of ``logsumexp(logits)^2`` over tokens and
             layers, ST-MoE, arXiv 2202.08906, which used 0.001) the training loss gets; logged as `router_z_loss`. The
             routers' logits must be asked for, by `router_aux_loss_coef` in the trainers of TRL or by
-            `model.config.output_router_logits`.
+            `model.config.output_router_logits`; a trainer is not made where they are not, or the model is dense.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether what the forward keeps for the backward waits in the CPU's memory: with gradient checkpointing, the
             inputs of the layers. Needs an accelerator. TRL's, in the trainers that do not have it too.

@@ -114,11 +114,6 @@ def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Seque
     )
 
 
-def _sum_of_choices(y: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
-    """The sum of each token's rows of `y` (R, H), (T, H)."""
-    return combine_rows(y, rows, top_k) if len(y) else y  # a process may have no tokens
-
-
 @torch.library.custom_op("liger_trainer::expert_send", mutates_args=())
 def _send(
     hidden: torch.Tensor,
@@ -162,7 +157,7 @@ def _send_backward(
     dhidden, dtop_k = drows.new_empty(0), dweights.new_empty(0)
     if need_hidden:
         rows = _all_to_all(drows, send_sizes, recv_sizes, group)
-        dhidden = _sum_of_choices(rows, ExpertRows(order, slots, offsets), top_k)
+        dhidden = combine_rows(rows, ExpertRows(order, slots, offsets), top_k)
     if need_weights:
         weights = _all_to_all(dweights, send_sizes, recv_sizes, group)
         dtop_k = weights.index_select(0, slots).view(-1, top_k)
@@ -262,7 +257,7 @@ def _bring_back(
     group: str,
 ) -> torch.Tensor:
     """The output, whose gradient goes to `stand_in`."""
-    return _sum_of_choices(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(order, slots, offsets), top_k)
+    return combine_rows(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(order, slots, offsets), top_k)
 
 
 @_bring_back.register_fake

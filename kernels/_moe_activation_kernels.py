@@ -122,18 +122,13 @@ def _backward_kernel(
 def _constants(pre: torch.Tensor, scalars: Sequence[float], activation: str, gated: bool, interleaved: bool) -> dict:
     return {
         "ACTIVATION": activation,
-        "CLAMP": gated and scalars[2] < math.inf,
+        "CLAMP": scalars[2] < math.inf,
         "GATED": gated,
         "INTERLEAVED": interleaved,
         "ROWS": ROWS,
         "BLOCK": BLOCK,
         "num_warps": WARPS,
     }
-
-
-def _scalars(scalars: Sequence[float], gated: bool) -> Sequence[float]:
-    """What a pre without up, which the kernel reads as 1, takes: no offset."""
-    return scalars if gated else (*scalars[:3], 0.0)
 
 
 def forward(
@@ -149,7 +144,7 @@ def forward(
                 h,
                 rows,
                 width,
-                *_scalars(scalars, gated),
+                *scalars,
                 **_constants(pre, scalars, activation, gated, interleaved),
             )
     return h
@@ -183,7 +178,7 @@ def backward(
                 dh,
                 dh.shape[0],
                 dh.shape[1],
-                *_scalars(scalars, gated),
+                *scalars,
                 NEED_H=need_h,
                 **_constants(pre, scalars, activation, gated, interleaved),
             )

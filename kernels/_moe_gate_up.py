@@ -1,10 +1,11 @@
-"""The first linear layer of a block of experts as an operator that keeps its input, a row a token, and its weight.
+"""The first linear layer of a block of experts as an operator that keeps its weight, and its input, a row a token.
 
 ::
 
     pre_r = x_t @ W1_e^T + b1_e        dx = combine(dpre @ W1)        dW1_e = sum over the rows of e of dpre_r^T x_t
 
-The layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them.
+The layer may have adapters (`_moe_lora`), lists of their factors, which are all that is saved for them. Nothing but the
+gradients of the weight and of the adapters reads the input: where these are frozen it is not kept.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _(hidden, weight, bias, lora_a, lora_b, order, slots, offsets, scalings, top
 @torch.library.custom_op("liger_trainer::moe_gate_up_backward", mutates_args=())
 def _gate_up_backward(
     dpre: torch.Tensor,
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | None,
     weight: torch.Tensor,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
@@ -65,16 +66,20 @@ def _gate_up_backward(
     need_a: bool,
     need_b: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of hidden, weight, bias and the adapters, stacked; one that is not needed has no elements."""
+    """The gradients of hidden, weight, bias and the adapters, stacked; one that is not needed has no elements.
+
+    Hidden is needed for those of the weight and the adapters.
+    """
     rows = ExpertRows(order, slots, offsets)
-    adapters = lora.stacked(lora_a, lora_b, scalings, hidden.dtype)
+    adapters = lora.stacked(lora_a, lora_b, scalings, dpre.dtype)
     term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
     dhidden, dweight, dbias = (dpre.new_empty(0) for _ in range(3))
     if need_hidden:
         dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
-    if need_weight or need_a or need_b:
+    if hidden is not None:
         hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
     if need_weight:
+        assert hidden is not None
         left, right = ((hidden, top_k), (dpre, 0)) if transposed else ((dpre, 0), (hidden, top_k))
         dweight = grouped_weight_gradient(left[0], right[0], rows, left_top_k=left[1], right_top_k=right[1])
     if need_bias:
@@ -83,10 +88,11 @@ def _gate_up_backward(
 
 
 @_gate_up_backward.register_fake
-def _(dpre, hidden, weight, lora_a, lora_b, *options):
-    need_hidden, need_weight, need_bias, need_a, need_b = options[-5:]
+def _(dpre, hidden, weight, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed, *needs):
+    need_hidden, need_weight, need_bias, need_a, need_b = needs
+    shape = order.shape[0] // top_k, weight.shape[1 if transposed else 2]
     return (
-        hidden.new_empty(hidden.shape) if need_hidden else dpre.new_empty(0),
+        dpre.new_empty(shape) if need_hidden else dpre.new_empty(0),
         weight.new_empty(weight.shape) if need_weight else dpre.new_empty(0),
         dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
         *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
@@ -102,7 +108,8 @@ def bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*lora_a, *lora_b, hidden, weight, order, slots, offsets)
+    reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
+    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, order, slots, offsets)
 
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ With e = top_k_index[t, j] and w = top_k_weights[t, j]::
     o_t = sum over j of w (h_tj @ W2_e^T + b2_e)
 
 Rows are sorted by expert (`moe_routing`), multiplied group by group (`_grouped_matmul`) and summed in fp32 in the order
-of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision.
-The operators are in `_moe_gate_up` and `_moe_down`.
+of j, so that two runs agree bit for bit. Saved: x and pre, ``2 H + 4 k I`` bytes a token with gates in half precision;
+not x where W1 is frozen and has no adapters that are trained. The operators are in `_moe_gate_up` and `_moe_down`.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose weights W_e + s B_e A_e are never made
 (`_moe_lora`).
@@ -79,9 +79,9 @@ def moe_experts(
         down_adapters: Those of the second.
         activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu_squared"``.
         gated: Whether the first projection is gate and up.
-        interleaved: Whether gate and up take turns, as in GPT-OSS.
+        interleaved: Whether gate and up take turns, as in GPT-OSS. Of a gated block alone, as are limit and up_offset.
         transposed: Whether the weights lie as (E, H, 2 I) and (E, I, H).
-        gate_multiplier: Multiplies the gate inside the activation.
+        gate_multiplier: Multiplies the gate, or pre, inside the activation.
         down_multiplier: Multiplies h.
         limit: Clamps the gate from above and up from both sides first.
         up_offset: Added to up.
@@ -90,7 +90,8 @@ def moe_experts(
         (T, H) in hidden's dtype.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, or the activation is unknown.
+        ValueError: If a shape or dtype does not fit, the activation is unknown, or an option of gate and up is given
+            where nothing is gated.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed)
@@ -98,6 +99,10 @@ def moe_experts(
     _check_adapters("down_adapters", down_adapters, down_weight, transposed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+    of_both = (("interleaved", interleaved, False), ("limit", limit, None), ("up_offset", up_offset, 0.0))
+    for name, given, absent in of_both:
+        if not gated and given != absent:
+            raise ValueError(f"`{name}` is {given}, but with `gated=False` there is no gate and no up; leave it out.")
     hidden, gate_up_weight, down_weight = as_autocast(hidden), as_autocast(gate_up_weight), as_autocast(down_weight)
     gate_up_bias, down_bias = as_autocast(gate_up_bias), as_autocast(down_bias)
     for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):

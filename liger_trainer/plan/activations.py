@@ -19,10 +19,11 @@ bf16 share, I, and the same in fp32, and with our dropout the former. In the att
 gradients of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up,
 so it adds nothing.
 
-Experts in our operator keep their input H, and gate and up of k rows, 2 k I, which their gradient is written over.
-Their backward is fullest with k rows of the output's gradient, the gradient of the product, and the weighted product
-where a gradient is made of it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H,
-and the gradients of all experts.
+Experts in our operator keep gate and up of k rows, 2 k I, which their gradient is written over, and their input H where
+they are trained or have adapters; adapters of an expert that every token takes read the same. Their backward is fullest
+with k rows of the output's gradient, the gradient of the product, and the weighted product where a gradient is made of
+it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H, and the gradients of all
+experts.
 
 As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
@@ -111,7 +112,8 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
     if shape.experts_per_token:
         elements += _experts_saved(shape)
     behind = shape.hidden * precision.stream if shape.post_norms else 0
-    adapters = _adapters_saved(shape, precision, shape.adapted_mlp, shape.hidden)
+    unkept = 0 if shape.fused_experts and shape.adapted_experts else shape.hidden
+    adapters = _adapters_saved(shape, precision, shape.adapted_mlp, unkept)
     adapters += _adapters_saved(shape, precision, shape.adapted_down, 0)
     return elements * precision.compute + behind + adapters
 
@@ -119,7 +121,8 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
 def _experts_saved(shape: LayerShape) -> int:
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return 2 * inner + (0 if shape.trained else shape.hidden)  # one that is trained has counted its input
+        unkept = shape.adapted_experts and not shape.trained  # one that is trained has counted its input
+        return 2 * inner + (shape.hidden if unkept else 0)
     return 4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows
 
 
@@ -225,5 +228,6 @@ def _experts_end(shape: LayerShape, compute: int) -> int:
     """What is there when the gradient of the gate and up projection's input is."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return (2 * shape.hidden + 2 * inner + rows) * compute
+        kept = shape.hidden if shape.trained or shape.adapted_experts else 0
+        return (kept + shape.hidden + 2 * inner + rows) * compute
     return (2 * rows + 4 * inner) * compute

@@ -96,7 +96,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
                 "`liger_trainer.revert_liger_kernel(model)` takes them out."
             )
         z_loss_coef = getattr(self.args, "router_z_loss_coef", 0.0)
-        check_router_losses(z_loss_coef, self.kernel_report)
+        check_router_losses(self, z_loss_coef)
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         self._set_up_offloading()

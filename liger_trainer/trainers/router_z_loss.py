@@ -16,25 +16,49 @@ from liger_trainer.patching.report import KernelReport
 
 
 class RouterLogitsError(ValueError):
-    """A z-loss was asked for, and the forwards of a step left none."""
+    """A z-loss was asked for, and the forwards of a step leave none."""
 
 
-def check_router_losses(coefficient: float, report: KernelReport | None) -> None:
-    """Raises ValueError where there is a coefficient, and no router's loss of ours in the model.
+def check_router_losses(trainer: Any, coefficient: float) -> None:
+    """Raises where there is a coefficient, and it is known that no step of `trainer` will have a z-loss.
+
+    A model whose configuration has no `output_router_logits` may compute one all the same: its first step tells
+    ([`mean_z_loss`]).
 
     Args:
+        trainer: After its construction.
         coefficient: `router_z_loss_coef`.
-        report: What was patched; None with the kernels off.
+
+    Raises:
+        ValueError: if no router's loss of ours is in the model, as in a dense one.
+        RouterLogitsError: if it is, and neither the trainer nor the model's configuration asks for the routers' logits.
     """
-    rows = [row for row in report or () if row.component == COMPONENT]
-    if not coefficient or any(row.applied for row in rows):
+    if not coefficient:
         return
-    reason = "`use_liger_kernel` is off" if report is None else "the model computes no load-balancing loss"
-    reason = next((f"{row.target}: {row.reason}" for row in rows), reason)
-    raise ValueError(
-        f"`router_z_loss_coef` is {coefficient}, but the z-loss is computed by the kernel `{COMPONENT}`, which is not "
-        f"applied ({reason}). Set `router_z_loss_coef` to 0, or train a mixture of experts with that kernel."
-    )
+    report: KernelReport | None = trainer.kernel_report
+    rows = [row for row in report or () if row.component == COMPONENT]
+    if not any(row.applied for row in rows):
+        reason = "`use_liger_kernel` is off" if report is None else "no load-balancing loss was found in the model"
+        reason = next((f"{row.target}: {row.reason}" for row in rows), reason)
+        raise ValueError(
+            f"`router_z_loss_coef` is {coefficient}, but the z-loss is computed by the kernel `{COMPONENT}`, which is "
+            f"not applied ({reason}). Set `router_z_loss_coef` to 0, or train a mixture of experts with that kernel."
+        )
+    # A forward that no trainer of TRL asks for them does as its configuration says.
+    config = getattr(trainer.model, "config", None)
+    by_default = config is None or getattr(config.get_text_config(), "output_router_logits", True)
+    if not (by_default or getattr(trainer, "aux_loss_enabled", False)):
+        raise RouterLogitsError(
+            f"`router_z_loss_coef` is {coefficient}, but the model is not asked for its routers' logits. "
+            f"{_how_to_ask(trainer)}, or `router_z_loss_coef` to 0."
+        )
+
+
+def _how_to_ask(trainer: Any) -> str:
+    given = getattr(trainer, "router_aux_loss_coef", None)
+    if given is not None and hasattr(trainer.args, "router_aux_loss_coef"):
+        return f"Set `router_aux_loss_coef`, which is {given}, above 0"
+    return "Set `model.config.get_text_config().output_router_logits = True` before the trainer is made"
 
 
 def mean_z_loss(z_losses: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,10 +45,10 @@ def test_adapters_of_parameters_that_are_not_there_are_refused(tmp_path, capsys)
 
 
 def test_a_z_loss_without_routers_logits_is_one_message(tmp_path, capsys):
-    """The recipe's `router_aux_loss_coef` is 0, with which TRL does not ask for them; the first step finds that."""
+    """The recipe's `router_aux_loss_coef` is 0, with which TRL does not ask for them."""
     options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--router_z_loss_coef", "0.001"]
     assert main(["train", "qwen3_30b_a3b_sft", *options]) == 2
-    assert "Set `router_aux_loss_coef` above 0" in capsys.readouterr().err
+    assert "Set `router_aux_loss_coef`, which is 0.0, above 0" in capsys.readouterr().err
 
 
 def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):

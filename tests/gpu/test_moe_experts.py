@@ -113,6 +113,29 @@ def test_grouped_matmul_and_kernels_agree(routed, monkeypatch):
     assert _grouped_rows_kernel.tile_for(torch.bfloat16, 200.0, 512).rows == 128
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_frozen_experts_keep_no_input(dtype):
+    """Whose gradient, and that of the routing weights, is that of trained ones."""
+    tokens, hidden, intermediate = 4096, 512, 128
+    generator = torch.Generator().manual_seed(0)
+    weights, index = _choices(tokens, 2, 16, generator)
+    shapes = (tokens, hidden), (16, 2 * intermediate, hidden), (16, hidden, intermediate)
+    x, gate_up, down = (torch.randn(shape, generator=generator).cuda().to(dtype) / 8 for shape in shapes)
+    x, weights = x.requires_grad_(), weights.to(dtype).requires_grad_()
+
+    def run(trained):
+        first, second = (weight.detach().requires_grad_(trained) for weight in (gate_up, down))
+        before = torch.cuda.memory_allocated()
+        out = moe_experts(x * 2, index, weights, first, second)
+        return torch.cuda.memory_allocated() - before, *torch.autograd.grad(out.float().square().sum(), (x, weights))
+
+    run(False)  # what a first run alone allocates
+    frozen, *gradients = run(False)
+    trained, *expected = run(True)
+    assert trained - frozen == pytest.approx(tokens * hidden * dtype.itemsize, abs=2**20)  # blocks of the allocator
+    assert all(map(torch.equal, gradients, expected))
+
+
 def test_no_host_sync():
     weights, index = _choices(1000, 4, 16, torch.Generator().manual_seed(0))
     operands = [torch.randn(s).cuda().bfloat16().requires_grad_() for s in ((1000, 64), (16, 64, 64), (16, 64, 32))]

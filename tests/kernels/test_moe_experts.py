@@ -152,6 +152,34 @@ def test_what_is_saved_is_the_input_and_the_pre_activation(device):
     assert [shape for pointer, shape in floating.items() if pointer not in own] == [(70 * 4, 2 * 100)]
 
 
+@pytest.mark.parametrize(
+    ("trained", "kept"),
+    [((0,), False), ((0, 2, 5, 6), False), ((2, 4), False), ((3,), True), ((0, 2, 3, 4, 5, 6), True)],
+    ids=["input", "all but weights", "second weight", "first weight", "all"],
+)
+@pytest.mark.parametrize("case", ["biases", "gpt_oss"])
+def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, trained, kept, device):
+    arguments, options = made(case, device=device)
+    leaves = [x for x in arguments if x.requires_grad]
+    expected = dict(zip(map(id, leaves), gradients(moe_experts_reference, arguments, options)[1:]))
+    for position, argument in enumerate(arguments):
+        argument.requires_grad_(position in trained)
+    parameters = {x.data_ptr() for x in arguments[2:]}
+    storages = {}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.data_ptr() not in parameters:
+            storages[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        got = gradients(moe_experts, arguments, options)[1:]
+    torch.testing.assert_close(got, [expected[id(arguments[position])] for position in trained])
+    tokens, top_k, _, hidden, inner = SIZES.values()
+    of_pre = tokens * top_k * 2 * inner * 8
+    assert sum(storages.values()) == of_pre + (tokens * hidden * 8 if kept else 0)
+
+
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     """Its recomputation ends where all is back that was saved."""
     calls = []
@@ -175,23 +203,28 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     assert repeated == sorted([*plain, "grouped_rows"])  # gate and up alone
 
 
+@pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere"])
-def test_compiles_to_one_graph(case, device):
+def test_compiles_to_one_graph(case, dynamic, frozen, device):
     torch.compiler.reset()
     arguments, options = made(case, torch.float32, device)
+    for position in frozen:
+        arguments[position].requires_grad_(False)
     leaves = [x for x in arguments if x.requires_grad]
 
     def loss(*given):
         return run(moe_experts, given, options).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*arguments)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*arguments)
     expected = loss(*arguments)
     torch.testing.assert_close(compiled, expected)
     torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(expected, leaves))
 
 
+@pytest.mark.parametrize("frozen", [(), (3, 4), (0, 3, 4)], ids=["trained", "frozen", "biases alone"])
 @pytest.mark.parametrize("case", ["gpt_oss", "no gate"])
-def test_operators_keep_torchs_rules(case, device, monkeypatch):
+def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
     calls = []
     from liger_trainer.kernels import moe_experts as module
 
@@ -199,6 +232,8 @@ def test_operators_keep_torchs_rules(case, device, monkeypatch):
         native = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
     arguments, options = made(case, torch.float32, device)
+    for position in frozen:
+        arguments[position].requires_grad_(False)
     run(moe_experts, arguments, options)
     assert len(calls) == 3
     rules = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -207,8 +242,9 @@ def test_operators_keep_torchs_rules(case, device, monkeypatch):
         torch.library.opcheck(operator, detached, test_utils=rules)
 
 
+@pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("case", ["gpt_oss", "gated"])
-def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, monkeypatch):
+def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen, monkeypatch):
     """What torch.compile is told of the backwards, beside what they give."""
     calls = []
     for operators, name in ((_moe_gate_up, "_gate_up_backward"), (_moe_down, "_down_backward")):
@@ -216,6 +252,8 @@ def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, monkey
         monkeypatch.setattr(operators, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
     arguments, options = made(case, torch.float32)
     apart = [x.mT.contiguous().mT.detach().requires_grad_(x.requires_grad) for x in arguments]
+    for position in frozen:
+        apart[position].requires_grad_(False)
     loss = run(moe_experts, apart, options).square().sum()
     torch.autograd.grad(loss, [x for x in apart if x.requires_grad], retain_graph=True)
     assert len(calls) == 2
@@ -271,6 +309,14 @@ def test_an_unknown_activation_is_named(device):
     arguments, _ = made("gated", device=device)
     with pytest.raises(ValueError, match="`activation` is 'tanh'; it must be one of silu"):
         moe_experts(*arguments, activation="tanh")
+
+
+@pytest.mark.parametrize("option", [{"interleaved": True}, {"limit": 0.0}, {"up_offset": 1.0}], ids=str)
+def test_an_option_of_gate_and_up_needs_them(option, device):
+    arguments, options = made("no gate", device=device)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but with `gated=False`"):
+        run(moe_experts, arguments, {**options, **option})
 
 
 def test_a_negative_id_is_an_error():

@@ -201,6 +201,23 @@ def test_parameters_alone_are_saved_for_adapters():
     assert adapted == shapes(case)
 
 
+@pytest.mark.parametrize(
+    ("trained", "kept"), [((), False), ((0,), True), ((1,), True), ((0, 1), True)], ids=["none", "A", "B", "both"]
+)
+def test_the_input_is_kept_where_a_factor_of_the_first_layer_is_trained(trained, kept):
+    case = Case(bias=True)
+    factors = case.factors[0][0]
+    for leaf in (*case.bases, *factors):
+        leaf.requires_grad_(False)
+    for position in trained:
+        factors[position].requires_grad_()
+    saved = set()
+    with saved_tensors_hooks(lambda x: saved.add(x.data_ptr()) or x, lambda x: x):
+        got = case.results()
+    assert (case.hidden.data_ptr() in saved) == kept
+    torch.testing.assert_close(got, case.results(moe_experts_reference))
+
+
 def test_a_checkpoint_repeats_neither_the_second_product_nor_its_adapters(monkeypatch):
     case = Case()
     expected = case.results(moe_experts_reference)

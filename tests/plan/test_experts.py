@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.models import MODELS, model_config
@@ -17,6 +17,7 @@ from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.settings import Setting
+from liger_trainer.plan.shapes import read_layer_shape
 from tests.plan.cases import counted, run_of
 
 QWEN = "qwen3-30b-a3b"
@@ -83,7 +84,7 @@ def test_the_middle_of_the_backward():
         memory = layer_memory(one, Precision(), tokens, 4096, expert_elements=ELEMENTS if trained else 0)
         assert memory.gradients == (ELEMENTS // 3 if trained else 0)
         sizes[trained, adapted] = memory.working / tokens
-    assert sizes[False, True] - sizes[False, False] == 2 * inner
+    assert sizes[False, True] - sizes[False, False] == 2 * inner + 2 * HIDDEN  # the experts' input
     assert sizes[True, False] - sizes[False, True] == 2 * HIDDEN  # the attention's input
 
 
@@ -94,6 +95,43 @@ def test_experts_of_ours_take_less():
             run = run_of(QWEN, 4096, 12, fused_experts=fused)
             sizes.append(estimate(run, Setting(batch=4, checkpointing=checkpointing)).total)
         assert sizes[0] < sizes[1]
+
+
+def test_the_end_of_the_backward_of_frozen_experts_is_without_their_input():
+    _, shape = counted(QWEN)
+    sizes = []
+    for adapted in (True, False):
+        one = dataclasses.replace(shape, trained=False, adapted_experts=adapted, expert_intermediate=8)
+        sizes.append(layer_memory(one, Precision(), 64, 64).working)  # with so few gates it is the fullest moment
+    assert sizes[0] - sizes[1] == 2 * HIDDEN * 64
+
+
+def test_adapters_of_an_expert_of_every_token_read_what_those_of_the_others_keep():
+    config = Qwen2MoeConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=64,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+    )  # fmt: skip
+    (case, *_) = cases(Data(torch.device("cpu"), torch.bfloat16), MODELS["tiny-moe"], 64)
+    inputs = {name: case.arguments[name] for name in ("hidden", "top_k_index", "top_k_weights")}
+
+    def sizes(modules, parameters):
+        """Bytes of the experts and the one that every token takes, as autograd keeps them and as planned."""
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        lora = LoraConfig(r=4, target_modules=modules, target_parameters=parameters)
+        adapted = get_peft_model(model, lora)
+        shape = read_layer_shape(adapted)
+        apply_liger_kernel(adapted)
+        block = adapted.base_model.model.model.layers[0].mlp
+
+        def both(hidden, **routing):
+            return block.experts(hidden, *routing.values()) + block.shared_expert(hidden)
+
+        return torch.tensor([kept(both, inputs, adapted), 64 * mlp_saved(shape, Precision())])
+
+    experts, shared = ["mlp.experts.gate_up_proj"], ["gate_proj", "up_proj"]
+    one_input = 2 * 64 * 64
+    assert (sizes(["o_proj"], experts) - sizes(["o_proj"], None)).tolist() == [one_input, one_input]
+    assert (sizes(shared, experts) - sizes(shared, None)).tolist() == [0, 0]
 
 
 def test_adapters_on_experts():
@@ -137,7 +175,8 @@ def test_a_copy_of_all_experts_is_planned_where_peft_runs():
     elements, rows = 3 * 4 * 64 * 32, 2 * (64 + 32)
     assert saved() - saved(adapted_experts=False) == 2 * elements + 2 * rows * 64
     assert saved(fused_experts=True, fused_adapters=False) - saved(fused_experts=True) > 2 * elements
-    assert saved(fused_experts=True) == saved(fused_experts=True, adapted_experts=False)
+    experts_input = 2 * 64 * 64
+    assert saved(fused_experts=True) == saved(fused_experts=True, adapted_experts=False) + experts_input
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from tests.trainers.tiny import COMMON, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
+from liger_trainer.patching.rebound import forward_calling
+from tests.trainers.tiny import COMMON, SIZES, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -21,6 +23,10 @@ ONE_STEP = {
 
 def plain(tmp_path, model, **options):
     model.config.output_router_logits = True
+    return unasked(tmp_path, model, **options)
+
+
+def unasked(tmp_path, model, **options):
     args = LigerTrainingArguments(str(tmp_path), **{**ONE_STEP, **options})
     return LigerTrainer(model, args, train_dataset=token_rows(8))
 
@@ -37,6 +43,26 @@ def dpo(tmp_path, model, **options):
     pairs = completion_dataset(8).map(lambda row, i: {"rejected": "cat" * (1 + i % 2)}, with_indices=True)
     pairs = pairs.rename_column("completion", "chosen")
     return LigerDPOTrainer(model, mixtral(), args=args, train_dataset=pairs, processing_class=tokenizer())
+
+
+def deepseek_v3():
+    """A mixture of experts whose routers have no load-balancing loss."""
+    sizes = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    config = DeepseekV3Config(**{**SIZES, **sizes, **heads, "num_key_value_heads": 4}, moe_intermediate_size=16)
+    return DeepseekV3ForCausalLM(config)
+
+
+def load_balancing_loss_func(logits, num_experts=None, top_k=2, mask=None):
+    """A loss that we do not know, under the name that we do."""
+    return torch.zeros(())
+
+
+def mixtral_with_a_loss_of_its_own():
+    model = mixtral()
+    forward = forward_calling(type(model).forward, "load_balancing_loss_func", load_balancing_loss_func)
+    model.__class__ = type("OwnMixtral", (type(model),), {"forward": forward})
+    return model
 
 
 class Recorded:
@@ -111,7 +137,9 @@ def test_aux_loss_is_logged_as_by_trl(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (llama, {}, "the model computes no load-balancing loss"),
+        (llama, {}, "no load-balancing loss was found in the model"),
+        (deepseek_v3, {}, "no load-balancing loss was found in the model"),
+        (mixtral_with_a_loss_of_its_own, {}, "its arguments are not gate_logits, num_experts, top_k, attention_mask"),
         (mixtral, {"use_liger_kernel": False}, "`use_liger_kernel` is off"),
         (mixtral, {"liger_kernel_config": {"load_balancing_loss": False}}, "switched off in liger_kernel_config"),
     ],
@@ -121,7 +149,36 @@ def test_a_z_loss_nobody_computes_is_an_error(model, options, message, tmp_path)
         plain(tmp_path, model(), router_z_loss_coef=COEFFICIENT, **options)
 
 
-def test_without_router_logits_it_says_how_to_ask_for_them(tmp_path):
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (unasked, r"Set `model\.config\.get_text_config\(\)\.output_router_logits = True` before"),
+        (sft, r"Set `router_aux_loss_coef`, which is 0\.0, above 0"),
+        (dpo, r"Set `router_aux_loss_coef`, which is 0\.0, above 0"),
+    ],
+)
+def test_a_z_loss_of_logits_nobody_asks_for_is_an_error_before_training(build, remedy, tmp_path):
+    options = {} if build is unasked else {"router_aux_loss_coef": 0.0}
+    with pytest.raises(ValueError, match=f"`router_z_loss_coef` is 0.3, but .* routers' logits. {remedy}"):
+        build(tmp_path, mixtral(), router_z_loss_coef=COEFFICIENT, **options)
+    assert build(tmp_path, mixtral(), **options)
+
+
+def test_the_models_configuration_asks_where_dpo_does_not(tmp_path):
+    model = mixtral()
+    model.config.output_router_logits = True
+    trainer = dpo(tmp_path, model, router_aux_loss_coef=0.0, router_z_loss_coef=COEFFICIENT)
+    trainer.train()
+    assert trainer.state.log_history[0]["router_z_loss"] > 0
+
+
+def test_a_configuration_that_does_not_know_the_flag_leaves_it_to_the_first_step(tmp_path):
+    model = mixtral()
+    model.config = LlamaConfig(**SIZES)
+    assert unasked(tmp_path, model, router_z_loss_coef=COEFFICIENT)
+
+
+def test_without_router_logits_a_step_says_how_to_ask_for_them(tmp_path):
     trainer = plain(tmp_path, mixtral(), router_z_loss_coef=COEFFICIENT)
     trainer.model.config.output_router_logits = False
     with pytest.raises(ValueError, match=r"`model\.config\.output_router_logits = True`"):
