@@ -24,6 +24,10 @@ Their backward is fullest with k rows of the output's gradient, the gradient of 
 where a gradient is made of it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H,
 and the gradients of all experts.
 
+Under expert parallelism k rows arrive for each token, if the choices are even, and are kept in place of the input. The
+gradient of the output arrives as k rows beside those sorted by expert, and in the end so do those of the input: k H
+more each time. transformers' own exchange keeps k H more, the results that it weights where the tokens are.
+
 As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
 gradients of the weighted and the unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and
@@ -118,9 +122,11 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
 
 def _experts_saved(shape: LayerShape) -> int:
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
+    arrived = rows if shape.exchanged_experts else 0
     if shape.fused_experts:
-        return 2 * inner + (0 if shape.trained else shape.hidden)  # one that is trained has counted its input
-    return 4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows
+        own = 0 if shape.trained or arrived else shape.hidden  # one that is trained has counted its input
+        return 2 * inner + arrived + own
+    return arrived + (4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows)
 
 
 def _inner(shape: LayerShape) -> int:
@@ -217,7 +223,8 @@ def _experts_begin(shape: LayerShape, compute: int) -> int:
     """What the down projection's backward adds to what is kept."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return (rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
+        arrived = rows if shape.exchanged_experts else 0
+        return (arrived + rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
     return 2 * rows * compute
 
 
@@ -225,5 +232,6 @@ def _experts_end(shape: LayerShape, compute: int) -> int:
     """What is there when the gradient of the gate and up projection's input is."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return (2 * shape.hidden + 2 * inner + rows) * compute
+        own = shape.hidden + 2 * rows if shape.exchanged_experts else 2 * shape.hidden
+        return (own + 2 * inner + rows) * compute
     return (2 * rows + 4 * inner) * compute
