@@ -78,7 +78,8 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
 
     Raises:
         RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
-            adapters or with experts that are to be split, and for dropout in adapters of parameters.
+            adapters, for what does not go together with `expert_parallel_size`, and for dropout in adapters of
+            parameters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
@@ -92,11 +93,9 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
         )
-    if quantised and (values.get("expert_parallel_size") or 1) > 1:
-        raise RecipeError(
-            f"{source}: `expert_parallel_size` is {values['expert_parallel_size']} and `{quantised[0]}` is true: "
-            "experts that are split are not quantised. Set one of them to its default."
-        )
+    size, obstacle = values.get("expert_parallel_size") or 1, split_obstacle(values)
+    if size > 1 and obstacle:
+        raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")
     if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
         raise RecipeError(
             f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has none in adapters of parameters, and "
@@ -108,6 +107,25 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             "true` for LoRA.",
             source,
         )
+
+
+def split_obstacle(values: Mapping[str, Any]) -> str | None:
+    """The key that does not go together with `expert_parallel_size`, why, and what to do; None where there is none."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if values.get(key):
+            return f"`{key}` is true: experts that are split are not quantised. Set one of them to its default."
+    names = values.get("lora_target_parameters")
+    if values.get("use_peft") and names:
+        return (
+            f"`lora_target_parameters` is {names}: PEFT has no adapters on parameters that are split. Leave it out for "
+            "adapters on linear layers alone (`lora_target_modules`), or set `expert_parallel_size: 1`."
+        )
+    if values.get("use_vllm"):
+        return (
+            "`use_vllm` is true: TRL would hand vLLM the weights of one process alone. Set `use_vllm: false`, or "
+            "`expert_parallel_size: 1` and `accelerate_config: fsdp2`."
+        )
+    return None
 
 
 def generation_advice(error: Exception, values: Mapping[str, Any]) -> str:

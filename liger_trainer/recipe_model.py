@@ -81,20 +81,51 @@ def check_model(recipe: Recipe) -> None:
 
 def _check_experts(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Checks that the experts of `config` can be split over `expert_parallel_size` of the processes."""
-    size, text = recipe.recipe.expert_parallel_size, config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((count for count in (getattr(text, name, None) for name in names) if count), None)
-    if experts is None:
+    from accelerate.utils import parse_flag_from_env
+
+    size = recipe.recipe.expert_parallel_size
+    check_expert_count(recipe.source, size, config)
+    for flag, way in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if parse_flag_from_env(flag):
+            raise RecipeError(
+                f"{recipe.source}: `expert_parallel_size` is {size}, which splits the whole model, but the launch "
+                f"splits it with {way}; launch it with `--accelerate_config ddp`, or set `expert_parallel_size: 1`."
+            )
+    expert_parallel_config(recipe)
+
+
+def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> None:
+    """Checks that `size` processes can share the experts of a model of `config`.
+
+    Raises:
+        RecipeError: if they cannot.
+    """
+    text, experts = config.get_text_config(), count_experts(config)
+    given = f"{source}: `expert_parallel_size` is {size}, but"
+    if not experts:
         raise RecipeError(
-            f"{recipe.source}: `expert_parallel_size` is {size}, but the configuration of the model ("
-            f"{text.model_type}) names no experts; leave it out for a dense model."
+            f"{given} the configuration of the model ({text.model_type}) names no experts; leave it out for a dense "
+            "model."
+        )
+    if not can_split_experts(config):
+        raise RecipeError(
+            f"{given} transformers cannot split the experts of this model ({text.model_type}): its configuration has "
+            "no plan for that; set `expert_parallel_size: 1` and `accelerate_config: fsdp2`."
         )
     if experts % size:
-        raise RecipeError(
-            f"{recipe.source}: `expert_parallel_size` is {size}, but the model has {experts} experts a layer; it must "
-            f"be a divisor of {experts}."
-        )
-    expert_parallel_config(recipe)
+        raise RecipeError(f"{given} the model has {experts} experts a layer; it must be a divisor of {experts}.")
+
+
+def count_experts(config: PreTrainedConfig) -> int:
+    """Routed experts of a layer of a model of `config`; 0 where it names none."""
+    names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
+    return next((count for count in (getattr(text, name, None) for name in names) if count), 0)
+
+
+def can_split_experts(config: PreTrainedConfig) -> bool:
+    """Whether transformers brings tokens to experts of other processes, in a model of `config`."""
+    plan = getattr(config.get_text_config(), "base_model_ep_plan", None) or {}
+    return "ep_dispatch_experts" in plan.values()
 
 
 def lora_advice(error: Exception, recipe: Recipe) -> str:

@@ -12,7 +12,7 @@ import yaml
 from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe_build import chat_template
 from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
-from liger_trainer.recipe_model import model_kwargs
+from liger_trainer.recipe_model import check_model, model_kwargs
 from liger_trainer.recipe_run import run_recipe
 from liger_trainer.recipe_values import check_values
 
@@ -47,7 +47,7 @@ def test_all_shipped_recipes_are_found():
     families = ("llama3_8b", "qwen3_30b_a3b", "gemma3_4b")
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
-    experts = {"qwen3_30b_a3b_sft_lora"}
+    experts = {"qwen3_30b_a3b_sft_lora", "qwen3_30b_a3b_sft_ep"}
     assert set(NAMES) == quickstarts | quantised | experts | {
         f"{family}_{method}" for family in families for method in methods
     }
@@ -181,6 +181,16 @@ def test_trl_mixture_of_datasets(tmp_path):
             [],
             "`expert_parallel_size` is 2 and `load_in_4bit` is true",
         ),
+        (
+            "use_cpu: true\nexpert_parallel_size: 2\nuse_peft: true\nlora_target_parameters: [experts.down_proj]",
+            [],
+            "`expert_parallel_size` is 2 and `lora_target_parameters` is ['experts.down_proj']: PEFT has no adapters",
+        ),
+        (
+            "trainer: grpo\nuse_cpu: true\nexpert_parallel_size: 2\nuse_vllm: true",
+            [],
+            "`expert_parallel_size` is 2 and `use_vllm` is true: TRL would hand vLLM the weights of one process",
+        ),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
         ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),
         ("trainer: sft\n\tmax_steps: 5", [], "mine.yaml is not valid YAML: line 2, column 1: "),
@@ -241,6 +251,7 @@ def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatc
         ({"model_type": "qwen3_moe", "num_experts": 3}, "the model has 3 experts a layer; it must be a divisor of 3"),
         ({"model_type": "mixtral", "num_local_experts": 5}, "the model has 5 experts a layer"),
         ({"model_type": "llama"}, r"\(llama\) names no experts; leave it out"),
+        ({"model_type": "doge", "is_moe": True, "num_experts": 4}, r"cannot split the experts of this model \(doge\)"),
         ({"model_type": "qwen3_moe", "num_experts": 4}, "the number of processes is 1; launch a multiple of 2"),
     ],
 )
@@ -250,6 +261,21 @@ def test_experts_that_cannot_be_split_are_told_before_anything_is_written(tmp_pa
     with pytest.raises(RecipeError, match=message):
         run_recipe(load_recipe(write(tmp_path, json.dumps(values))))
     assert not output.exists()
+
+
+@pytest.mark.parametrize(("flag", "way"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
+def test_experts_are_not_split_by_the_launch_too(tmp_path, monkeypatch, flag, way):
+    model = {"model_type": "qwen3_moe", "num_experts": 4}
+    recipe = load_recipe(
+        write(tmp_path, json.dumps({**MINIMAL, "model_config": model, "bf16": False, "expert_parallel_size": 2}))
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_model(recipe)
+    monkeypatch.setenv(f"ACCELERATE_USE_{flag}", "true")
+    with pytest.raises(
+        RecipeError, match=rf"the launch splits it with {way}; launch it with `--accelerate_config ddp`"
+    ):
+        check_model(recipe)
 
 
 def test_merge_keys_of_yaml_are_no_duplicates(tmp_path):

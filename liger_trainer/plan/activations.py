@@ -25,6 +25,10 @@ with k rows of the output's gradient, the gradient of the product, and the weigh
 it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H, and the gradients of all
 experts.
 
+Under expert parallelism k rows arrive for each token, if the choices are even, and stand in for the input. The
+gradient of the output arrives as k rows beside those sorted by expert, and in the end so do those of the input: k H
+more each time. transformers' own exchange keeps k H more, the results that it weights where the tokens are.
+
 As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
 and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
 gradients of the weighted and the unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and
@@ -121,9 +125,18 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
 def _experts_saved(shape: LayerShape) -> int:
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        unkept = shape.adapted_experts and not shape.trained  # one that is trained has counted its input
-        return 2 * inner + (shape.hidden if unkept else 0)
-    return 4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows
+        # The input of experts that are trained has been counted, where it is the block's own.
+        counted = shape.trained and not shape.exchanged_experts
+        return 2 * inner + (0 if counted else _experts_input(shape))
+    arrived = rows if shape.exchanged_experts else 0
+    return arrived + (4 * inner + 2 * rows if shape.trained or shape.adapted_experts else 3 * inner + rows)
+
+
+def _experts_input(shape: LayerShape) -> int:
+    """What our operator keeps of the experts' input: k rows a token where they arrive from an exchange."""
+    if not (shape.trained or shape.adapted_experts):
+        return 0
+    return shape.hidden * (shape.experts_per_token if shape.exchanged_experts else 1)
 
 
 def _inner(shape: LayerShape) -> int:
@@ -220,7 +233,8 @@ def _experts_begin(shape: LayerShape, compute: int) -> int:
     """What the down projection's backward adds to what is kept."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        return (rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
+        arrived = rows if shape.exchanged_experts else 0
+        return (arrived + rows + inner * (2 if shape.trained or shape.adapted_experts else 1)) * compute
     return 2 * rows * compute
 
 
@@ -228,6 +242,6 @@ def _experts_end(shape: LayerShape, compute: int) -> int:
     """What is there when the gradient of the gate and up projection's input is."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        kept = shape.hidden if shape.trained or shape.adapted_experts else 0
-        return (kept + shape.hidden + 2 * inner + rows) * compute
+        arriving = rows if shape.exchanged_experts else 0
+        return (_experts_input(shape) + arriving + shape.hidden + 2 * inner + rows) * compute
     return (2 * rows + 4 * inner) * compute

@@ -29,7 +29,7 @@ class Plan:
     Args:
         rows: A row for each strategy and way: with the fastest batch that fits, or the smallest where none does.
         best: The fastest row that fits; None where nothing does.
-        written: The recipe as it is, on the simplest strategy: one GPU, or DDP.
+        written: The recipe as it is, on the simplest strategy: one GPU, or DDP, or expert parallel if it says so.
         room: Bytes of a GPU that may be planned.
     """
 
@@ -68,14 +68,16 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     values = inputs.values
     offloading = values["activation_offloading_fraction"] if values["activation_offloading"] else 0.0
     checkpointing = bool(values["gradient_checkpointing"])
+    sharing = values["expert_parallel_size"] or 1
     return Setting(
-        "single" if gpus == 1 else "ddp",
+        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else "ddp",
         gpus,
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
         checkpointing,
         kernels_of(values, inputs.source).tiled_mlp,
         offloading if checkpointing else 0.0,
+        sharing,
     )
 
 
@@ -102,6 +104,7 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         quantised=bool(values["load_in_4bit"] or values["load_in_8bit"]),
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
         fixed_batch=inputs.batch_is_fixed,
+        experts=inputs.shared_experts,
     )
     return (_row(inputs.run, setting, room) for setting in settings)
 

@@ -9,12 +9,8 @@ A step is at its fullest at one of these moments, and which one depends on the m
     optimizer       all gradients, and what the optimizer's step adds
     generation      the key/value cache of GRPO, without gradients or activations
 
-FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
-the GPUs; whole, in the compute dtype, are two layers (one at work, one on its way), two layers' gradients (one being
-made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
-ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
-split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. Autocast over fp32 weights that
-nobody splits caches half-precision copies for the forward. The largest weight in 4 bits has a buffer when floating.
+What is there at every moment, by the way the model is split, is in `splitting`. Autocast over fp32 weights caches
+half-precision copies for the forward; our experts make theirs layer by layer.
 
 The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the GPU is kept free for it.
 """
@@ -23,18 +19,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from liger_trainer.plan.activations import LayerMemory, Precision, layer_memory
+from liger_trainer.plan.activations import LayerMemory, layer_memory
 from liger_trainer.plan.head import HeadMemory, HeadSettings, head_memory
 from liger_trainer.plan.optimizers import optimizer_memory
-from liger_trainer.plan.parameters import Group, Parameters
+from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import LayerShape
+from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, states_split
 
 ALLOCATOR_SLACK = 0.08
 """Fraction of a GPU's memory that is left free: CUDA's and NCCL's own, and blocks that no longer fit anything."""
 
 OFFLOAD_STASH = 5  # inputs of layers that TRL's offloading keeps on their way to the host
-ZERO_BUCKET = 500_000_000  # numbers, DeepSpeed's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,29 +115,24 @@ def host_bytes(run: Run, setting: Setting) -> float:
     return setting.gpus * setting.offloading * inputs
 
 
-def precision_of(run: Run, setting: Setting) -> Precision:
-    """Bytes of activations: FSDP2 and ZeRO-2 hand out half-precision weights, so the residual stream is that too."""
-    compute = 2 if run.mixed else run.weight_bytes
-    whole = setting.strategy in ("single", "ddp")
-    return Precision(compute, run.weight_bytes if whole else compute)
-
-
 def moments(run: Run, setting: Setting) -> list[Memory]:
     """All the moments at which a step may be at its fullest."""
     parameters, compute = run.parameters, precision_of(run, setting).compute
     layer, head = _layer(run, setting), _head(run, setting)
-    kept = _kept(run, setting)
-    first, step = _gradients(run, setting)
+    on_gpu = held(run, setting, head.weight_gradient)
+    reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
+    kept = _Kept(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
+    first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = step if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, parameters.layers)
     embedding = parameters.groups["embedding"].trained_bytes
     idle = 0.0 if setting.sharded else kept.buffers
     late = head.weight_gradient if not setting.sharded else 0.0  # of a sharded head it is a buffer, below
-    copies = 2.0 * parameters.total.trained if precision_of(run, setting).autocast else 0.0
+    copies = _autocast_copies(run, setting)
     backward = kept.buffers + (copies if not setting.checkpointing else 0.0)
     made = layer.gradients * (0 if setting.sharded else run.weight_bytes)
     again = embedding if (setting.accumulation > 1 or parameters.tied) and not setting.sharded else 0.0
-    states = optimizer_memory(run.optim, parameters).step / _split(setting, "optimizer")
+    states = optimizer_memory(run.optim, parameters).step / states_split(run, setting)
     found = [
         kept.at(
             "loss",
@@ -168,7 +159,8 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
         kept.at("optimizer", gradients=step, buffers=idle + states),
     ]
     if run.work.generated:
-        found.append(kept.at("generation", generation=_generation(run, setting, compute), buffers=_whole(run, setting)))
+        buffers = generating_buffers(run, setting, kept.buffers)
+        found.append(kept.at("generation", generation=_generation(run, setting, compute), buffers=buffers))
     return found
 
 
@@ -193,65 +185,15 @@ class _Kept:
         )
 
 
-def _split(setting: Setting, what: str) -> int:
-    splits = {"weights": ("fsdp2",), "reference": ("fsdp2",), "optimizer": ("fsdp2", "zero2")}
-    return setting.gpus if setting.strategy in splits[what] else 1
-
-
-def _upcast(run: Run) -> float:
-    """Bytes of the trained weights under FSDP2: fp32 in mixed precision."""
-    total = run.parameters.total
-    return 4.0 * total.trained if run.mixed else total.trained_bytes
-
-
-def _kept(run: Run, setting: Setting) -> _Kept:
-    parameters, total, gpus = run.parameters, run.parameters.total, setting.gpus
-    compute = precision_of(run, setting).compute
-    weights, states = total.bytes, optimizer_memory(run.optim, parameters).states
-    buffers = float(compute * parameters.dequantised)
-    if setting.strategy == "ddp":
-        buffers += total.trained_bytes
-    elif setting.strategy == "zero2":
-        weights = total.frozen_bytes + compute * total.trained
-        master = 4.0 * total.trained if compute < 4 else 0.0
-        states = (optimizer_memory(run.optim, parameters, 4.0 * total.trained).states + master) / gpus
-        buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
-    elif setting.strategy == "fsdp2":
-        weights = (total.frozen_bytes + _upcast(run)) / gpus
-        states = optimizer_memory(run.optim, parameters, _upcast(run)).states / gpus
-        layer, root = parameters.layer, parameters.root
-        buffers = 2 * _gathered(layer, compute) + 2 * compute * layer.trained + _gathered(root, compute)
-        buffers += _head(run, setting).weight_gradient
-    reference = run.work.reference_bytes / _split(setting, "reference")
-    return _Kept(weights, states, reference, buffers)
-
-
-def _gathered(group: Group, compute: int) -> float:
-    return group.frozen_bytes + compute * group.trained
-
-
-def _gradients(run: Run, setting: Setting) -> tuple[float, float]:
-    """Gradients when the first layer's are made, and all of them."""
-    parameters, total, gpus = run.parameters, run.parameters.total, setting.gpus
-    if setting.strategy == "fsdp2":
-        return _upcast(run) / gpus, _upcast(run) / gpus
-    if setting.strategy == "zero2":
-        whole = (precision_of(run, setting).compute + 4.0) * total.trained / gpus  # in fp32 too, for the master copy
-        return whole, whole
-    missing = parameters.layer.trained_bytes
-    if not parameters.tied:
-        missing += parameters.groups["embedding"].trained_bytes
-    return total.trained_bytes - missing, total.trained_bytes
-
-
 def _tokens(run: Run, setting: Setting) -> int:
     return run.work.rows * setting.batch * run.work.length
 
 
 def _layer(run: Run, setting: Setting) -> LayerMemory:
-    experts = run.parameters.groups["experts"].trained // run.parameters.layers
+    experts = here(run.parameters.groups["experts"], run, setting).trained // run.parameters.layers
+    sharing = setting.expert_parallel_size
     return layer_memory(
-        run.shape,
+        dataclasses.replace(run.shape, experts=run.shape.experts // sharing, exchanged_experts=sharing > 1),
         precision_of(run, setting),
         _tokens(run, setting),
         run.work.length,
@@ -265,10 +207,18 @@ def _layer(run: Run, setting: Setting) -> LayerMemory:
 def _head(run: Run, setting: Setting) -> HeadMemory:
     compute = precision_of(run, setting).compute
     tokens = run.work.rows * setting.batch * run.work.loss_length
-    # A gathered head is in the compute dtype, and so is its gradient until it is reduced.
-    weight = compute if setting.strategy != "single" and setting.strategy != "ddp" else run.weight_bytes
-    trained = run.parameters.head_trained
+    weight, trained = gathered_bytes(run, setting), run.parameters.head_trained
     return head_memory(run.work.head, tokens, run.shape.hidden, run.shape.vocab, compute, weight, trained)
+
+
+def _autocast_copies(run: Run, setting: Setting) -> float:
+    if not precision_of(run, setting).autocast:
+        return 0.0
+    experts = run.parameters.groups["experts"]
+    cast = here(experts, run, setting).trained
+    if setting.checkpointing and run.shape.fused_experts:
+        cast //= run.parameters.layers
+    return 2.0 * (run.parameters.total.trained - experts.trained + cast)
 
 
 def _activations(layer: LayerMemory, setting: Setting, layers: int) -> tuple[float, float, float]:
@@ -290,11 +240,3 @@ def _generation(run: Run, setting: Setting, compute: int) -> float:
     part = a_layer * min(work.length, shape.sliding_window or work.length)
     cache = layers * (shape.full_layers * full + (1 - shape.full_layers) * part)
     return cache + full + sequences * shape.vocab * (4 + compute)
-
-
-def _whole(run: Run, setting: Setting) -> float:
-    """The weights that generation gathers, where they are split, and the buffers it finds."""
-    total = run.parameters.total
-    if setting.sharded:
-        return _gathered(total, precision_of(run, setting).compute)
-    return _kept(run, setting).buffers

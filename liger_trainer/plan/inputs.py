@@ -13,6 +13,7 @@ from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.recipe_checks import split_obstacle
 from liger_trainer.recipe_file import RecipeError, find_recipe, first_line, read_recipe
 from liger_trainer.recipe_values import check_values
 
@@ -35,12 +36,14 @@ class Inputs:
         values: All its keys.
         run: Model and work.
         notes: What was assumed, or is not counted.
+        shared_experts: Of a layer, the experts that GPUs can share; 0 where there are none or they cannot.
     """
 
     source: Path
     values: Mapping[str, Any]
     run: Run
     notes: tuple[str, ...]
+    shared_experts: int = 0
 
     @property
     def batch_is_fixed(self) -> bool:
@@ -70,6 +73,7 @@ def read_inputs(
 
         values = shrink(values, given)
     config, mapping = _config(values, source), kernels_of(values, source)
+    _check_expert_parallel(values, config, gpus, source)
     fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
     try:
         model, dtype = _build(values, config)
@@ -90,7 +94,7 @@ def read_inputs(
         implementation=_attention(values),
         recompute_mlp=mapping.recompute_mlp,
     )
-    return Inputs(source, values, run, notes)
+    return Inputs(source, values, run, notes, _shared_experts(values, config))
 
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
@@ -113,6 +117,27 @@ def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
     if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
         config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
     return config
+
+
+def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
+    from liger_trainer.recipe_model import check_expert_count
+
+    size = values["expert_parallel_size"] or 1
+    if size == 1:
+        return
+    check_expert_count(source, size, config)
+    if gpus % size:
+        raise RecipeError(
+            f"{source}: `expert_parallel_size` is {size}, but `--gpus` is {gpus}; plan for a multiple of {size}, or "
+            "with another `--expert_parallel_size` (1 for none)."
+        )
+
+
+def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
+    """Experts that `expert_parallel_size` may split: what a recipe is refused with is not proposed."""
+    from liger_trainer.recipe_model import can_split_experts, count_experts
+
+    return count_experts(config) if can_split_experts(config) and split_obstacle(values) is None else 0
 
 
 def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:

@@ -32,6 +32,11 @@ class Group:
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
+    def __mul__(self, share: float) -> Group:
+        """A part of them."""
+        elements, trained = round(share * self.elements), round(share * self.trained)
+        return Group(elements, share * self.bytes, trained, share * self.trained_bytes)
+
     @property
     def frozen_bytes(self) -> float:
         """Bytes of what is not trained."""

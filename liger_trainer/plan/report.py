@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
-_NAMES = {"single": "one GPU", "ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
+_NAMES = {
+    "single": "one GPU",
+    "ddp": "DDP",
+    "zero2": "ZeRO-2",
+    "fsdp2": "FSDP2",
+    "expert_parallel": "EP of {}",
+}
 
 
 def parameters_line(parameters: Parameters) -> str:
@@ -61,7 +67,7 @@ def way(setting: Setting) -> str:
     options = ["checkpointing"] if setting.checkpointing else ["no checkpointing"]
     options += ["tiled_mlp"] if setting.tiled_mlp else []
     options += ["offloading"] if setting.offloading else []
-    return f"{_NAMES[setting.strategy]}, {', '.join(options)}"
+    return f"{_NAMES[setting.strategy].format(setting.expert_parallel_size)}, {', '.join(options)}"
 
 
 def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: Sequence[str]) -> str:
@@ -76,9 +82,18 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: 
     host = host_bytes(inputs.run, setting) / GIB
     if host:
         text += f" Offloading takes {host:.1f} GiB of pinned memory on this machine."
+    if setting.expert_parallel_size > 1:
+        text += _about_expert_parallel(inputs)
     if setting.strategy == "zero2":
         text += " It needs the deepspeed package."
     return f"{text}\n\n  {shlex.join(command(inputs, setting, recipe, options))}"
+
+
+def _about_expert_parallel(inputs: Inputs) -> str:
+    text = " It counts experts that are chosen evenly; a GPU whose experts are chosen more often takes more."
+    if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"]:
+        text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
+    return text
 
 
 def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str] = ()) -> list[str]:
@@ -113,6 +128,8 @@ def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
     if setting.batch != old.batch:
         keys["per_device_train_batch_size"] = setting.batch
         keys["gradient_accumulation_steps"] = setting.accumulation
+    if setting.expert_parallel_size != old.expert_parallel_size:
+        keys["expert_parallel_size"] = setting.expert_parallel_size
     if setting.checkpointing != old.checkpointing:
         keys["gradient_checkpointing"] = setting.checkpointing
     if bool(setting.offloading) != bool(values["activation_offloading"]):
@@ -124,7 +141,3 @@ def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
         written = json.loads(written) if isinstance(written, str) else written
         keys["liger_kernel_config"] = {**written, "tiled_mlp": setting.tiled_mlp}
     return keys
-
-
-def _fraction_differs(setting: Setting, old: Setting) -> bool:
-    return bool(setting.offloading and old.offloading) and setting.offloading != old.offloading

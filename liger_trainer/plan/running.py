@@ -49,14 +49,16 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     )
     checkpointing = bool(args.gradient_checkpointing)
     offloads = checkpointing and getattr(args, "activation_offloading", False)
+    strategy, sharing = _strategy(trainer, model)
     setting = Setting(
-        _strategy(trainer),
+        strategy,
         args.world_size,
         batch,
         args.gradient_accumulation_steps,
         checkpointing,
         kernels.tiled_mlp,
         getattr(args, "activation_offloading_fraction", 1.0) if offloads else 0.0,
+        sharing,
     )
     return run, setting
 
@@ -71,8 +73,14 @@ def _bytes(model: nn.Module | None) -> float:
     return 0.0 if model is None else float(sum(p.numel() * p.element_size() for p in model.parameters()))
 
 
-def _strategy(trainer: Trainer) -> str:
-    accelerator: Any = trainer.accelerator
+def _strategy(trainer: Any, model: Any) -> tuple[str, int]:
+    """How the model is split, and how many processes share the experts of a layer."""
+    if trainer.is_distributed_loading_by_transformers:
+        split = model.config.distributed_config
+        if split.ep_size == 1 or (split.tp_size, split.dp_replicate_size, split.pp_size) != (1, 1, 1):
+            raise ValueError("A model that `from_pretrained` has split in this way is not planned.")
+        return "expert_parallel", split.ep_size
+    accelerator = trainer.accelerator
     kind = accelerator.distributed_type.value
     if kind == "DEEPSPEED":
         kind += str(accelerator.state.deepspeed_plugin.zero_stage)
@@ -81,4 +89,4 @@ def _strategy(trainer: Trainer) -> str:
     known = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP2": "fsdp2", "DEEPSPEED2": "zero2"}
     if kind not in known:
         raise ValueError(f"{kind} is not planned.")
-    return known[kind]
+    return known[kind], 1

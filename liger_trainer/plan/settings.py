@@ -9,16 +9,19 @@ from collections.abc import Iterator
 from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.shapes import LayerShape
 
-CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2"}
-"""Strategy to the name of its accelerate configuration."""
+CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2", "expert_parallel": "ddp"}
+"""Strategy to the name of its accelerate configuration; with `expert_parallel_size` the loading splits the model."""
 
 LAUNCH_TOKENS = 250
 """What launching a micro-step costs, in tokens."""
 
-COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750}
+COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750, "expert_parallel": 750}
 """What its communication costs, in tokens of a dense model that is trained whole: FSDP2 gathers the weights twice and
 reduces their gradients, 6 bytes a parameter at some 400 GB/s, against 8 FLOP a parameter and token at some 400 TFLOP/s;
 ZeRO-2 sends gradients, and weights once a step; DDP gradients once a step. For ranking alone."""
+
+FLOP_PER_BYTE = 1000
+"""What is multiplied while a byte is sent, at these speeds."""
 
 OFFLOADING_COST = 1.05
 TILED_COST = 1.02
@@ -29,14 +32,15 @@ class Setting:
     """One way to run.
 
     Args:
-        strategy: ``"single"``, ``"ddp"``, ``"zero2"`` or ``"fsdp2"`` (weights, gradients and states split, weights
-            freed after each layer).
+        strategy: ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights
+            freed after each layer) or ``"expert_parallel"`` (the same, but that tokens go to the experts).
         gpus: How many GPUs.
         batch: ``per_device_train_batch_size``.
         accumulation: ``gradient_accumulation_steps``.
         checkpointing: Whether every layer is computed again in the backward.
         tiled_mlp: Whether gated MLPs run in tiles.
         offloading: Of the layers' inputs, the fraction that waits in the host's memory; 0 without checkpointing.
+        expert_parallel_size: G, the GPUs that share the experts of a layer; 1 but for ``"expert_parallel"``.
     """
 
     strategy: str = "single"
@@ -46,11 +50,12 @@ class Setting:
     checkpointing: bool = True
     tiled_mlp: bool = False
     offloading: float = 0.0
+    expert_parallel_size: int = 1
 
     @property
     def sharded(self) -> bool:
         """Whether the weights themselves are split."""
-        return self.strategy == "fsdp2"
+        return self.strategy in ("fsdp2", "expert_parallel")
 
 
 def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: LayerShape) -> float:
@@ -58,7 +63,8 @@ def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: 
 
     A trained matrix costs three products a token, one in the forward and two in the backward; a frozen one under
     adapters costs two; checkpointing adds one. What is sent weighs more where a token meets few of the parameters
-    (experts), and less where few are trained, but that FSDP2 gathers frozen ones too.
+    (experts), and less where few are trained, but that FSDP2 gathers frozen ones too. Under expert parallelism experts
+    are gathered only by the GPUs that have copies of the same ones, and the rows of tokens are sent instead.
 
     Args:
         setting: How it runs.
@@ -72,13 +78,29 @@ def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: 
     cost *= TILED_COST if setting.tiled_mlp else 1.0
     total, experts = parameters.total, parameters.groups["experts"].elements
     idle = experts * (1 - shape.experts_per_token / shape.experts) if shape.experts else 0.0
-    sent = total.elements if setting.sharded else total.trained
-    overhead = LAUNCH_TOKENS + COMMUNICATION_TOKENS[setting.strategy] * sent / (total.elements - idle)
-    return cost * (1 + overhead / max(tokens, 1))
+    sent: float = total.elements if setting.sharded else total.trained
+    if setting.strategy == "expert_parallel":
+        copies = setting.gpus // setting.expert_parallel_size
+        sent -= experts - (experts / setting.expert_parallel_size if copies > 1 else 0)
+    active = total.elements - idle
+    overhead = LAUNCH_TOKENS + COMMUNICATION_TOKENS[setting.strategy] * sent / active
+    exchanged = FLOP_PER_BYTE * exchanged_bytes(setting, parameters, shape) / (2 * products * active)
+    return cost * (1 + overhead / max(tokens, 1)) + exchanged
+
+
+def exchanged_bytes(setting: Setting, parameters: Parameters, shape: LayerShape) -> float:
+    """Bytes a token that are sent to experts of other GPUs and back, in half precision.
+
+    k rows go there and back in the forward and in the backward, and there once more where a layer is computed again.
+    Of these, 1/G stay where they are if the experts are chosen evenly.
+    """
+    ways = 5 if setting.checkpointing else 4
+    row = 2 * shape.hidden
+    return ways * shape.experts_per_token * row * parameters.layers * (1 - 1 / setting.expert_parallel_size)
 
 
 def candidates(
-    gpus: int, batch: int, accumulation: int, quantised: bool, tiles: bool, fixed_batch: bool = False
+    gpus: int, batch: int, accumulation: int, quantised: bool, tiles: bool, fixed_batch: bool = False, experts: int = 0
 ) -> Iterator[Setting]:
     """All settings worth a look; each keeps the samples of an optimizer step.
 
@@ -89,11 +111,15 @@ def candidates(
         quantised: Whether the base is quantised, which is not split.
         tiles: Whether the model has gated MLPs to tile.
         fixed_batch: Whether the batch stays what it is.
+        experts: Of a layer, those that GPUs can share; 0 for none.
     """
-    strategies = ["single"] if gpus == 1 else ["ddp", "zero2", *([] if quantised else ["fsdp2"])]
+    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)]
+    if gpus > 1 and not quantised:
+        sizes = [size for size in range(2, gpus + 1) if experts and gpus % size == experts % size == 0]
+        strategies += [("fsdp2", 1), *(("expert_parallel", size) for size in sizes)]
     samples = batch * accumulation
     batches = [batch] if fixed_batch else [size for size in range(1, samples + 1) if samples % size == 0]
     ways = [(False, False, 0.0), (True, False, 0.0), (True, False, 1.0)]
     ways += [(True, True, 0.0), (True, True, 1.0)] if tiles else []
-    for strategy, (checkpointing, tiled, offloading), size in itertools.product(strategies, ways, batches):
-        yield Setting(strategy, gpus, size, samples // size, checkpointing, tiled, offloading)
+    for (strategy, sharing), (checkpointing, tiled, offloading), size in itertools.product(strategies, ways, batches):
+        yield Setting(strategy, gpus, size, samples // size, checkpointing, tiled, offloading, sharing)

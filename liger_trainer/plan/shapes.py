@@ -36,6 +36,7 @@ class LayerShape:
         adapted_experts: Whether the experts have adapters.
         fused_adapters: Whether adapters run in our operators, which keep no copies of their inputs; else PEFT's do.
         fused_experts: Whether experts run in our operator; else in transformers' grouped matmul.
+        exchanged_experts: Whether the experts' rows are those of other GPUs too (expert parallelism).
         adapter_dropout: Whether adapters have dropout, whose mask is kept.
         trained: Whether the layer's own weights are trained.
         vocab: Size V of the vocabulary.
@@ -60,6 +61,7 @@ class LayerShape:
     adapted_experts: bool = False
     fused_adapters: bool = True
     fused_experts: bool = True
+    exchanged_experts: bool = False
     adapter_dropout: bool = False
     trained: bool = True
     vocab: int = 0
@@ -104,6 +106,7 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
         adapted_experts=any(_is_of_experts(name) and "lora_" in name for name, _ in layer.named_parameters()),
         fused_adapters=fused_adapters,
         fused_experts=fused_experts,
+        exchanged_experts=False,  # a setting says so
         adapter_dropout=_has_dropout(layer),
         trained=any(parameter.requires_grad for parameter in own),
         vocab=config.vocab_size,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -56,6 +57,19 @@ def test_two_processes(start, tmp_path, recipe):
     assert done.stdout.count("training loss") == 1
     folder = Path(next(line.split(None, 2)[2] for line in done.stdout.splitlines() if "saved model" in line))
     assert steps(folder) == 3
+
+
+def test_two_processes_share_the_experts(start, tmp_path):
+    """What they save is whole, and transformers alone reads it."""
+    folder, launcher = tmp_path / "run", [*LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    options = ["--smoke", "--use_cpu", "true", "--expert_parallel_size", "2", "--output_dir", folder]
+    done = start(*launcher, ROOT / "recipes" / "qwen3_30b_a3b_sft_ep.yaml", *options, timeout=240)
+    assert "expert exchange" in done.stdout
+    assert steps(folder) == 3
+    for saved in (folder, folder / "checkpoint-3"):
+        model, found = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+        assert not any(found.values()), found
+        assert len(model.model.layers[0].mlp.experts.down_proj) == model.config.num_experts == 4
 
 
 def test_help(start):

@@ -1,0 +1,121 @@
+"""What one GPU holds of weights, gradients and optimizer states, by the way the model is split.
+
+FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
+the GPUs; whole, in the compute dtype, are two layers (one at work, one on its way), two layers' gradients (one being
+made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
+Expert parallelism does the same with everything in the dtype that it is loaded in, and of the experts of a layer a GPU
+only ever has those of 1/G. Adapters, which are made after that model was split, are whole on every GPU.
+ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
+split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. The largest weight in 4 bits has a
+buffer when floating.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from liger_trainer.plan.activations import Precision
+from liger_trainer.plan.optimizers import optimizer_memory
+from liger_trainer.plan.parameters import Group, Parameters
+from liger_trainer.plan.settings import Setting
+
+if TYPE_CHECKING:
+    from liger_trainer.plan.estimate import Run
+
+ZERO_BUCKET = 500_000_000  # numbers, DeepSpeed's default
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes on one GPU.
+
+    Args:
+        weights: The part of the weights that is always there.
+        states: Of the optimizer.
+        buffers: Of the communication, with what of weights and gradients is whole meanwhile.
+        first_gradients: Gradients when the first layer's are made.
+        gradients: All of them.
+    """
+
+    weights: float
+    states: float
+    buffers: float
+    first_gradients: float
+    gradients: float
+
+
+def precision_of(run: Run, setting: Setting) -> Precision:
+    """Bytes of activations: FSDP2 and ZeRO-2 hand out half-precision weights, so the residual stream is that too."""
+    compute = 2 if run.mixed else run.weight_bytes
+    return Precision(compute, compute if setting.strategy in ("zero2", "fsdp2") else run.weight_bytes)
+
+
+def gathered_bytes(run: Run, setting: Setting) -> int:
+    """Bytes of a number of a trained weight, and of its gradient, where they are whole."""
+    return precision_of(run, setting).compute if setting.strategy in ("zero2", "fsdp2") else run.weight_bytes
+
+
+def states_split(run: Run, setting: Setting) -> int:
+    """Over how many GPUs the gradients and states of the trained weights are split."""
+    if setting.strategy == "expert_parallel" and run.parameters.groups["adapters"].trained:
+        return 1
+    return setting.gpus if setting.sharded or setting.strategy == "zero2" else 1
+
+
+def held(run: Run, setting: Setting, head_gradient: float) -> Held:
+    """What a GPU holds of a model.
+
+    Args:
+        run: The model.
+        setting: How it is split.
+        head_gradient: Bytes of the gradient of the head's weight, where it is whole.
+    """
+    parameters, total = run.parameters, run.parameters.total
+    if setting.sharded:
+        return _sharded(run, setting, head_gradient)
+    compute = precision_of(run, setting).compute
+    buffers = float(compute * parameters.dequantised)
+    if setting.strategy == "zero2":
+        master = 4.0 * total.trained if compute < 4 else 0.0
+        states = optimizer_memory(run.optim, parameters, 4.0 * total.trained).states + master
+        gradients = (compute + 4.0) * total.trained / setting.gpus  # in fp32 too, for the master copy
+        buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
+        weights = total.frozen_bytes + compute * total.trained
+        return Held(weights, states / setting.gpus, buffers, gradients, gradients)
+    buffers += total.trained_bytes if setting.strategy == "ddp" else 0.0
+    states = optimizer_memory(run.optim, parameters).states
+    return Held(total.bytes, states, buffers, total.trained_bytes - _last_gradients(parameters), total.trained_bytes)
+
+
+def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
+    parameters, total, split = run.parameters, run.parameters.total, states_split(run, setting)
+    upcast = run.mixed and setting.strategy == "fsdp2"
+    trained = 4.0 * total.trained if upcast else total.trained_bytes
+    states = optimizer_memory(run.optim, parameters, trained).states
+    number = gathered_bytes(run, setting)
+    layer = here(parameters.layer, run, setting, parameters.layers)
+    buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
+    weights = total.frozen_bytes / setting.gpus + trained / split
+    return Held(weights, states / split, buffers + head_gradient, trained / split, trained / split)
+
+
+def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:
+    """`group`, the whole model or one layer of `layers`, without the experts of other GPUs."""
+    return group + run.parameters.groups["experts"] * ((1 / setting.expert_parallel_size - 1) / layers)
+
+
+def generating_buffers(run: Run, setting: Setting, buffers: float) -> float:
+    """What `generate` finds, or gathers: FSDP2 of accelerate puts all weights together."""
+    whole = setting.strategy == "fsdp2"
+    return _gathered(run.parameters.total, precision_of(run, setting).compute) if whole else buffers
+
+
+def _gathered(group: Group, number: int) -> float:
+    return group.frozen_bytes + number * group.trained
+
+
+def _last_gradients(parameters: Parameters) -> float:
+    """Of the first layer, and of an embedding of its own."""
+    embedding = 0.0 if parameters.tied else parameters.groups["embedding"].trained_bytes
+    return parameters.layer.trained_bytes + embedding
