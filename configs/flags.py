@@ -33,9 +33,9 @@ class KernelFlags:
             Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
             `relu_squared`, `lora`, `router`, `experts`, `load_balancing_loss`, `cross_entropy`,
             `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy` is read as
-            `linear_cross_entropy`. `False` by default are `recompute_mlp` and `tiled_mlp`, which make gated MLPs keep
-            less for the backward, and `global_load_balancing`, with which the auxiliary loss balances the batch of all
-            processes; see [`KernelConfig`].
+            `linear_cross_entropy`. `recompute_mlp`, `True` by default, and `tiled_mlp`, `False`, make gated MLPs keep
+            less for the backward. With `global_load_balancing`, `False` by default, the auxiliary loss balances the
+            batch of all processes. See [`KernelConfig`].
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory the fused LM head may spend on one chunk of logits: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):

@@ -48,7 +48,8 @@ class KernelConfig:
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
         recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
-            third less memory between the two, for layers that are not checkpointed as a whole.
+            third less memory between the two, and a pass less over it where layers are checkpointed. Off, a down
+            projection is called as a module, which keeps its input.
         tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
             longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
             its MLP it costs none (see `kernels/tiled_mlp.py`).
@@ -71,7 +72,7 @@ class KernelConfig:
     load_balancing_loss: bool = True
     cross_entropy: bool = True
     linear_cross_entropy: bool = True
-    recompute_mlp: bool = False
+    recompute_mlp: bool = True
     tiled_mlp: bool = False
     global_load_balancing: bool = False
     logits_memory: int | str = DEFAULT_LOGITS_MEMORY

@@ -8,12 +8,11 @@ activation and the product between them become one kernel.
 Projections with PEFT's LoRA adapters are an exception: where nobody could tell, gate and up are one operator on their
 common input, and the down projection another, which builds its input again instead of keeping it (`lora.py`).
 
-With `recompute_mlp` a plain down projection joins them in one operator that does not keep its input, the product, but
-builds it again in the backward. That saves 2 bytes an element of the intermediate size and token in bf16, a third of
-what a gated MLP keeps, for one more store an element, well under a hundredth of a layer's time. It is off by default:
-under layer checkpointing, the usual setting, nothing of an MLP outlives its layer's own backward, so it would save one
-layer's product at most, and the pass that a recomputation makes over it; and policies that choose by operator which
-products to keep no longer see the down projection's.
+With `recompute_mlp`, the default, a plain down projection joins them in one operator that does not keep its input, the
+product, but builds it again in the backward. That saves 2 bytes an element of the intermediate size and token in bf16,
+a third of what a gated MLP keeps, for one more store an element, well under a hundredth of a layer's time. In layers
+that are checkpointed it saves the product of the layer at work, and the pass that the recomputation makes over it.
+Policies that choose by operator which products to keep do not see the down projection's.
 
 With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`kernels/tiled_mlp.py`), so that
 what an MLP needs no longer grows with the sequence.
@@ -149,7 +148,7 @@ def _probe_gated_mlp(
             agreement = probe.compare(on(type(module).forward), on(probed), large)
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
-            kernel += (", recomputed" if recompute else "") + (", in tiles" if tiled else "")
+            kernel += ("" if recompute else ", product kept") + (", in tiles" if tiled else "")
             return variant.component, kernel, in_tiles(forward, argument) if tiled else forward, agreement
         failures.append(agreement)
     nearest = min(failures, key=lambda agreement: agreement.error)
@@ -193,7 +192,7 @@ def gated_mlp_forward(
             (down,) = adapted_layers(gate if up is not None else gate.chunk(2, -1)[0], down_proj) or (None,)
             if down is not None:
                 return lora_down(gate, up, down, variant.approximate or "silu", **options)
-        if recompute and scale is None and is_plain_linear(down_proj, gate):
+        if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
             return gated_down(gate, up, down_proj.weight, down_proj.bias, **options)
         h = gated_fused(gate, **options) if up is None else gated(gate, up, **options)
         return down_proj(h) if scale is None else down_proj(h) * scale

@@ -132,16 +132,12 @@ def used(monkeypatch):
     gated_mlp.gated_mlp_forward.cache_clear()
 
 
-RECOMPUTE = {**MLPS, "recompute_mlp": True}
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
 def test_recompute(family, used):
     model = TINY_MODELS[family]()
     batch = tiny_batch(family, model)
     expected = loss_and_gradients(model, batch)
-    (row,) = apply_liger_kernel(model, RECOMPUTE).applied
-    assert row.kernel.endswith(", recomputed")
+    (row,) = apply_liger_kernel(model, MLPS).applied
     used.clear()
     assert_same(loss_and_gradients(model, batch), expected)
     assert len(used) == row.count
@@ -152,23 +148,32 @@ def test_recompute_with_multipliers(family, used):
     model = built(family)
     ids = torch.randint(3, 120, (2, 9))
     expected = loss_and_gradients(model, {"input_ids": ids, "labels": ids})
-    apply_liger_kernel(model, RECOMPUTE)
+    apply_liger_kernel(model, MLPS)
     used.clear()
     assert_same(loss_and_gradients(model, {"input_ids": ids, "labels": ids}), expected)
     assert len(used) == (2 if family == "falcon_h1" else 0)  # the multiplier does not scale a bias
 
 
-def test_recompute_is_off_by_default(used):
+def test_the_product_is_kept_where_recompute_is_off(used):
     model = TINY_MODELS["llama"]()
-    (row,) = apply_liger_kernel(model, MLPS).applied
+    (row,) = apply_liger_kernel(model, {**MLPS, "recompute_mlp": False}).applied
     model(**tiny_batch("llama", model))
-    assert row.kernel == "swiglu"
+    assert row.kernel == "swiglu, product kept"
+    assert not used
+
+
+def test_nothing_is_prepared_for_a_backward_that_does_not_come(used):
+    model = TINY_MODELS["llama"]()
+    apply_liger_kernel(model, MLPS)
+    used.clear()
+    with torch.no_grad():
+        model(**tiny_batch("llama", model))
     assert not used
 
 
 def test_an_adapter_on_the_down_projection_is_called(used):
     model = TINY_MODELS["llama"]()
-    apply_liger_kernel(model, RECOMPUTE)
+    apply_liger_kernel(model, MLPS)
     model = get_peft_model(model, LoraConfig(target_modules=["down_proj", "q_proj"], init_lora_weights=False))
     batch = tiny_batch("llama", model)
     used.clear()
@@ -198,7 +203,7 @@ def parametrized(down_proj):
 @pytest.mark.parametrize("change", [hook, forward, parametrized])
 def test_a_down_projection_that_does_more_is_called(change, used):
     toy, x = toys.Toy(mlp=toys.MLP()), torch.randn(3, 8)
-    apply_liger_kernel(toy, RECOMPUTE)
+    apply_liger_kernel(toy, MLPS)
     before = toy.mlp(x)
     used.clear()
     change(toy.mlp.down_proj)
@@ -210,7 +215,7 @@ def test_recompute_under_autocast(used):
     toy, x = toys.Toy(mlp=toys.MLP()), torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         expected = toy.mlp(x)
-        apply_liger_kernel(toy, RECOMPUTE)
+        apply_liger_kernel(toy, MLPS)
         used.clear()
         ours = toy.mlp(x)
     assert used

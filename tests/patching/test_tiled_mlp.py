@@ -64,8 +64,8 @@ def test_it_is_off_by_default_and_follows_the_component():
     model = TINY_MODELS["llama"]()
     assert [row.kernel for row in apply_liger_kernel(model, MLPS).applied] == ["swiglu"]
     assert not apply_liger_kernel(model, {**TILED, "swiglu": False}).applied
-    (row,) = apply_liger_kernel(model, {**TILED, "recompute_mlp": True}).applied
-    assert row.kernel == "swiglu, recomputed, in tiles"
+    (row,) = apply_liger_kernel(model, {**TILED, "recompute_mlp": False}).applied
+    assert row.kernel == "swiglu, product kept, in tiles"
 
 
 def test_what_is_no_gated_mlp_is_left_alone():

@@ -1,5 +1,7 @@
 """The formulas against peaks measured on one H200; no case has a constant of its own."""
 
+import dataclasses
+
 import pytest
 
 from liger_trainer.plan.estimate import estimate
@@ -80,12 +82,21 @@ def test_adapters_under_log_probs(work, setting, measured):
     assert memory.total / GIB == pytest.approx(measured, rel=0.05), memory
 
 
-FSDP2 = [("8 x 4096", 4, 4096, 38.02), ("8 x 16384", 4, 16384, 77.4), ("8 x 4096 on two", 2, 4096, 65.8)]
+FSDP2 = [  # with the products of MLPs kept, and without
+    ("8 x 4096", 4, 4096, False, 38.02),
+    ("8 x 16384", 4, 16384, False, 77.4),
+    ("8 x 4096 on two", 2, 4096, False, 65.8),
+    ("8 x 4096 on two, recomputed", 2, 4096, True, 64.9),
+    ("8 x 16384 on two, recomputed", 2, 16384, True, 96.8),
+]
 
 
-@pytest.mark.parametrize(("gpus", "length", "measured"), [case[1:] for case in FSDP2], ids=[case[0] for case in FSDP2])
-def test_several_gpus(gpus, length, measured):
-    memory = estimate(run_of("llama3-8b", length), Setting("fsdp2", gpus, 8))
+@pytest.mark.parametrize(
+    ("gpus", "length", "recompute", "measured"), [case[1:] for case in FSDP2], ids=[case[0] for case in FSDP2]
+)
+def test_several_gpus(gpus, length, recompute, measured):
+    run = dataclasses.replace(run_of("llama3-8b", length), recompute_mlp=recompute)
+    memory = estimate(run, Setting("fsdp2", gpus, 8))
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 
