@@ -187,10 +187,10 @@ _EXPERTS_TEXT = """\
 ## Mixture of experts
 
 One block of experts, forward and backward: milliseconds / peak GiB / KB a token that the forward pass keeps for the
-backward, beside its input. `grouped_mm` is what transformers runs unless told otherwise. Random logits choose the
-experts; *frozen* ones get no gradient, *skewed* sends every token to the same. The floor is the products alone, in
-cuBLAS, for as many rows of every expert that is chosen; the error is the largest factor by which a gradient is further
-from float64 than `grouped_mm`'s.
+backward, beside its input. `grouped_mm` is what transformers runs unless told otherwise; Llama 4 has none, and its
+column is the model's own code, every expert on every token. Random logits choose the experts; *frozen* ones get no
+gradient, *skewed* sends every token to the same. The floor is the products alone, in cuBLAS, for as many rows of every
+expert that is chosen; the error is the largest factor by which a gradient is further from float64 than `grouped_mm`'s.
 
 ```bash
 liger-trainer bench moe_experts --model qwen3-30b-a3b --tokens 8192,32768 --seconds 300

@@ -16,8 +16,9 @@ that an adapter reads.
 The backward is fullest at one of two moments. In the down projection's, everything above is there, besides the
 incoming gradient H and that of the product, I, which the product itself is written over; with a PEFT adapter its own
 bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and
-gradients of output, q, k, v stand beside what the attention keeps. The gated kernels' backward writes over gate and up,
-so it adds nothing.
+gradients of output, q, k, v stand beside what the attention keeps. Flash attention, SDPA's too, sums q's in fp32, 2 Q
+more, and makes those of k and v for every query head, 2 Q, where several share a key. The gated kernels' backward writes
+over gate and up, so it adds nothing.
 
 Experts in our operator keep gate and up of k rows, 2 k I, which their gradient is written over, and their input H where
 they are trained or have adapters; adapters of an expert that every token takes read the same. Their backward is fullest
@@ -90,8 +91,7 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
         length: Tokens of a sequence; eager attention keeps scores of them all.
         implementation: ``"sdpa"``, ``"eager"`` or a flash attention.
     """
-    masked = implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
-    repeated = masked or implementation == "eager"
+    repeated = _is_masked(shape, length, implementation) or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
     elements = shape.query + 2 * keys + shape.query
     if shape.trained:
@@ -198,24 +198,32 @@ def layer_memory(
         tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
         tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # sums of its gradients, in fp32
     in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
-    in_attention = tokens * (attention + upstream + _attention_backward(shape, compute))
+    flash = implementation != "eager" and not _is_masked(shape, length, implementation)
+    in_attention = tokens * (attention + upstream + _attention_backward(shape, compute, flash))
     moments = [(in_mlp + merged, down_elements if shape.trained else 0), (in_attention, 0)]
     if shape.experts_per_token:
         in_experts = tokens * (attention + upstream + _experts_end(shape, compute))
         moments.append((in_experts + 2 * merged, expert_elements))
     fullest, gradients = max(moments, key=lambda moment: moment[0] + compute * moment[1])
     mask = 0.0
-    if implementation == "sdpa" and shape.sliding_window and length > shape.sliding_window:
+    if _is_masked(shape, length, implementation):
         mask = length**2 * (1 + compute)  # as booleans, and as SDPA's kernel wants it
     return LayerMemory(
         tokens * layer_input, tokens * (attention + mlp) + merged, fullest - tokens * layer_input + mask, gradients
     )
 
 
-def _attention_backward(shape: LayerShape, compute: int) -> float:
+def _is_masked(shape: LayerShape, length: int, implementation: str) -> bool:
+    """Whether SDPA gets a mask, with which it runs neither flash attention nor its own grouping of heads."""
+    return implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
+
+
+def _attention_backward(shape: LayerShape, compute: int, flash: bool) -> float:
     """Gradients in the attention's backward: at its output projection, in its middle, or at q, k and v."""
     output = shape.query * compute + shape.adapted_output * _adapter_gradient(shape, compute)
     middle = (2 * shape.query + 2 * shape.key_value) * compute
+    if flash:
+        middle += 4 * shape.query + (2 * shape.query * compute if shape.key_value < shape.query else 0)
     adapted = shape.hidden * _adapter_gradient(shape, compute) if shape.adapted_attention else 0
     start = (shape.query + 2 * shape.key_value + 2 * shape.hidden) * compute + adapted
     gone = 2 * shape.query * compute  # q and the output, before the projections' own backward

@@ -227,7 +227,7 @@ def _activations(layer: LayerMemory, setting: Setting, layers: int) -> tuple[flo
         stored = layers * layer.saved  # the layer at work is among them
         return stored - (layer.saved - layer.input), stored, 0.0
     stored = layers * layer.input * (1 - setting.offloading)
-    stash = min(layers, OFFLOAD_STASH) * layer.input * setting.offloading
+    stash = min(layers * setting.offloading, OFFLOAD_STASH) * layer.input
     return max(stored, layer.input), stored + stash, layer.input if setting.offloading else 0.0
 
 

@@ -101,8 +101,9 @@ def test_the_end_of_the_backward_of_frozen_experts_is_without_their_input():
     _, shape = counted(QWEN)
     sizes = []
     for adapted in (True, False):
-        one = dataclasses.replace(shape, trained=False, adapted_experts=adapted, expert_intermediate=8)
-        sizes.append(layer_memory(one, Precision(), 64, 64).working)  # with so few gates it is the fullest moment
+        # With so few gates and queries it is the fullest moment.
+        one = dataclasses.replace(shape, trained=False, adapted_experts=adapted, expert_intermediate=8, query=128)
+        sizes.append(layer_memory(one, Precision(), 64, 64).working)
     assert sizes[0] - sizes[1] == 2 * HIDDEN * 64
 
 

@@ -100,6 +100,12 @@ def test_several_gpus(gpus, length, recompute, measured):
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
 
 
+def test_a_very_long_pair():
+    run = dataclasses.replace(run_of("llama3-8b", 221184, rank=16, loss="log_probs", rows=2), recompute_mlp=True)
+    memory = estimate(run, Setting(tiled_mlp=True, offloading=0.6))
+    assert memory.total / GIB == pytest.approx(108.2, rel=0.10), memory
+
+
 LIGER = [  # Liger's kernels, whose layers keep the same tensors, around PEFT's; no constant was chosen by these
     ("full, no checkpointing", 0, Setting(batch=4, checkpointing=False), 114.7),
     ("adapters, no checkpointing", 16, Setting(batch=4, checkpointing=False), 101.6),
