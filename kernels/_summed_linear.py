@@ -10,7 +10,8 @@ Where a piece's result is that of a linear layer, the backward does not look at 
 torch's checkpoint does not, which stops when it has what was saved.
 
 For the time of a piece every plain `nn.Linear` is of a class with another forward. What else a module is made of goes
-the way of autograd, as does compiled code.
+the way of autograd, as does compiled code, and as do weights that an operator takes without calling their layer, such as
+adapters: their gradients are small, and are added piece by piece.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 _FORWARDS: dict[nn.Linear, _Forward] = {}
 
 
-class _Linear(nn.Linear):
+class LinearOfPiece(nn.Linear):
     """What a plain linear layer is for the time of a piece; a class, which compiled code recognises."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def _forward_of_linears(module: nn.Module, forward: _Forward) -> Iterator[None]:
     try:
         for linear in linears:
             _FORWARDS[linear] = forward
-            linear.__class__ = _Linear
+            linear.__class__ = LinearOfPiece
         yield
     finally:
         for linear in linears:

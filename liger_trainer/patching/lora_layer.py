@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.kernels._summed_linear import LinearOfPiece
 from liger_trainer.kernels.lora import LoRA, LoRALayer
 from liger_trainer.kernels.nf4 import NF4Weight
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.quantized import is_linear_4bit, nf4_weight_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LINEARS = (nn.Linear, LinearOfPiece)  # the latter in a tiled MLP, for gradients of layers that are called
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 
@@ -64,7 +66,7 @@ def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
 def _base(module: Any, x: torch.Tensor) -> LoRALayer | None:
     """A layer without adapters; None if its weight may not be used without calling it."""
     weight: torch.Tensor | NF4Weight | None = None
-    if is_plain_linear(module, x):
+    if _is_plain(module, x, _LINEARS):
         weight = module.weight
     elif is_linear_4bit(module) and is_unseen(module):
         weight = nf4_weight_of(module, x)
@@ -73,7 +75,11 @@ def _base(module: Any, x: torch.Tensor) -> LoRALayer | None:
 
 def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
     """Whether `module` is a product with a weight that may be used without calling it: no hook, shard, quantisation."""
-    if type(module) is not nn.Linear or not is_unseen(module):
+    return _is_plain(module, x, (nn.Linear,))
+
+
+def _is_plain(module: Any, x: torch.Tensor, classes: tuple[type, ...]) -> bool:
+    if type(module) not in classes or not is_unseen(module):
         return False
     return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
 
@@ -113,7 +119,7 @@ def is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
         return False
     a, b, dropout = (children[name] for children in (module.lora_A, module.lora_B, module.lora_dropout))
     for matrix in (a, b):
-        if type(matrix) is not nn.Linear or matrix.bias is not None or not is_unseen(matrix):
+        if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unseen(matrix):
             return False
         weight = matrix.weight
         # PEFT casts x to the dtype of the adapter, whatever it is.

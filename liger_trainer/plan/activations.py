@@ -17,8 +17,8 @@ The backward is fullest at one of two moments. In the down projection's, everyth
 incoming gradient H and that of the product, I, which the product itself is written over; with a PEFT adapter its own
 bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and
 gradients of output, q, k, v stand beside what the attention keeps. Flash attention, SDPA's too, sums q's in fp32, 2 Q
-more, and makes those of k and v for every query head, 2 Q, where several share a key. The gated kernels' backward writes
-over gate and up, so it adds nothing.
+more, and makes those of k and v for every query head, 2 Q, where several share a key. The gated kernels' backward
+writes over gate and up, so it adds nothing.
 
 Experts in our operator keep gate and up of k rows, 2 k I, which their gradient is written over, and their input H where
 they are trained or have adapters; adapters of an expert that every token takes read the same. Their backward is fullest

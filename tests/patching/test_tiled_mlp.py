@@ -77,15 +77,17 @@ def test_what_is_no_gated_mlp_is_left_alone():
     assert not row.applied
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_adapters_are_called_and_trained(dropout, patched_first):
+def test_adapters_take_part_and_are_trained(dropout, patched_first, fused):
+    kernels = {**TILED, "lora": fused}
     model = TINY_MODELS["llama"]()
     if patched_first:
-        apply_liger_kernel(model, TILED)
+        apply_liger_kernel(model, kernels)
     model = with_adapters(model, lora_dropout=dropout).train()
     if not patched_first:
-        apply_liger_kernel(model, TILED)
+        apply_liger_kernel(model, kernels)
     batch = tiny_batch("llama", model)
     ours = loss_and_gradients(model, batch)
     assert any("mlp.down_proj.lora_B" in name for name in ours)
@@ -94,10 +96,28 @@ def test_adapters_are_called_and_trained(dropout, patched_first):
         return
     revert_liger_kernel(model)
     assert_same(ours, loss_and_gradients(model, batch))
-    apply_liger_kernel(model, TILED)
+    apply_liger_kernel(model, kernels)
     with model.disable_adapter(), torch.no_grad():  # the reference of DPO and GRPO
         without = model(**batch).loss
     torch.testing.assert_close(without, TINY_MODELS["llama"]()(**batch).loss)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_in_a_tile_are_one_operator(monkeypatch, checkpointed):
+    """As without tiles: PEFT's own forward casts every tile to fp32 and back."""
+    calls = []
+    operator = gated_mlp.lora_mlp
+    monkeypatch.setattr(gated_mlp, "lora_mlp", lambda *a, **k: calls.append(a[0].shape) or operator(*a, **k))
+    model = with_adapters(TINY_MODELS["llama"]()).train()
+    batch = tiny_batch("llama", model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, {**TILED, "lora": True})
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert len(calls) == 2 * model.config.num_hidden_layers * TILES  # in the forward and in the backward
+    assert sum(shape[:-1].numel() for shape in calls) == 2 * 2 * batch["input_ids"].numel()
 
 
 @pytest.mark.parametrize("adapters", [False, True])
