@@ -10,8 +10,8 @@ Where a piece's result is that of a linear layer, the backward does not look at 
 torch's checkpoint does not, which stops when it has what was saved.
 
 For the time of a piece every plain `nn.Linear` is of a class with another forward. What else a module is made of goes
-the way of autograd, as does compiled code, and as do weights that an operator takes without calling their layer, such as
-adapters: their gradients are small, and are added piece by piece.
+the way of autograd, as does compiled code, and so do weights that an operator takes without calling their layer, as
+those of adapters: their gradients are small, and are added piece by piece.
 """
 
 from __future__ import annotations
