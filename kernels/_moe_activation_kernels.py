@@ -26,7 +26,7 @@ def load_gate_and_up(pre_ptr, row, column, exists, width, GATED: tl.constexpr, I
         up = tl.load(base + width + column, mask=exists, other=0.0)
     else:
         gate = tl.load(base + column, mask=exists, other=0.0)
-        up = tl.full(gate.shape, 1.0, gate.dtype)
+        up = tl.full(gate.shape, 1.0, tl.float32)
     return gate, up
 
 
