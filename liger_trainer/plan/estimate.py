@@ -123,7 +123,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
     kept = _Kept(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
-    accumulated = step if setting.accumulation > 1 else 0.0
+    accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, parameters.layers)
     embedding = parameters.groups["embedding"].trained_bytes
     idle = 0.0 if setting.sharded else kept.buffers
@@ -155,7 +155,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
             logits=late if parameters.tied and accumulated else 0.0,
             buffers=backward,
         ),
-        kept.at("embedding", gradients=step + again, activations=layer.input),
+        kept.at("embedding", gradients=max(step, accumulated) + again, activations=layer.input),
         kept.at("optimizer", gradients=step, buffers=idle + states),
     ]
     if run.work.generated:

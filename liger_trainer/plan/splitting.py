@@ -5,6 +5,8 @@ the GPUs; whole, in the compute dtype, are two layers (one at work, one on its w
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
 Expert parallelism does the same with everything in the dtype that it is loaded in, and of the experts of a layer a GPU
 only ever has those of 1/G. Adapters, which are made after that model was split, are whole on every GPU.
+Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
+and FSDP2 then adds them up before it splits them.
 ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
 split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. The largest weight in 4 bits has a
 buffer when floating.
@@ -36,6 +38,7 @@ class Held:
         buffers: Of the communication, with what of weights and gradients is whole meanwhile.
         first_gradients: Gradients when the first layer's are made.
         gradients: All of them.
+        accumulated: Gradients of earlier micro-batches, while another one runs.
     """
 
     weights: float
@@ -43,6 +46,7 @@ class Held:
     buffers: float
     first_gradients: float
     gradients: float
+    accumulated: float
 
 
 def precision_of(run: Run, setting: Setting) -> Precision:
@@ -82,10 +86,11 @@ def held(run: Run, setting: Setting, head_gradient: float) -> Held:
         gradients = (compute + 4.0) * total.trained / setting.gpus  # in fp32 too, for the master copy
         buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
         weights = total.frozen_bytes + compute * total.trained
-        return Held(weights, states / setting.gpus, buffers, gradients, gradients)
+        return Held(weights, states / setting.gpus, buffers, gradients, gradients, gradients)
     buffers += total.trained_bytes if setting.strategy == "ddp" else 0.0
     states = optimizer_memory(run.optim, parameters).states
-    return Held(total.bytes, states, buffers, total.trained_bytes - _last_gradients(parameters), total.trained_bytes)
+    first, gradients = total.trained_bytes - _last_gradients(parameters), total.trained_bytes
+    return Held(total.bytes, states, buffers, first, gradients, gradients)
 
 
 def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
@@ -97,7 +102,9 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
     layer = here(parameters.layer, run, setting, parameters.layers)
     buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
     weights = total.frozen_bytes / setting.gpus + trained / split
-    return Held(weights, states / split, buffers + head_gradient, trained / split, trained / split)
+    whole = here(total, run, setting)
+    accumulated = number * whole.trained if setting.strategy == "fsdp2" else whole.trained_bytes
+    return Held(weights, states / split, buffers + head_gradient, trained / split, trained / split, accumulated)
 
 
 def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:
