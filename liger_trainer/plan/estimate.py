@@ -25,7 +25,7 @@ from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import LayerShape
-from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, states_split
+from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, trained_share
 
 ALLOCATOR_SLACK = 0.08
 """Fraction of a GPU's memory that is left free: CUDA's and NCCL's own, and blocks that no longer fit anything."""
@@ -132,7 +132,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     backward = kept.buffers + (copies if not setting.checkpointing else 0.0)
     made = layer.gradients * (0 if setting.sharded else run.weight_bytes)
     again = embedding if (setting.accumulation > 1 or parameters.tied) and not setting.sharded else 0.0
-    states = optimizer_memory(run.optim, parameters).step / states_split(run, setting)
+    states = optimizer_memory(run.optim, parameters).step * trained_share(run, setting)
     found = [
         kept.at(
             "loss",

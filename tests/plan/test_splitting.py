@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from liger_trainer.plan.estimate import Run, Work, estimate, moments
 from liger_trainer.plan.parameters import count_parameters
@@ -56,6 +56,34 @@ def test_fsdp2_keeps_gradients_whole_until_the_last_micro_batch(mesh):
         model.set_requires_gradient_sync(last)
         model(input_ids=ids).logits.sum().backward()
         assert gradient_bytes(model) == expected
+
+
+@pytest.mark.parametrize("experts", [4, 12, 16])
+def test_a_stack_of_experts_is_split_between_them(mesh, experts):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+        num_local_experts=experts,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    run = Run(count_parameters(model), read_layer_shape(model), Work(), weight_bytes=4)
+    routers = 4 * config.num_hidden_layers * 64 * experts
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    here = sum(4 * parameter.to_local().numel() for parameter in model.parameters())
+    planned = held(run, Setting("fsdp2", GPUS), 0.0)
+    assert planned.weights == planned.gradients == pytest.approx(here, abs=routers)
+    assert planned.states == pytest.approx(2 * here, abs=2 * routers)
+
+
+def test_experts_that_gpus_share_are_split_between_them_too():
+    """Of 16 GPUs and of 32, 8 hold one of 8 experts, and the others none."""
+    run = run_of("mixtral-8x7b", 4096)
+    total, experts = run.parameters.total.elements, run.parameters.groups["experts"].elements
+    for gpus in (16, 32):
+        for size in (1, 2, 8):
+            setting = Setting("expert_parallel" if size > 1 else "fsdp2", gpus, expert_parallel_size=size)
+            each = 4 if size == 1 else 2
+            assert held(run, setting, 0.0).weights == pytest.approx(each * ((total - experts) / gpus + experts / 8))
 
 
 @pytest.mark.parametrize("name", ["loss", "last layer", "first layer", "embedding"])
