@@ -95,7 +95,8 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: 
 
 
 def _about_expert_parallel(inputs: Inputs) -> str:
-    text = " It counts experts that are chosen evenly; a GPU whose experts are chosen more often takes more."
+    text = " It counts experts that are chosen evenly, and GPUs of one host, over whose links the rows go; a GPU whose "
+    text += "experts are chosen more often takes more."
     if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"]:
         text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
     return text

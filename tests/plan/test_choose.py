@@ -5,6 +5,7 @@ import pytest
 from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_setting
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import changed_keys, command, memory_table
+from liger_trainer.recipe_file import find_recipe
 
 GB = 10**9
 
@@ -111,3 +112,14 @@ def test_what_is_written_is_split_as_it_says(configs, recipe, options, gpus, wor
     inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"], *options], gpus)
     (names, *_) = memory_table(make_plan(inputs, gpus, 80 * GB), "").columns
     assert next(names.cells) == f"as written, {words}"
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "kto", "orpo", "simpo"])
+def test_the_command_in_the_comment_takes_what_it_says(configs, method):
+    recipe = f"qwen3_30b_a3b_{method}"
+    comment, start = find_recipe(recipe).read_text().partition("if __import__")[0], f"#   liger-trainer train {recipe} "
+    options = next(line.removeprefix(start) for line in comment.splitlines() if line.startswith(start)).split()
+    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"], *options], 8)
+    written = make_plan(inputs, 8, 80 * GB).written
+    assert written.fits
+    assert f"{written.memory.total / 2**30:.0f} GiB a GPU by liger-trainer plan" in comment
