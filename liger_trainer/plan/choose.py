@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, Run, estimate
 from liger_trainer.plan.inputs import Inputs, kernels_of
-from liger_trainer.plan.settings import Setting, candidates, relative_cost
+from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
 
 MOST_GPUS = 1024
 
@@ -29,7 +29,7 @@ class Plan:
     Args:
         rows: A row for each strategy and way: with the fastest batch that fits, or the smallest where none does.
         best: The fastest row that fits; None where nothing does.
-        written: The recipe as it is, on the simplest strategy: one GPU, or DDP, or expert parallel if it says so.
+        written: The recipe as it is, split as it says; as DDP where it does not, or in a way that is not planned.
         room: Bytes of a GPU that may be planned.
     """
 
@@ -70,7 +70,7 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     checkpointing = bool(values["gradient_checkpointing"])
     sharing = values["expert_parallel_size"] or 1
     return Setting(
-        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else "ddp",
+        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else _named_strategy(values["accelerate_config"]),
         gpus,
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
@@ -79,6 +79,10 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
         offloading if checkpointing else 0.0,
         sharing,
     )
+
+
+def _named_strategy(config: str | None) -> str:
+    return next((strategy for strategy in ("zero2", "fsdp2") if CONFIGS[strategy] == config), "ddp")
 
 
 def least(inputs: Inputs, gpus: int) -> Row:

@@ -25,7 +25,7 @@ from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import LayerShape
-from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, states_split
+from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, trained_share
 
 ALLOCATOR_SLACK = 0.08
 """Fraction of a GPU's memory that is left free: CUDA's and NCCL's own, and blocks that no longer fit anything."""
@@ -123,7 +123,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
     kept = _Kept(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
-    accumulated = step if setting.accumulation > 1 else 0.0
+    accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, parameters.layers)
     embedding = parameters.groups["embedding"].trained_bytes
     idle = 0.0 if setting.sharded else kept.buffers
@@ -132,7 +132,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     backward = kept.buffers + (copies if not setting.checkpointing else 0.0)
     made = layer.gradients * (0 if setting.sharded else run.weight_bytes)
     again = embedding if (setting.accumulation > 1 or parameters.tied) and not setting.sharded else 0.0
-    states = optimizer_memory(run.optim, parameters).step / states_split(run, setting)
+    states = optimizer_memory(run.optim, parameters).step * trained_share(run, setting)
     found = [
         kept.at(
             "loss",
@@ -155,7 +155,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
             logits=late if parameters.tied and accumulated else 0.0,
             buffers=backward,
         ),
-        kept.at("embedding", gradients=step + again, activations=layer.input),
+        kept.at("embedding", gradients=max(step, accumulated) + again, activations=layer.input),
         kept.at("optimizer", gradients=step, buffers=idle + states),
     ]
     if run.work.generated:

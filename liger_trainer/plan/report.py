@@ -46,7 +46,8 @@ def _count(elements: int) -> str:
 
 def memory_table(plan: Plan, title: str) -> Table:
     """A line a setting: GiB a GPU at the fullest moment, by what they are for. Columns of zeros are left out."""
-    rows = [("as written", plan.written), *((way(row.setting), row) for row in plan.rows)]
+    written = f"as written, {_split(plan.written.setting)}"
+    rows = [(written, plan.written), *((way(row.setting), row) for row in plan.rows)]
     parts = [part for part in _PARTS if any(getattr(row.memory, part) for _, row in rows)]
     table = Table(title=title, title_justify="left")
     table.add_column("setting", overflow="fold")
@@ -67,7 +68,11 @@ def way(setting: Setting) -> str:
     options = ["checkpointing"] if setting.checkpointing else ["no checkpointing"]
     options += ["tiled_mlp"] if setting.tiled_mlp else []
     options += ["offloading"] if setting.offloading else []
-    return f"{_NAMES[setting.strategy].format(setting.expert_parallel_size)}, {', '.join(options)}"
+    return f"{_split(setting)}, {', '.join(options)}"
+
+
+def _split(setting: Setting) -> str:
+    return _NAMES[setting.strategy].format(setting.expert_parallel_size)
 
 
 def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: Sequence[str]) -> str:
@@ -90,7 +95,8 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: 
 
 
 def _about_expert_parallel(inputs: Inputs) -> str:
-    text = " It counts experts that are chosen evenly; a GPU whose experts are chosen more often takes more."
+    text = " It counts experts that are chosen evenly, and GPUs of one host, over whose links the rows go; a GPU whose "
+    text += "experts are chosen more often takes more."
     if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"]:
         text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
     return text

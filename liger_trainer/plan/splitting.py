@@ -5,6 +5,9 @@ the GPUs; whole, in the compute dtype, are two layers (one at work, one on its w
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
 Expert parallelism does the same with everything in the dtype that it is loaded in, and of the experts of a layer a GPU
 only ever has those of 1/G. Adapters, which are made after that model was split, are whole on every GPU.
+Both split a stack of experts between experts, never through one: of 8 on 16 GPUs, 8 GPUs hold one each, not a half.
+Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
+and FSDP2 then adds them up before it splits them.
 ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
 split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. The largest weight in 4 bits has a
 buffer when floating.
@@ -13,6 +16,7 @@ buffer when floating.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from liger_trainer.plan.activations import Precision
@@ -36,6 +40,7 @@ class Held:
         buffers: Of the communication, with what of weights and gradients is whole meanwhile.
         first_gradients: Gradients when the first layer's are made.
         gradients: All of them.
+        accumulated: Gradients of earlier micro-batches, while another one runs.
     """
 
     weights: float
@@ -43,6 +48,7 @@ class Held:
     buffers: float
     first_gradients: float
     gradients: float
+    accumulated: float
 
 
 def precision_of(run: Run, setting: Setting) -> Precision:
@@ -56,11 +62,23 @@ def gathered_bytes(run: Run, setting: Setting) -> int:
     return precision_of(run, setting).compute if setting.strategy in ("zero2", "fsdp2") else run.weight_bytes
 
 
-def states_split(run: Run, setting: Setting) -> int:
-    """Over how many GPUs the gradients and states of the trained weights are split."""
-    if setting.strategy == "expert_parallel" and run.parameters.groups["adapters"].trained:
-        return 1
-    return setting.gpus if setting.sharded or setting.strategy == "zero2" else 1
+def trained_share(run: Run, setting: Setting) -> float:
+    """The part of the trained weights whose gradients and states one GPU has."""
+    groups, total = run.parameters.groups, run.parameters.total
+    if setting.strategy == "zero2":
+        return 1 / setting.gpus
+    if not setting.sharded or (setting.strategy == "expert_parallel" and groups["adapters"].trained):
+        return 1.0
+    return _split(run, setting).trained / total.trained if total.trained else 1.0
+
+
+def _split(run: Run, setting: Setting) -> Group:
+    """What one GPU holds for good of a model that is split by rows, of which stacked experts have no more than E."""
+    total, experts = run.parameters.total, run.parameters.groups["experts"]
+    copies = setting.gpus // setting.expert_parallel_size
+    count = run.shape.experts // setting.expert_parallel_size
+    part = math.ceil(count / copies) / run.shape.experts if run.shape.experts else 0.0
+    return total * (1 / setting.gpus) + experts * (part - 1 / setting.gpus)
 
 
 def held(run: Run, setting: Setting, head_gradient: float) -> Held:
@@ -82,22 +100,25 @@ def held(run: Run, setting: Setting, head_gradient: float) -> Held:
         gradients = (compute + 4.0) * total.trained / setting.gpus  # in fp32 too, for the master copy
         buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
         weights = total.frozen_bytes + compute * total.trained
-        return Held(weights, states / setting.gpus, buffers, gradients, gradients)
+        return Held(weights, states / setting.gpus, buffers, gradients, gradients, gradients)
     buffers += total.trained_bytes if setting.strategy == "ddp" else 0.0
     states = optimizer_memory(run.optim, parameters).states
-    return Held(total.bytes, states, buffers, total.trained_bytes - _last_gradients(parameters), total.trained_bytes)
+    first, gradients = total.trained_bytes - _last_gradients(parameters), total.trained_bytes
+    return Held(total.bytes, states, buffers, first, gradients, gradients)
 
 
 def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
-    parameters, total, split = run.parameters, run.parameters.total, states_split(run, setting)
+    parameters, total, share = run.parameters, run.parameters.total, trained_share(run, setting)
     upcast = run.mixed and setting.strategy == "fsdp2"
     trained = 4.0 * total.trained if upcast else total.trained_bytes
     states = optimizer_memory(run.optim, parameters, trained).states
     number = gathered_bytes(run, setting)
     layer = here(parameters.layer, run, setting, parameters.layers)
     buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
-    weights = total.frozen_bytes / setting.gpus + trained / split
-    return Held(weights, states / split, buffers + head_gradient, trained / split, trained / split)
+    weights = _split(run, setting).frozen_bytes + share * trained
+    whole = here(total, run, setting)
+    accumulated = number * whole.trained if setting.strategy == "fsdp2" else whole.trained_bytes
+    return Held(weights, share * states, buffers + head_gradient, share * trained, share * trained, accumulated)
 
 
 def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:

@@ -30,6 +30,7 @@ pytestmark = needs_two_gpus
 MODEL, LAYERS, LENGTH, BATCH = "qwen3-30b-a3b", 4, 4096, 8
 SETTINGS = {
     "checkpointing": Setting("expert_parallel", 2, BATCH, expert_parallel_size=2),
+    "accumulated": Setting("expert_parallel", 2, BATCH, 2, expert_parallel_size=2),
     "no checkpointing": Setting("expert_parallel", 2, BATCH, checkpointing=False, expert_parallel_size=2),
 }
 
@@ -38,13 +39,15 @@ def _peak(folder: str, setting: Setting) -> float:
     """GiB that torch held at most, over three steps of random tokens."""
     split = {"fsdp_size": setting.gpus, "ep_size": setting.expert_parallel_size}
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype="bfloat16", distributed_config=split)
-    ids = torch.randint(3, 100_000, (3 * BATCH * setting.gpus, LENGTH), generator=torch.Generator().manual_seed(0))
+    rows = 3 * BATCH * setting.accumulation * setting.gpus
+    ids = torch.randint(3, 100_000, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     args = LigerTrainingArguments(
         output_dir=f"{folder}/run",
         bf16=True,
         optim="adamw_torch_fused",
         gradient_checkpointing=setting.checkpointing,
         per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=setting.accumulation,
         max_steps=3,
         save_strategy="no",
         report_to="none",

@@ -4,7 +4,8 @@ import pytest
 
 from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_setting
 from liger_trainer.plan.inputs import read_inputs
-from liger_trainer.plan.report import changed_keys, command
+from liger_trainer.plan.report import changed_keys, command, memory_table
+from liger_trainer.recipe_file import find_recipe
 
 GB = 10**9
 
@@ -94,3 +95,31 @@ def test_vllm_takes_its_share(configs):
     inputs, shared = plan_of(configs, "llama3_8b_grpo", 1, 80 * GB, *options)
     assert alone.room - shared.room == pytest.approx(0.3 * 80 * GB)
     assert inputs.run.work.generated == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "gpus", "words"),
+    [
+        ("qwen3_30b_a3b_sft_fsdp2", [], 8, "FSDP2"),
+        ("qwen3_30b_a3b_sft_fsdp2", ["--expert_parallel_size", "4"], 8, "EP of 4"),
+        ("qwen3_30b_a3b_sft_fsdp2", [], 1, "one GPU"),
+        ("qwen3_30b_a3b_sft_zero3", [], 8, "DDP"),  # ZeRO-3 is not planned
+        ("qwen3_30b_a3b_sft", ["--accelerate_config", "zero2"], 8, "ZeRO-2"),
+        ("qwen3_30b_a3b_sft", [], 8, "DDP"),
+    ],
+)
+def test_what_is_written_is_split_as_it_says(configs, recipe, options, gpus, words):
+    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"], *options], gpus)
+    (names, *_) = memory_table(make_plan(inputs, gpus, 80 * GB), "").columns
+    assert next(names.cells) == f"as written, {words}"
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "kto", "orpo", "simpo"])
+def test_the_command_in_the_comment_takes_what_it_says(configs, method):
+    recipe = f"qwen3_30b_a3b_{method}"
+    comment, start = find_recipe(recipe).read_text().partition("if __import__")[0], f"#   liger-trainer train {recipe} "
+    options = next(line.removeprefix(start) for line in comment.splitlines() if line.startswith(start)).split()
+    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"], *options], 8)
+    written = make_plan(inputs, 8, 80 * GB).written
+    assert written.fits
+    assert f"{written.memory.total / 2**30:.0f} GiB a GPU by liger-trainer plan" in comment
