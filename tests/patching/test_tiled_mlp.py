@@ -102,6 +102,22 @@ def test_adapters_take_part_and_are_trained(dropout, patched_first, fused):
     torch.testing.assert_close(without, TINY_MODELS["llama"]()(**batch).loss)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tile_drops_in_its_backward_what_it_dropped_in_its_forward(fused):
+    model = with_adapters(toys.Toy(mlp=toys.MLP()), lora_dropout=0.3).double().train()
+    apply_liger_kernel(model, {**TILED, "lora": fused})
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def seeded(*_):
+        torch.manual_seed(1)
+        return model.base_model.model.mlp(x)
+
+    assert len(adapters) == 6
+    assert not torch.equal(seeded(), model.base_model.model.mlp(x))
+    assert torch.autograd.gradcheck(seeded, (x, *adapters), fast_mode=True)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_in_a_tile_are_one_operator(monkeypatch, checkpointed):
     """As without tiles: PEFT's own forward casts every tile to fp32 and back."""
