@@ -47,9 +47,8 @@ def check_router_losses(trainer: Any, coefficient: float) -> None:
         )
     # A forward that no trainer of TRL asks for them does as its configuration says.
     config = getattr(trainer.model, "config", None)
-    known = isinstance(config, PreTrainedConfig)
-    by_default = not known or getattr(config.get_text_config(), "output_router_logits", True)
-    if not (by_default or getattr(trainer, "aux_loss_enabled", False)):
+    asks = not isinstance(config, PreTrainedConfig) or getattr(config.get_text_config(), "output_router_logits", True)
+    if not (asks or getattr(trainer, "aux_loss_enabled", False)):
         raise RouterLogitsError(
             f"`router_z_loss_coef` is {coefficient}, but the model is not asked for its routers' logits. "
             f"{_how_to_ask(trainer)}, or `router_z_loss_coef` to 0."
