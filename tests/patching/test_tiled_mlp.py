@@ -118,6 +118,20 @@ def test_a_tile_drops_in_its_backward_what_it_dropped_in_its_forward(fused):
     assert torch.autograd.gradcheck(seeded, (x, *adapters), fast_mode=True)
 
 
+def test_hooks_of_a_backward_alone_change_no_gradient():
+    """With them adapters and their layers are called, which in the forward were one operator."""
+    model = get_peft_model(TINY_MODELS["llama"](), LoraConfig(target_modules=["gate_proj", "up_proj"]))
+    model.requires_grad_(True)
+    batch = tiny_batch("llama", model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, {**TILED, "lora": True})
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        loss.backward()
+    assert_same({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}, expected)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_in_a_tile_are_one_operator(monkeypatch, checkpointed):
     """As without tiles: PEFT's own forward casts every tile to fp32 and back."""
