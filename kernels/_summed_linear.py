@@ -83,7 +83,7 @@ class GradientSum:
 _Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 _FORWARDS: dict[nn.Linear, _Forward] = {}
 _CallOf = tuple[int, nn.Linear]
-"""A call by its number and its layer: a hook that is there in the backward alone may change what is called, and when."""
+"""A call by its number and its layer, as hooks that are there in the backward alone may change what is called."""
 
 
 class LinearOfPiece(nn.Linear):
