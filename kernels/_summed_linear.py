@@ -82,6 +82,8 @@ class GradientSum:
 
 _Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 _FORWARDS: dict[nn.Linear, _Forward] = {}
+_CallOf = tuple[int, nn.Linear]
+"""A call by its number and its layer, as hooks that are there in the backward alone may change what is called."""
 
 
 class LinearOfPiece(nn.Linear):
@@ -111,6 +113,7 @@ class ResultOfLinear:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._layer: nn.Linear | None = None
         self._last: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
@@ -121,15 +124,16 @@ class ResultOfLinear:
     def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         y = nn.Linear.forward(layer, x)
         self._calls += 1
+        self._layer = layer
         seen = layer._forward_hooks or nn.modules.module._has_any_global_hook()
         self._last, self._version = None if seen else weakref.ref(y), y._version
         return y
 
-    def call_of(self, y: torch.Tensor) -> int | None:
-        """The number of the call whose result `y` is, untouched and without a hook that has seen it; else None."""
-        if self._last is None or self._last() is not y or y._version != self._version:
+    def call_of(self, y: torch.Tensor) -> _CallOf | None:
+        """The call whose result `y` is, untouched and without a hook that has seen it; else None."""
+        if self._layer is None or self._last is None or self._last() is not y or y._version != self._version:
             return None
-        return self._calls
+        return self._calls, self._layer
 
 
 class SummingLinears:
@@ -140,7 +144,7 @@ class SummingLinears:
         unread: Which call's result nobody reads: it is not computed, but 0.
     """
 
-    def __init__(self, totals: dict[int, GradientSum], unread: int | None) -> None:
+    def __init__(self, totals: dict[int, GradientSum], unread: _CallOf | None) -> None:
         self._totals = totals
         self._unread = unread
         self._calls = 0
@@ -161,7 +165,7 @@ class SummingLinears:
             dtype = torch.get_autocast_dtype(x.device.type)
         if bias is not None and bias_total is None:
             bias = bias.to(dtype)
-        return _SummedLinear.apply(x.to(dtype), weight, bias, total, bias_total, self._calls != self._unread)
+        return _SummedLinear.apply(x.to(dtype), weight, bias, total, bias_total, (self._calls, layer) != self._unread)
 
 
 class _SummedLinear(torch.autograd.Function):

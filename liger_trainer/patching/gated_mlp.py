@@ -2,16 +2,17 @@
 
 They may also be called w1, w3 and w2, as in Mixtral's and other lists of experts and in Llama's own code.
 
-The projections are called as modules, so adapters, quantised layers and hooks on them go on working; only the
-activation and the product between them become one kernel.
+The activation and the product between the projections become one kernel. The projections are called as modules, so
+adapters, quantised layers and hooks on them go on working, but for two cases in which nobody could tell.
 
-Projections with PEFT's LoRA adapters are an exception: where nobody could tell, gate and up are one operator on their
-common input, and the down projection another, which builds its input again instead of keeping it (`lora.py`).
+Projections with PEFT's LoRA adapters: gate and up are one operator on their common input, and the down projection
+another, which builds its input again instead of keeping it (`lora.py`).
 
-With `recompute_mlp`, the default, a plain down projection joins them in one operator that does not keep its input, the
-product, but builds it again in the backward. That saves 2 bytes an element of the intermediate size and token in bf16,
-a third of what a gated MLP keeps, for one more store an element, well under a hundredth of a layer's time. In layers
-that are checkpointed it saves the product of the layer at work, and the pass that the recomputation makes over it.
+A plain down projection, with `recompute_mlp`, the default: it joins activation and product in one operator that does
+not keep its input, the product, but builds it again in the backward. That saves 2 bytes an element of the intermediate
+size and token in bf16, a third of what a gated MLP keeps, for one more store an element, well under a hundredth of a
+layer's time. In layers that are checkpointed it saves the product of the layer at work, and the pass that the
+recomputation makes over it. Without a gradient nothing would be kept, and the projection is called.
 Policies that choose by operator which products to keep do not see the down projection's.
 
 With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`kernels/tiled_mlp.py`), so that

@@ -34,7 +34,7 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
     Dropout masks are drawn here, in the order in which the modules would draw them.
     """
-    if torch.nn.modules.module._has_any_global_hook() or not all(is_unseen(module) for module in modules):
+    if not all(is_unseen(module) for module in modules):
         return None
     adapted = [is_lora_linear(module) for module in modules]
     if not any(adapted):
@@ -44,8 +44,6 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
 def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
     """What the LoRA layer `module`, which is being called, computes of `x`; None if its own forward must."""
-    if torch.nn.modules.module._has_any_global_hook():
-        return None
     (layer,) = _layers(x, [module]) or [None]
     return layer
 
@@ -90,7 +88,12 @@ def active_adapters(module: Any) -> list[str]:
 
 
 def is_unseen(module: nn.Module) -> bool:
-    """Whether nobody but the caller takes part in a call of `module`; FSDP and ZeRO-3 gather weights in hooks."""
+    """Whether nobody but the caller takes part in a call of `module`.
+
+    FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers put theirs on all modules.
+    """
+    if nn.modules.module._has_any_global_hook():
+        return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
     return "forward" not in module.__dict__ or is_bound_by_us(module)

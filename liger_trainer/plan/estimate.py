@@ -71,7 +71,7 @@ class Run:
         mixed: Whether bf16 or fp16 autocast is on.
         optim: The Trainer's ``optim``.
         implementation: Of the attention.
-        recompute_mlp: As in ``liger_kernel_config``.
+        recompute_mlp: Whether gated MLPs build their product again in the backward.
     """
 
     parameters: Parameters

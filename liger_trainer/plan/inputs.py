@@ -92,7 +92,7 @@ def read_inputs(
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
         implementation=_attention(values),
-        recompute_mlp=mapping.recompute_mlp,
+        recompute_mlp=bool(values["use_liger_kernel"] and mapping.recompute_mlp),
     )
     return Inputs(source, values, run, notes, _shared_experts(values, config))
 

@@ -45,7 +45,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         mixed=bool(args.bf16 or args.fp16),
         optim=str(getattr(args.optim, "value", args.optim)),
         implementation=getattr(model.config, "_attn_implementation", None) or "sdpa",
-        recompute_mlp=kernels.recompute_mlp,
+        recompute_mlp=bool(ours and kernels.recompute_mlp),
     )
     checkpointing = bool(args.gradient_checkpointing)
     offloads = checkpointing and getattr(args, "activation_offloading", False)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from liger_trainer.patching.load_balancing import COMPONENT
 from liger_trainer.patching.report import KernelReport
@@ -22,8 +23,8 @@ class RouterLogitsError(ValueError):
 def check_router_losses(trainer: Any, coefficient: float) -> None:
     """Raises where there is a coefficient, and it is known that no step of `trainer` will have a z-loss.
 
-    A model whose configuration has no `output_router_logits` may compute one all the same: its first step tells
-    ([`mean_z_loss`]).
+    A model whose configuration has no `output_router_logits`, or is not of transformers, may compute one all the same:
+    its first step tells ([`mean_z_loss`]).
 
     Args:
         trainer: After its construction.
@@ -46,8 +47,8 @@ def check_router_losses(trainer: Any, coefficient: float) -> None:
         )
     # A forward that no trainer of TRL asks for them does as its configuration says.
     config = getattr(trainer.model, "config", None)
-    by_default = config is None or getattr(config.get_text_config(), "output_router_logits", True)
-    if not (by_default or getattr(trainer, "aux_loss_enabled", False)):
+    asks = not isinstance(config, PreTrainedConfig) or getattr(config.get_text_config(), "output_router_logits", True)
+    if not (asks or getattr(trainer, "aux_loss_enabled", False)):
         raise RouterLogitsError(
             f"`router_z_loss_coef` is {coefficient}, but the model is not asked for its routers' logits. "
             f"{_how_to_ask(trainer)}, or `router_z_loss_coef` to 0."

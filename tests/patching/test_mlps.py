@@ -171,6 +171,18 @@ def test_nothing_is_prepared_for_a_backward_that_does_not_come(used):
     assert not used
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_on_all_modules_see_the_down_projection(kind, used):
+    model, seen = TINY_MODELS["llama"](), []
+    apply_liger_kernel(model, MLPS)
+    used.clear()
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    with register(lambda module, *_: seen.append(module)):
+        loss_and_gradients(model, tiny_batch("llama", model))
+    assert {layer.mlp.down_proj for layer in model.model.layers} <= set(seen)
+    assert not used
+
+
 def test_an_adapter_on_the_down_projection_is_called(used):
     model = TINY_MODELS["llama"]()
     apply_liger_kernel(model, MLPS)

@@ -102,6 +102,36 @@ def test_adapters_take_part_and_are_trained(dropout, patched_first, fused):
     torch.testing.assert_close(without, TINY_MODELS["llama"]()(**batch).loss)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tile_drops_in_its_backward_what_it_dropped_in_its_forward(fused):
+    model = with_adapters(toys.Toy(mlp=toys.MLP()), lora_dropout=0.3).double().train()
+    apply_liger_kernel(model, {**TILED, "lora": fused})
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def seeded(*_):
+        torch.manual_seed(1)
+        return model.base_model.model.mlp(x)
+
+    assert len(adapters) == 6
+    assert not torch.equal(seeded(), model.base_model.model.mlp(x))
+    assert torch.autograd.gradcheck(seeded, (x, *adapters), fast_mode=True)
+
+
+def test_hooks_of_a_backward_alone_change_no_gradient():
+    """With them adapters and their layers are called, which in the forward were one operator."""
+    model = get_peft_model(TINY_MODELS["llama"](), LoraConfig(target_modules=["gate_proj", "up_proj"]))
+    model.requires_grad_(True)
+    batch = tiny_batch("llama", model)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, {**TILED, "lora": True})
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        loss.backward()
+    assert_same({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}, expected)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_in_a_tile_are_one_operator(monkeypatch, checkpointed):
     """As without tiles: PEFT's own forward casts every tile to fp32 and back."""

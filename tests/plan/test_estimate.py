@@ -79,6 +79,19 @@ def test_a_recipe_says_how_its_adapters_run(options, fused, dropout):
     assert (shape.fused_adapters, shape.adapter_dropout) == (fused, dropout)
 
 
+@pytest.mark.parametrize(
+    ("options", "rebuilt"),
+    [
+        ([], True),
+        (["--liger_kernel_config", '{"recompute_mlp": false}'], False),
+        (["--use_liger_kernel", "false"], False),
+    ],
+    ids=str,
+)
+def test_a_recipe_says_whether_mlps_rebuild_their_product(options, rebuilt):
+    assert read_inputs("quickstart", options).run.recompute_mlp is rebuilt
+
+
 def test_ddp_adds_its_buckets():
     one, many = moment("optimizer"), moment("optimizer", strategy="ddp", gpus=4)
     assert many.total - one.total == RUN.parameters.total.trained_bytes

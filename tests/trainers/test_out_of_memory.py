@@ -151,3 +151,9 @@ def test_the_plan_of_a_trainer_is_that_of_its_sizes(tmp_path):
     # Weights, gradients and two moments, all in fp32.
     assert estimate(run, setting).total >= 16 * run.parameters.total.elements
     assert estimate(*running(trainer, (4, 1000))).total > 4 * estimate(run, setting).total
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_only_our_mlps_rebuild_their_product(tmp_path, ours):
+    run, _ = running(build(tmp_path, use_liger_kernel=ours), (4, 10))
+    assert run.recompute_mlp is ours

@@ -1,5 +1,7 @@
 """The routers' auxiliary losses in training: the z-loss on top of each trainer's loss, and what is said without it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
@@ -176,6 +178,23 @@ def test_a_configuration_that_does_not_know_the_flag_leaves_it_to_the_first_step
     model = mixtral()
     model.config = LlamaConfig(**SIZES)
     assert unasked(tmp_path, model, router_z_loss_coef=COEFFICIENT)
+
+
+class Wrapped(torch.nn.Module):
+    """Asks for the logits itself, and has a configuration that is not of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.config = mixtral(), SimpleNamespace(use_cache=False)
+
+    def forward(self, input_ids, labels, **options):
+        return self.model(input_ids, labels=labels, output_router_logits=True, **options)
+
+
+def test_a_configuration_of_another_kind_leaves_it_to_the_first_step(tmp_path):
+    trainer = unasked(tmp_path, Wrapped(), router_z_loss_coef=COEFFICIENT)
+    trainer.train()
+    assert trainer.state.log_history[0]["router_z_loss"] > 0
 
 
 def test_without_router_logits_a_step_says_how_to_ask_for_them(tmp_path):
