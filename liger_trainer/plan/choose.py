@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from liger_trainer.plan.checkpointing import checkpointing_key
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, Run, estimate
 from liger_trainer.plan.inputs import Inputs, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
@@ -67,7 +68,7 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     """The recipe's own keys as a setting."""
     values = inputs.values
     offloading = values["activation_offloading_fraction"] if values["activation_offloading"] else 0.0
-    checkpointing = bool(values["gradient_checkpointing"])
+    checkpointing = bool(values[checkpointing_key(values)])
     sharing = values["expert_parallel_size"] or 1
     return Setting(
         "expert_parallel" if sharing > 1 else "single" if gpus == 1 else _named_strategy(values["accelerate_config"]),

@@ -18,6 +18,7 @@ The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the G
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from liger_trainer.plan.activations import LayerMemory, layer_memory
 from liger_trainer.plan.head import HeadMemory, HeadSettings, head_memory
@@ -72,6 +73,7 @@ class Run:
         optim: The Trainer's ``optim``.
         implementation: Of the attention.
         recompute_mlp: Whether gated MLPs build their product again in the backward.
+        checkpoint_every: Of how many layers one is checkpointed, where they are.
     """
 
     parameters: Parameters
@@ -82,6 +84,7 @@ class Run:
     optim: str = "adamw_torch_fused"
     implementation: str = "sdpa"
     recompute_mlp: bool = False
+    checkpoint_every: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +127,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     kept = _Kept(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
-    stored, during_forward, loading = _activations(layer, setting, parameters.layers)
+    stored, during_forward, loading = _activations(layer, setting, run)
     embedding = parameters.groups["embedding"].trained_bytes
     idle = 0.0 if setting.sharded else kept.buffers
     late = head.weight_gradient if not setting.sharded else 0.0  # of a sharded head it is a buffer, below
@@ -221,14 +224,15 @@ def _autocast_copies(run: Run, setting: Setting) -> float:
     return 2.0 * (run.parameters.total.trained - experts.trained + cast)
 
 
-def _activations(layer: LayerMemory, setting: Setting, layers: int) -> tuple[float, float, float]:
+def _activations(layer: LayerMemory, setting: Setting, run: Run) -> tuple[float, float, float]:
     """Activations when the last layer's backward begins, at the loss, and one that is loaded from the host."""
-    if not setting.checkpointing:
-        stored = layers * layer.saved  # the layer at work is among them
-        return stored - (layer.saved - layer.input), stored, 0.0
-    stored = layers * layer.input * (1 - setting.offloading)
-    stash = min(layers * setting.offloading, OFFLOAD_STASH) * layer.input
-    return max(stored, layer.input), stored + stash, layer.input if setting.offloading else 0.0
+    layers = run.parameters.layers
+    checkpoints = math.ceil(layers / run.checkpoint_every) if setting.checkpointing else 0
+    whole = (layers - checkpoints) * layer.saved
+    stored = checkpoints * layer.input * (1 - setting.offloading) + whole
+    stash = min(checkpoints * setting.offloading, OFFLOAD_STASH) * layer.input
+    at_work = layer.saved - layer.input if whole else 0.0  # of the last layer, which is among those that keep all
+    return max(stored - at_work, layer.input), stored + stash, layer.input if setting.offloading else 0.0
 
 
 def _generation(run: Run, setting: Setting, compute: int) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.plan.checkpointing import every_n_layers
 from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
@@ -92,6 +93,7 @@ def read_inputs(
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
         implementation=_attention(values),
+        checkpoint_every=every_n_layers(values),
         recompute_mlp=bool(values["use_liger_kernel"] and mapping.recompute_mlp),
     )
     return Inputs(source, values, run, notes, _shared_experts(values, config))
@@ -249,6 +251,9 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
         notes.append("`use_liger_kernel` is false: layers without the kernels take more than is planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
+    if every_n_layers(values) > 1:
+        kept = f"checkpoints one of every {every_n_layers(values)} layers; the others keep their activations."
+        notes.append(f'With `every_n_layers`, "checkpointing" {kept}')
     if values["warm_start"]:
         notes.append("The warm start, a run of its own, is not planned.")
     optim = str(getattr(values["optim"], "value", values["optim"]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from liger_trainer.plan.checkpointing import checkpointing_key
 from liger_trainer.plan.choose import Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
 from liger_trainer.plan.inputs import Inputs, kernels_of
@@ -137,7 +138,7 @@ def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
     if setting.expert_parallel_size != old.expert_parallel_size:
         keys["expert_parallel_size"] = setting.expert_parallel_size
     if setting.checkpointing != old.checkpointing:
-        keys["gradient_checkpointing"] = setting.checkpointing
+        keys[checkpointing_key(values)] = setting.checkpointing
     if bool(setting.offloading) != bool(values["activation_offloading"]):
         keys["activation_offloading"] = bool(setting.offloading)
     if values["activation_offloading_fraction"] != 1:  # a plan offloads all or nothing

@@ -45,6 +45,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         mixed=bool(args.bf16 or args.fp16),
         optim=str(getattr(args.optim, "value", args.optim)),
         implementation=getattr(model.config, "_attn_implementation", None) or "sdpa",
+        checkpoint_every=(args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1),
         recompute_mlp=bool(ours and kernels.recompute_mlp),
     )
     checkpointing = bool(args.gradient_checkpointing)

@@ -3,6 +3,7 @@
 import pytest
 
 from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_setting
+from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import changed_keys, command, memory_table
 from liger_trainer.recipe_file import find_recipe
@@ -35,6 +36,31 @@ def test_the_command_makes_the_recipe_what_was_recommended(configs, recipe, gpus
     changed = read_inputs(recipe, ["--model_name_or_path", inputs.values["model_name_or_path"], *line[start:]], gpus)
     strategy = plan.best.setting.strategy
     assert written_setting(changed, gpus).__dict__ | {"strategy": strategy} == plan.best.setting.__dict__
+
+
+def test_layers_that_every_n_layers_leaves_out_keep_their_activations(configs):
+    options = ["--model_name_or_path", configs["llama3_8b"], "--per_device_train_batch_size", "4"]
+    totals = []
+    for more in (
+        ["--gradient_checkpointing", "true"],
+        ["--gradient_checkpointing", "true", "--gradient_checkpointing_kwargs", '{"every_n_layers": 3}'],
+        ["--activation_checkpointing", "true", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
+        ["--gradient_checkpointing", "false"],
+    ):
+        inputs = read_inputs("llama3_8b_sft", [*options, *more])
+        totals.append(estimate(inputs.run, written_setting(inputs, 1)).total)
+        assert any("every_n_layers" in note for note in inputs.notes) == (len(more) > 2)
+    every, third, half, none = totals
+    layer = (none - every) / 32
+    assert 15 * layer < half - every < 17 * layer
+    assert 20 * layer < third - every < 22 * layer  # 11 of 32 are checkpointed
+
+
+def test_the_newer_name_of_checkpointing_is_read_and_written(configs):
+    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 1000 * GB, "--activation_checkpointing", "true")
+    assert written_setting(inputs, 1).checkpointing
+    assert not plan.best.setting.checkpointing
+    assert changed_keys(inputs, plan.best.setting)["activation_checkpointing"] is False
 
 
 def test_options_of_the_kernels_are_kept(configs):

@@ -1,0 +1,23 @@
+"""Which layers a recipe checkpoints, under transformers' newer names or the older ones, which give way to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def checkpointing_key(values: Mapping[str, Any]) -> str:
+    """The key that switches checkpointing in this recipe."""
+    return _key(values, "activation_checkpointing", "gradient_checkpointing")
+
+
+def every_n_layers(values: Mapping[str, Any]) -> int:
+    """Of how many decoder layers one is checkpointed, where checkpointing is on."""
+    settings = values[_key(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")] or {}
+    settings = json.loads(settings) if isinstance(settings, str) else settings
+    return int(settings.get("every_n_layers", 1))
+
+
+def _key(values: Mapping[str, Any], newer: str, older: str) -> str:
+    return older if values.get(newer) is None else newer
