@@ -25,6 +25,12 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
+
+def on_targets(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """`(target, *case)` of the first case for every target, and of the others for one: a compilation takes seconds."""
+    return [*((target, *cases[0]) for target in TARGETS), *(("sm_90", *case) for case in cases[1:])]
+
+
 _DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

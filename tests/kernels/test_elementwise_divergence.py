@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from liger_trainer.kernels import _elementwise_divergence_kernel
 from liger_trainer.kernels import elementwise_divergence as operators
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 
 IGNORE = -100
 REDUCTIONS = ["none", "sum", "mean", "batchmean"]
@@ -168,8 +168,7 @@ def _launches(dtype: torch.dtype, target: str) -> list[Any]:
     return launches
 
 
-@pytest.mark.parametrize("target_name", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("target_name", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     launches = _launches(dtype, target_name)
     assert len(launches) == 26

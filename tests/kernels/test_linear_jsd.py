@@ -16,7 +16,7 @@ from liger_trainer.kernels._divergence_options import DivergenceOptions, Diverge
 from liger_trainer.kernels._divergence_reference import linear_jsd_reference
 from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.linear_kl_div import linear_kl_div, linear_kl_div_reference
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 
 IGNORE = -100
 TOKENS, HIDDEN, TEACHER, VOCAB = 11, 6, 5, 20
@@ -419,8 +419,7 @@ def _row_launches(dtype: torch.dtype, target: str = "sm_90") -> list[Any]:
     return launches
 
 
-@pytest.mark.parametrize("target_name", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("target_name", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     launches = _row_launches(dtype, target_name)
     assert len(launches) == 11

@@ -13,7 +13,7 @@ from liger_trainer.kernels.qk_norm_rope import (
     qk_norm_rope_forward,
     qk_norm_rope_reference,
 )
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 
 
 def tensors(q_heads=4, k_heads=2, dim=16, rotary=16, dtype=torch.float32, seq=5):
@@ -80,15 +80,14 @@ def launches(q_heads, k_heads, dim, rotary, dtype, needed=(True,) * 4):
     return recorded
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("q_heads", "k_heads", "dim", "rotary", "dtype"),
-    [
+    ("target", "q_heads", "k_heads", "dim", "rotary", "dtype"),
+    on_targets(
         (32, 8, 128, 128, torch.bfloat16),
         (8, 4, 256, 256, torch.bfloat16),
         (5, 1, 80, 80, torch.float32),
         (12, 2, 128, 64, torch.bfloat16),
-    ],
+    ),
 )
 def test_compiles_ahead_of_time(target, q_heads, k_heads, dim, rotary, dtype):
     forward, backward, column_sum = launches(q_heads, k_heads, dim, rotary, dtype)

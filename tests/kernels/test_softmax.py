@@ -12,7 +12,7 @@ from liger_trainer.kernels._row_softmax_launch import launch_backward, launch_fo
 from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.softmax import softmax
 from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
-from tests.aot import TARGETS, Launch, compile_launch, recorded_launches
+from tests.aot import Launch, compile_launch, on_targets, recorded_launches
 
 
 @given(
@@ -140,9 +140,10 @@ def _launches(columns: int, dtype: torch.dtype) -> list[Launch]:
     return launches
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [500, 100_001])
+@pytest.mark.parametrize(
+    ("target", "dtype", "columns"),
+    [case for columns in (500, 100_001) for case in on_targets((torch.bfloat16, columns), (torch.float32, columns))],
+)
 def test_compiles_ahead_of_time(target: str, dtype: torch.dtype, columns: int) -> None:
     launches = _launches(columns, dtype)
     assert len(launches) == 6
