@@ -13,10 +13,18 @@ def checkpointing_key(values: Mapping[str, Any]) -> str:
 
 
 def every_n_layers(values: Mapping[str, Any]) -> int:
-    """Of how many decoder layers one is checkpointed, where checkpointing is on."""
-    settings = values[_key(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")] or {}
+    """Of how many decoder layers one is checkpointed, where checkpointing is on.
+
+    Raises:
+        ValueError: if it is no positive integer.
+    """
+    key = _key(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    settings = values[key] or {}
     settings = json.loads(settings) if isinstance(settings, str) else settings
-    return int(settings.get("every_n_layers", 1))
+    every = settings.get("every_n_layers", 1)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"`{key}` has `every_n_layers: {every!r}`; it must be an integer, 1 or more.")
+    return every
 
 
 def _key(values: Mapping[str, Any], newer: str, older: str) -> str:

@@ -77,6 +77,7 @@ def read_inputs(
     _check_expert_parallel(values, config, gpus, source)
     fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
     try:
+        every = every_n_layers(values)
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and mapping.experts))
@@ -93,7 +94,7 @@ def read_inputs(
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
         implementation=_attention(values),
-        checkpoint_every=every_n_layers(values),
+        checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and mapping.recompute_mlp),
     )
     return Inputs(source, values, run, notes, _shared_experts(values, config))
@@ -251,8 +252,8 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
         notes.append("`use_liger_kernel` is false: layers without the kernels take more than is planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
-    if every_n_layers(values) > 1:
-        kept = f"checkpoints one of every {every_n_layers(values)} layers; the others keep their activations."
+    if (every := every_n_layers(values)) > 1:
+        kept = f"checkpoints one of every {every} layers; the others keep their activations."
         notes.append(f'With `every_n_layers`, "checkpointing" {kept}')
     if values["warm_start"]:
         notes.append("The warm start, a run of its own, is not planned.")

@@ -6,7 +6,7 @@ from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_s
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import changed_keys, command, memory_table
-from liger_trainer.recipe_file import find_recipe
+from liger_trainer.recipe_file import RecipeError, find_recipe
 
 GB = 10**9
 
@@ -54,6 +54,14 @@ def test_layers_that_every_n_layers_leaves_out_keep_their_activations(configs):
     layer = (none - every) / 32
     assert 15 * layer < half - every < 17 * layer
     assert 20 * layer < third - every < 22 * layer  # 11 of 32 are checkpointed
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", '"two"', "true"])
+def test_every_n_layers_that_is_no_number_of_layers(configs, value):
+    settings = f'{{"every_n_layers": {value}}}'
+    options = ["--model_name_or_path", configs["llama3_8b"], "--gradient_checkpointing_kwargs", settings]
+    with pytest.raises(RecipeError, match=r"`gradient_checkpointing_kwargs` has `every_n_layers: .*1 or more"):
+        read_inputs("llama3_8b_sft", options)
 
 
 def test_the_newer_name_of_checkpointing_is_read_and_written(configs):

@@ -143,6 +143,13 @@ def test_offloaded_inputs_wait_in_pinned_memory():
     assert host_bytes(RUN, Setting("ddp", 4, 2)) == 0
 
 
+@pytest.mark.parametrize(("fraction", "inputs"), [(0.0, 32), (0.05, 30.4 + 1.6), (0.5, 16 + 5), (1.0, 5)])
+def test_what_was_offloaded_last_is_still_there_at_the_loss(fraction, inputs):
+    """Five layers' inputs, whatever the fraction, or as many as are offloaded."""
+    one = moment("loss").activations / 32
+    assert moment("loss", offloading=fraction).activations == pytest.approx(inputs * one)
+
+
 def test_candidates_keep_the_samples_of_a_step():
     found = list(candidates(4, batch=2, accumulation=6, quantised=False, tiles=True))
     assert {one.batch * one.accumulation for one in found} == {12}
