@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.distributed.nodes import free_port
 
 WORLD = 2
 
@@ -50,9 +51,7 @@ def failures_of(worker: Callable[[int, int, mp.Queue], None], timeout: int = 120
         timeout: Seconds without news after which the run is given up.
         world: How many ranks.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     queue = context.Queue()
     workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(world)]
