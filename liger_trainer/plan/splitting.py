@@ -5,9 +5,9 @@ the GPUs; whole, in the compute dtype, are two layers (one at work, one on its w
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
 Expert parallelism splits everything in the dtype that it is loaded in, and of the experts of a layer a GPU only ever
 has those of 1/G. transformers makes units of its own there: the embedding, the experts of a layer, the rest of it, and
-the final norm with the head, which alone stays whole from the loss to its own backward. So whole are one layer's experts
-and their gradients, two layers of the rest, and the embedding on its way or the gradient of the head being reduced.
-Adapters, which are made after that model was split, are whole on every GPU.
+the final norm with the head, which alone stays whole from the loss to its own backward. So one layer's experts and
+their gradients are whole, two layers of the rest, and the embedding on its way or the gradient of the head being
+reduced. Adapters, which are made after that model was split, are whole on every GPU.
 Both split a stack of experts between experts, never through one: of 8 on 16 GPUs, 8 GPUs hold one each, not a half.
 Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
 and FSDP2 then adds them up before it splits them.

@@ -99,9 +99,7 @@ def test_whole_are_only_the_experts_that_are_here():
         sharing: moment("last layer", run, dataclasses.replace(EIGHT, expert_parallel_size=sharing)).buffers
         for sharing in (4, 8)
     }
-    assert buffers[4] - buffers[8] == pytest.approx(
-        2 * 2 * ELEMENTS * (1 / 4 - 1 / 8)
-    )  # weights, gradients
+    assert buffers[4] - buffers[8] == pytest.approx(2 * 2 * ELEMENTS * (1 / 4 - 1 / 8))  # weights, gradients
     assert estimate(run, EIGHT).total < estimate(run, Setting("fsdp2", 8, 2)).total / 1.5  # which upcasts to fp32
 
 
