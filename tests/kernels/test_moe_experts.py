@@ -20,6 +20,14 @@ from liger_trainer.nn import LigerExperts
 SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}
 GPT_OSS = {"limit": 0.7, "gate_multiplier": 1.7, "down_multiplier": 1 / 1.7, "up_offset": 1.0}
 
+
+
+def bounded(pre):
+    """Gate and up bounded each in its own way: no kernel has it."""
+    gate, up = pre.chunk(2, -1)
+    return 3 * (gate / 3).tanh() * gate.sigmoid() * up.sin()
+
+
 # Name -> sizes that differ from SIZES, and options.
 CASES = {
     "gated": ({}, {}),
@@ -33,6 +41,9 @@ CASES = {
     "relu_squared": ({}, {"activation": "relu_squared"}),
     "no gate": ({}, {"gated": False, "activation": "relu_squared"}),
     "no gate, biases": ({}, {"gated": False, "transposed": True, "biases": True}),
+    "a function": ({}, {"activation": bounded, "biases": True}),
+    "a function that keeps its result": ({}, {"activation": torch.tanh, "gated": False, "transposed": True}),
+    "a function, experts elsewhere": ({"elsewhere": 3}, {"activation": bounded}),
     "one choice": ({"top_k": 1}, {}),
     "one expert": ({"top_k": 1, "experts": 1}, {"biases": True}),
     "one token": ({"tokens": 1}, {"biases": True}),
@@ -86,7 +97,7 @@ def test_values_and_gradients_in_float64(case, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "wide"])
+@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "wide", "a function"])
 def test_half_precision_is_as_near_to_the_truth_as_plain_torch(case, dtype, device):
     arguments, options = made(case, dtype, device)
     exact = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in arguments]
@@ -125,7 +136,7 @@ def test_what_is_frozen_costs_no_gradient(frozen, device, monkeypatch):
     assert len(made_gradients) == 3 - len({3, 4, 5} & set(frozen))
 
 
-@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate"])
+@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "a function that keeps its result"])
 def test_a_kept_graph_gives_the_same_gradients_again(case, device):
     arguments, options = made(case, device=device)
     leaves = [x for x in arguments if x.requires_grad]
@@ -205,7 +216,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
 
 @pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere"])
+@pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere", "a function"])
 def test_compiles_to_one_graph(case, dynamic, frozen, device):
     torch.compiler.reset()
     arguments, options = made(case, torch.float32, device)
@@ -317,6 +328,25 @@ def test_an_option_of_gate_and_up_needs_them(option, device):
     (name,) = option
     with pytest.raises(ValueError, match=f"`{name}` is .*, but with `gated=False`"):
         run(moe_experts, arguments, {**options, **option})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"interleaved": True}, {"limit": 0.5}, {"up_offset": 1.0}, {"gate_multiplier": 2.0}, {"down_multiplier": 2.0}],
+    ids=str,
+)
+def test_a_function_knows_its_options(option, device):
+    arguments, options = made("a function", device=device)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but `activation` is a function"):
+        run(moe_experts, arguments, {**options, **option})
+
+
+@pytest.mark.parametrize("function", [lambda pre: pre, lambda pre: pre[:, ::2].float()], ids=["width", "dtype"])
+def test_what_a_function_gives_is_checked(function, device):
+    arguments, _ = made("gated", device=device)
+    with pytest.raises(ValueError, match=r"`activation` gives .*; it must give \(18, 6\) of the same dtype"):
+        moe_experts(*arguments, activation=function)
 
 
 def test_a_negative_id_is_an_error():
