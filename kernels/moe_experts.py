@@ -127,7 +127,7 @@ def moe_experts(
 
 
 def _applied(activation: Callable[[torch.Tensor], torch.Tensor], pre: torch.Tensor, width: int) -> torch.Tensor:
-    """h (R, I) of the function `activation`; rows of no expert are whatever they are, here and in its gradient."""
+    """The h (R, I) of the function `activation`; rows of no expert are whatever they are, here and in its gradient."""
     h = activation(pre)
     if h.shape != (pre.shape[0], width) or h.dtype != pre.dtype:
         raise ValueError(

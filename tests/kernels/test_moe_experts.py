@@ -21,7 +21,6 @@ SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}
 GPT_OSS = {"limit": 0.7, "gate_multiplier": 1.7, "down_multiplier": 1 / 1.7, "up_offset": 1.0}
 
 
-
 def bounded(pre):
     """Gate and up bounded each in its own way: no kernel has it."""
     gate, up = pre.chunk(2, -1)
