@@ -92,8 +92,8 @@ def moe_experts(
         (T, H) in hidden's dtype.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, the activation is unknown, or an option of gate and up is given
-            where nothing is gated, or one beside a function.
+        ValueError: If a shape, dtype or device does not fit, the activation is unknown, an option of gate and up is
+            given where nothing is gated, or any beside a function.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed)
@@ -153,6 +153,11 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
         )
     if not top_k_weights.is_floating_point():
         raise ValueError(f"`top_k_weights` is of {top_k_weights.dtype}; it must be of a floating dtype.")
+    _check_devices(
+        *(hidden.device, ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)),
+        *(("gate_up_weight", gate_up_weight), ("down_weight", down_weight)),
+        *(("gate_up_bias", gate_up_bias), ("down_bias", down_bias)),
+    )
     layout = "(experts, hidden, {})" if transposed else "(experts, {}, hidden)"
     layout = layout.format("2 * intermediate" if gated else "intermediate")
     axis = 2 if transposed else 1
@@ -171,6 +176,12 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden.shape[1])):
         if bias is not None and bias.shape != (expected[0], size):
             raise ValueError(f"`{name}` is {tuple(bias.shape)}; it must be {(expected[0], size)}.")
+
+
+def _check_devices(device: torch.device, *tensors: tuple[str, torch.Tensor | None]) -> None:
+    for name, tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"`{name}` is on {tensor.device} and `hidden` on {device}; move one of them.")
 
 
 def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of_any: dict) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe_routing import check_ids
 from liger_trainer.patching.probe import full_shape, is_stateless
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
@@ -88,7 +89,8 @@ class ExpertsFormula(NamedTuple):
     def _sum(self, experts, hidden, top_k_index, top_k_weights, adapters):
         """The weighted sum of each token's experts."""
         first, down, *biases = (getattr(experts, name) for name in self.weights)
-        _check_ids(experts, top_k_index, first.shape[0])
+        if not getattr(experts, "_is_expert_parallel", False):
+            check_ids(top_k_index, first.shape[0], type(experts).__name__)
         first_bias, down_bias = biases or (None, None)
         scale = 1.0 if self.alpha is None else self.alpha
         gate_up_adapters, down_adapters = (self._outwards((adapters or {}).get(name, ())) for name in self.weights[:2])
@@ -116,19 +118,6 @@ class ExpertsFormula(NamedTuple):
     def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
         """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
         return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
-
-
-def _check_ids(experts: Any, top_k_index: torch.Tensor, num_experts: int) -> None:
-    """Raises ValueError for an expert that there is not; an accelerator asserts it itself, without a wait for it."""
-    if getattr(experts, "_is_expert_parallel", False) or torch.compiler.is_compiling():
-        return
-    if type(top_k_index) is not torch.Tensor or top_k_index.numel() == 0:
-        return
-    rule = f"{type(experts).__name__} has {num_experts} experts; ids go from 0 to {num_experts - 1}."
-    if top_k_index.device.type != "cpu":
-        torch._assert_async((top_k_index < num_experts).all(), f"`top_k_index` holds an id of no expert: {rule}")
-    elif (largest := int(top_k_index.max())) >= num_experts:
-        raise ValueError(f"`top_k_index` holds {largest}, but {rule}")
 
 
 def layout_of(experts: Any) -> ExpertsFormula | str | None:

@@ -303,6 +303,11 @@ WRONG = {
     "odd": (lambda a: [*a[:3], a[3][:, 1:], *a[4:]], "must be an even number"),
     "second": (lambda a: [*a[:4], a[4][1:], *a[5:]], "`down_weight` is"),
     "bias": (lambda a: [*a[:5], a[5][:, 1:], a[6]], "`gate_up_bias` is"),
+    "index elsewhere": (lambda a: [a[0], a[1].to("meta"), *a[2:]], "`top_k_index` is on meta and `hidden` on"),
+    "weights elsewhere": (lambda a: [*a[:2], a[2].to("meta"), *a[3:]], "`top_k_weights` is on meta"),
+    "first elsewhere": (lambda a: [*a[:3], a[3].to("meta"), *a[4:]], "`gate_up_weight` is on meta"),
+    "second elsewhere": (lambda a: [*a[:4], a[4].to("meta"), *a[5:]], "`down_weight` is on meta"),
+    "bias elsewhere": (lambda a: [*a[:6], a[6].to("meta")], "`down_bias` is on meta"),
     "second bias": (lambda a: [*a[:6], a[6][1:]], "`down_bias` is"),
 }
 
@@ -378,5 +383,7 @@ def test_module_reads_qwens_config_and_refuses_another_activation():
     experts = LigerExperts(types.SimpleNamespace(**config, hidden_act="silu"))
     assert experts.gate_up_proj.shape == (3, 24, 16)
     assert experts.down_proj.shape == (3, 16, 12)
+    with pytest.raises(ValueError, match="`top_k_index` holds 3, but LigerExperts has 3 experts; ids go from 0 to 2"):
+        experts(torch.randn(1, 16), torch.tensor([[0, 3]]), torch.rand(1, 2))
     with pytest.raises(ValueError, match="is 'tanh'; it must be one of silu"):
         LigerExperts(types.SimpleNamespace(**config, hidden_act="tanh"))

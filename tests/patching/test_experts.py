@@ -424,6 +424,9 @@ def test_chosen_by_name_without_a_proof_is_an_error():
     model.set_experts_implementation("liger_trainer")
     with pytest.raises(ValueError, match="apply_liger_kernel"):
         model(**batch())
+    apply_liger_kernel(model, EXPERTS, strict=True)
+    ours = loss_and_gradients(model)
+    assert_same(ours, loss_and_gradients(TINY_MODELS["qwen3_moe"](experts_implementation="eager")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
