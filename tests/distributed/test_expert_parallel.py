@@ -167,6 +167,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": PAIR,
     "mixtral": {"family": "mixtral", **PAIR},
     "gpt_oss, with biases": {"family": "gpt_oss", **PAIR},
+    **{
+        family: {"family": family, **PAIR} for family in ("deepseek_v3", "glm4_moe", "qwen2_moe", "olmoe", "nemotron_h")
+    },
     "checkpointed": {"checkpointed": True, **PAIR},
     "exchange of the library": {"exchanged": False, **PAIR},
     "exchange and experts of the library": {"exchanged": False, "kernels": {"experts": False}, **PAIR},
@@ -178,7 +181,7 @@ are sentinels."""
 
 
 def _experts_of(model: Any) -> list[nn.Module]:
-    return [layer.mlp.experts for layer in model.model.layers]
+    return [module for module in model.modules() if hasattr(type(module), "_apply_gate")]
 
 
 def model_is_that_of_one_process(
