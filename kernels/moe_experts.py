@@ -27,6 +27,8 @@ from liger_trainer.kernels._moe_down import moe_down, moe_down_save
 from liger_trainer.kernels._moe_gate_up import moe_gate_up
 from liger_trainer.kernels.moe_routing import sort_by_expert
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class ExpertLoRA(NamedTuple):
     """An adapter of one projection of all experts.
@@ -140,6 +142,8 @@ def _applied(activation: Callable[[torch.Tensor], torch.Tensor], pre: torch.Tens
 def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed):
     if hidden.dim() != 2:
         raise ValueError(f"`hidden` is {tuple(hidden.shape)}; it must be (tokens, hidden).")
+    if hidden.dtype not in _DTYPES:
+        raise ValueError(f"`hidden` is of {hidden.dtype}; it must be of one of {', '.join(map(str, _DTYPES))}.")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden.shape[0]:
         raise ValueError(f"`top_k_index` is {tuple(top_k_index.shape)}; it must be ({hidden.shape[0]}, k).")
     if top_k_index.shape[1] == 0:
@@ -186,12 +190,14 @@ def _check_devices(device: torch.device, *tensors: tuple[str, torch.Tensor | Non
 
 def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of_any: dict) -> None:
     """Options of gate and up, and others, are given with their value and that of an absent one."""
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            names = ", ".join(ACTIVATIONS)
-            raise ValueError(f"`activation` is {activation!r}; it must be one of {names}, or a function.")
+    limit, _ = of_both["limit"]
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"`limit` is {limit}; it must be 0 or more, or None for no clamps.")
+    if activation in ACTIVATIONS:
         refused = {} if gated else of_both
         reason = "with `gated=False` there is no gate and no up"
+    elif not callable(activation):
+        raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}, or a function.")
     else:
         refused, reason = {**of_both, **of_any}, "`activation` is a function, which does that itself"
     for name, (given, absent) in refused.items():
@@ -201,7 +207,10 @@ def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of
 
 def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Tensor, transposed: bool) -> None:
     experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
-    for a, b, _ in adapters:
+    for adapter in adapters:
+        if not isinstance(adapter, ExpertLoRA):
+            raise ValueError(f"`{name}` holds a {type(adapter).__name__}; give an ExpertLoRA(a, b, scaling) each.")
+        a, b, _ = adapter
         rank = a.shape[1] if a.dim() == 3 else 0
         if a.shape != (experts, rank, inputs) or b.shape != (experts, outputs, rank):
             raise ValueError(

@@ -292,6 +292,8 @@ def test_autocast(device):
 
 WRONG = {
     "hidden": (lambda a: [a[0][None], *a[1:]], "`hidden` is"),
+    "integers": (lambda a: [a[0].long(), *a[1:]], "`hidden` is of torch.int64; it must be of one of torch.float16,"),
+    "complex numbers": (lambda a: [a[0].to(torch.complex64), *a[1:]], "`hidden` is of torch.complex64"),
     "index": (lambda a: [a[0], a[1][:3], *a[2:]], "`top_k_index` is"),
     "index of floats": (lambda a: [a[0], a[1].float(), *a[2:]], "must be of an integer dtype"),
     "no choice": (lambda a: [a[0], a[1][:, :0], a[2][:, :0], *a[3:]], "`top_k_index` has no columns"),
@@ -320,10 +322,18 @@ def test_wrong_operands_are_named(what, device):
         run(moe_experts, change(arguments), options)
 
 
-def test_an_unknown_activation_is_named(device):
+@pytest.mark.parametrize("given", ["tanh", None, "identity"])
+def test_an_unknown_activation_is_named(given, device):
     arguments, _ = made("gated", device=device)
-    with pytest.raises(ValueError, match="`activation` is 'tanh'; it must be one of silu"):
-        moe_experts(*arguments, activation="tanh")
+    with pytest.raises(ValueError, match=f"`activation` is {given!r}; it must be one of silu.* or a function"):
+        moe_experts(*arguments, activation=given)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_limit_that_is_none_is_named(limit, device):
+    arguments, _ = made("gated", device=device)
+    with pytest.raises(ValueError, match=f"`limit` is {limit}; it must be 0 or more, or None"):
+        moe_experts(*arguments, limit=limit)
 
 
 @pytest.mark.parametrize("option", [{"interleaved": True}, {"limit": 0.0}, {"up_offset": 1.0}], ids=str)
