@@ -102,6 +102,25 @@ def test_one_parameter(runs, family, projection):
     assert_patched_is_native(model, runs, adapters=(1 - projection, projection))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_one_expert_is_left_to_peft(runs, family):
+    """Whose adapters PEFT lays out as those of a linear layer."""
+    sizes = {"num_experts": 1} if family == "qwen3_moe" else {"num_local_experts": 1}
+    model = get_peft_model(build(family, **sizes, num_experts_per_tok=1), lora(init_lora_weights=False))
+    assert_patched_is_native(model, runs, adapters=(0, 0))
+
+
+def test_experts_called_with_every_token_are_left_to_peft(runs):
+    """As Llama 4's own block does."""
+    model = adapted("llama4")
+    experts, x = model.base_model.model.model.layers[0].feed_forward.experts, torch.randn(4 * 3, 32)
+    expected = experts(x)
+    apply_liger_kernel(model, EXPERTS)
+    runs.clear()
+    torch.testing.assert_close(experts(x), expected, rtol=0, atol=0)
+    assert not runs
+
+
 def test_a_trained_base(runs):
     model = adapted()
     model.requires_grad_(True)
