@@ -390,6 +390,18 @@ def test_left_alone_with_a_reason(kind):
         apply_liger_kernel(nn.ModuleList([build()]), EXPERTS, strict=True)
 
 
+@pytest.mark.parametrize("change", ["buffer", "router"])
+def test_a_block_that_chooses_in_another_way_is_left_alone(change):
+    block = MODELS["llama4"][0]().model.layers[0].feed_forward
+    if change == "buffer":
+        block.register_buffer("offset", torch.zeros(4))
+    else:
+        block.router.bias = nn.Parameter(torch.zeros(4))
+    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([block]), EXPERTS) if row.component == "experts")
+    assert not row.applied
+    assert row.reason == f"its Llama4TextMoe has {'offset' if change == 'buffer' else 'bias'} to choose with"
+
+
 def test_a_forward_of_the_users_stays():
     experts = MixtralExperts(Config())
     experts.forward = lambda hidden, index, weights: hidden
