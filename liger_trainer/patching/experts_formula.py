@@ -11,6 +11,7 @@ import torch
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
 from liger_trainer.patching.probe import full_shape, is_stateless
+from liger_trainer.quantized_experts import declared_weights, four_bits, kept_in_4_bits
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
 
@@ -68,11 +69,23 @@ class ExpertsFormula(NamedTuple):
             top_k_weights: (T, k).
             adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
         """
-        first, down, *biases = (getattr(experts, name) for name in self.weights)
+        with kept_in_4_bits(experts, self.weights) as weights:
+            return self._run(experts, hidden, top_k_index, top_k_weights, weights, adapters or {})
+
+    def _run(
+        self,
+        experts: Any,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        adapters: Mapping[str, Sequence[ExpertLoRA]],
+    ) -> torch.Tensor:
+        first, down, *biases = weights
         _check_ids(experts, top_k_index, first.shape[0])
         first_bias, down_bias = biases or (None, None)
         scale = 1.0 if self.alpha is None else self.alpha
-        gate_up_adapters, down_adapters = (self._outwards((adapters or {}).get(name, ())) for name in self.weights[:2])
+        gate_up_adapters, down_adapters = (self._outwards(adapters.get(name, ())) for name in self.weights[:2])
         # x sigmoid(a x) is silu(a x) / a
         out = moe_experts(
             *(hidden.to(first.dtype), top_k_index, top_k_weights, first, down),
@@ -114,7 +127,7 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
 
     Experts are recognised by their parameters: 3-D ones called `down_proj`, and `gate_up_proj` or `up_proj`.
     """
-    parameters = experts._parameters
+    parameters = declared_weights(experts)
     first = next((name for name in ("gate_up_proj", "up_proj") if parameters.get(name) is not None), None)
     if first is None or parameters.get("down_proj") is None or "gate_proj" in parameters:
         return None
@@ -139,7 +152,10 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
     layout = ExpertsFormula(first, gated, transposed, parameters.get("down_proj_bias") is not None)
     others = {name for name, tensor in {**parameters, **experts._buffers}.items() if tensor is not None}
     others -= set(layout.weights)
-    others |= {name for name, child in experts._modules.items() if child is not None and not is_stateless(child)}
+    children = {name: child for name, child in experts._modules.items() if child is not None}
+    if len(four_bits(experts)) == len(children.get("parametrizations", ())):
+        children.pop("parametrizations", None)
+    others |= {name for name, child in children.items() if not is_stateless(child)}
     if others:
         return f"it has {', '.join(sorted(others))} besides the projections of experts"
     return layout
