@@ -1,9 +1,9 @@
 """Stacked weights of experts in 4 bits, for QLoRA (arXiv 2305.14314) of a mixture of experts.
 
 bitsandbytes quantises linear layers alone, and of a model like Qwen3-30B-A3B leaves 55 of 57 GiB as they are.
-`quantize_experts` gives the stacked weights the same layout with bitsandbytes' own function, and torch's parametrisation
-makes them floating where a module reads them. So they run in every implementation of the experts; where ours reads
-them, the backward keeps their 4 bits and makes them floating once more.
+`quantize_experts` gives the stacked weights the same layout with bitsandbytes' own function, and torch's
+parametrisation makes them floating where a module reads them. So they run in every implementation of the experts; where
+ours reads them, the backward keeps their 4 bits and makes them floating once more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class FourBits(nn.Module):
     Args:
         state: bitsandbytes' quantisation state.
     """
+
+    code: torch.Tensor
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ def quantize_experts(
 
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"`quant_type` is {quant_type!r}; it must be one of {', '.join(QUANT_TYPES)}.")
-    found = list(_stacked_weights(model))
+    found = list(stacked_weights(model))
     if not found:
         raise ValueError(
             f"`model`, {type(model).__name__}, has no experts with stacked weights ({', '.join(PARAMETERS)}); "
@@ -95,7 +97,8 @@ def quantize_experts(
     return len(found)
 
 
-def _stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that hold stacked weights of experts in a floating dtype, and the names of these."""
     for module in model.modules():
         for name in PARAMETERS:
             weight = module._parameters.get(name)
@@ -106,15 +109,14 @@ def _stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def four_bits(module: nn.Module) -> dict[str, FourBits]:
     """The weights of `module` that are in 4 bits and nothing else."""
     parametrizations: Any = module._modules.get("parametrizations") or {}
-    found = {name: list(steps) for name, steps in parametrizations.items()}
-    return {name: steps[0] for name, steps in found.items() if len(steps) == 1 and type(steps[0]) is FourBits}
+    return {name: one for name, (one, *more) in parametrizations.items() if type(one) is FourBits and not more}
 
 
-def declared_weights(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of `module`; for one in 4 bits, a tensor of no memory with its floating shape and dtype."""
-    weights: dict[str, torch.Tensor | None] = dict(module._parameters)
-    for name, step in four_bits(module).items():
-        weights[name] = step.absmax.new_empty(1, dtype=step.dtype).expand(step.shape)
+    weights: dict[str, torch.Tensor] = {name: one for name, one in module._parameters.items() if one is not None}
+    for name, one in four_bits(module).items():
+        weights[name] = one.code.new_empty(1, dtype=one.dtype).expand(one.shape)
     return weights
 
 

@@ -5,7 +5,7 @@ large as W and new at each call, in the place of W while the experts run. Ours r
 gives them to our forward of the experts (`experts.py`), whose products add them (`kernels/_moe_lora.py`).
 
 As in `lora_layer.py` every call asks whether that is what PEFT would compute now. Merged and disabled adapters, hooks,
-sharded weights, weights that are parametrised otherwise than in 4 bits, and anything unknown are left to PEFT's own forward.
+sharded weights, other parametrisations than 4 bits and anything unknown are left to PEFT's own forward.
 
 The proof compares s B A of the factors, as they are read, with the `get_delta_weight` that PEFT merges; what experts do
 with their weights is proved for them.
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA
-from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
 from liger_trainer.patching.experts import find_experts, forward_of_ours
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_layer import active_adapters, is_operand, is_plain_adapter, is_unseen
@@ -41,7 +41,7 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 
 
 def _check_left_to_peft(module: Any) -> None:
-    """Raises RuntimeError for adapters on weights in 4 bits: PEFT 0.21 puts its own on them and never takes them off."""
+    """Raises RuntimeError for adapters on weights in 4 bits, which PEFT 0.21 puts on them and never takes off."""
     _, experts = _unwrapped(module)
     if four_bits(experts) and not (module.disable_adapters or module.merged):
         raise RuntimeError(
@@ -49,6 +49,14 @@ def _check_left_to_peft(module: Any) -> None:
             "and PEFT's own forward is wrong for such weights. Take hooks and other adapters off it, or train with "
             "experts in 16 bits."
         )
+
+
+def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:
+    """Experts in 4 bits with adapters that PEFT's own forward would run; None if there are none."""
+    for module in model.modules():
+        if is_param_wrapper(module) and four_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
+            return _unwrapped(module)[1]
+    return None
 
 
 def is_param_wrapper(module: nn.Module) -> bool:
