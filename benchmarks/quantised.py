@@ -18,6 +18,8 @@ def quantise(
 ) -> Any:
     """Puts a layer of bitsandbytes in the place of every linear layer of `model`, which it freezes.
 
+    Stacked experts are left as they are: `quantize_experts` puts them in 4 bits once they have adapters.
+
     Args:
         model: On its device, with its weights.
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.

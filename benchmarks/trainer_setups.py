@@ -113,13 +113,15 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     from peft import get_peft_model
     from transformers import TrainingArguments
 
-    from liger_trainer import LigerTrainer, LigerTrainingArguments
+    from liger_trainer import LigerTrainer, LigerTrainingArguments, quantize_experts
 
     trainer, config = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
     model: Any = setup.model
     if setup.lora is not None:
         with torch.device(model.device):  # experts have so many adapters that the CPU would take long to draw them
             model = get_peft_model(model, setup.lora)
+    if ours and setup.task.quantize and MODELS[setup.task.model].experts:  # nobody else trains adapters on them
+        quantize_experts(model, setup.task.quantize)
     return trainer(model, config(**settings), train_dataset=setup.dataset, callbacks=setup.callbacks)
 
 

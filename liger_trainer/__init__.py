@@ -46,6 +46,7 @@ _EXPORTS = {
     "LigerTrainer": "liger_trainer.trainers.trainer",
     "LigerTrainingArguments": "liger_trainer.configs.training_arguments",
     "apply_liger_kernel": "liger_trainer.patching.apply",
+    "quantize_experts": "liger_trainer.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
     "set_stock_trainer_kernels": "liger_trainer.integration",
     "undo_liger_kernel": "liger_trainer.liger_api",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+    from liger_trainer.quantized_experts import quantize_experts as quantize_experts
     from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
     from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
     from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer

@@ -48,8 +48,8 @@ def is_quantised(recipe: Recipe) -> bool:
 def check_model(recipe: Recipe) -> None:
     """Checks, before any data is loaded, that the model is named once and its configuration can be read.
 
-    It also checks that bitsandbytes is there where the model is to be quantised, and that the processes of this launch
-    can share the experts where they are to be split.
+    It also checks that bitsandbytes is there where the model is to be quantised, that experts can be, and that the
+    processes of this launch can share the experts where they are to be split.
 
     Raises:
         RecipeError: if it is not.
@@ -77,6 +77,10 @@ def check_model(recipe: Recipe) -> None:
         found = read_config(str(name), "`model_name_or_path`", recipe.model.model_revision, trusted)
     if recipe.recipe.expert_parallel_size > 1:
         _check_experts(recipe, found)
+    if recipe.model.load_in_4bit:
+        from liger_trainer.recipe_experts import check_experts_in_4_bits
+
+        check_experts_in_4_bits(recipe.source, recipe.recipe.trainer, found)
 
 
 def _check_experts(recipe: Recipe, config: PreTrainedConfig) -> None:

@@ -12,6 +12,7 @@ import yaml
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_target_parameters, check_vocabulary
 from liger_trainer.recipe_data import load_data, load_tokenizer
+from liger_trainer.recipe_experts import check_adapted_experts
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
 from liger_trainer.recipe_model import check_model, lora_advice
 from liger_trainer.recipe_output import prepare_output_dir, room_for
@@ -73,6 +74,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
     check_target_parameters(recipe, trainer)
+    check_adapted_experts(recipe, trainer.model)
     _check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
 

@@ -47,7 +47,7 @@ def test_all_shipped_recipes_are_found():
     families = ("llama3_8b", "qwen3_30b_a3b", "gemma3_4b")
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
-    experts = {"qwen3_30b_a3b_sft_lora", "qwen3_30b_a3b_sft_ep"}
+    experts = {f"qwen3_30b_a3b_sft_{method}" for method in ("lora", "qlora", "ep")}
     assert set(NAMES) == quickstarts | quantised | experts | {
         f"{family}_{method}" for family in families for method in methods
     }

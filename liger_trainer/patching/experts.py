@@ -25,7 +25,8 @@ from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, 
 from liger_trainer.patching.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, class_of, full_shape, identity, stand_in
+from liger_trainer.quantized_experts import declared_weights
 
 _OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
 _REPLACED = (None, "eager", *_OF_TRANSFORMERS, IMPLEMENTATION)
@@ -77,12 +78,12 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     arguments = tuple(inspect.signature(_own_loop(module)).parameters)[1:]
     if len(arguments) == 1:
         return None  # the block around it decides, see `scaled_experts`
-    target = type(module).__name__
+    target = class_of(module).__name__
     reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
     if reason:
         return Finding("experts", target, module, reason=reason)
     assert isinstance(layout, ExpertsFormula)
-    key = "experts", identity(module)
+    key = "experts", identity(module), layout
     if key not in probe.cache:
         probe.cache[key] = _probe_experts(module, layout, probe)
     formula, agreement = probe.cache[key]
@@ -128,7 +129,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
 
 
 def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[ExpertsFormula | None, Agreement]:
-    num_experts = full_shape(module._parameters["down_proj"])[0]
+    num_experts = full_shape(declared_weights(module)["down_proj"])[0]
     num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # of this process
     hidden, intermediate = SIZES
     chosen = min(num_experts, _CHOSEN)
@@ -139,7 +140,7 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
     # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
     large = [tensors[0] * 16, *tensors[1:]]
-    children = {name: twin(child) for name, child in module._modules.items() if child is not None and name != NORM}
+    children = activations_of(module)
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -161,6 +162,12 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
             failures.append(agreement)
     nearest = min(failures, key=lambda agreement: agreement.error)
     return None, nearest.explained("no activation that there is a kernel for")
+
+
+def activations_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Twins of the children of experts that hold no numbers of theirs."""
+    left_out = NORM, "parametrizations"
+    return {name: twin(child) for name, child in module._modules.items() if child is not None and name not in left_out}
 
 
 def _originals(module: Any) -> list[Callable]:

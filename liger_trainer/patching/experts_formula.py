@@ -11,7 +11,8 @@ import torch
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe_routing import check_ids
-from liger_trainer.patching.probe import full_shape, is_stateless
+from liger_trainer.patching.probe import class_of, full_shape, is_stateless
+from liger_trainer.quantized_experts import declared_weights, four_bits, kept_in_4_bits
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
 OWN = "the class's activation"
@@ -75,25 +76,41 @@ class ExpertsFormula(NamedTuple):
             top_k_weights: (T, k).
             adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
         """
-        if self.normed:
-            return self._run_normed(experts, hidden, top_k_index, top_k_weights, adapters)
-        return self._sum(experts, hidden, top_k_index, top_k_weights, adapters)
+        with kept_in_4_bits(experts, self.weights) as weights:
+            run = self._normed_sum if self.normed else self._sum
+            return run(experts, weights, hidden, top_k_index, top_k_weights, adapters or {})
 
-    def _run_normed(self, experts, hidden, top_k_index, top_k_weights, adapters):
+    def _normed_sum(
+        self,
+        experts: Any,
+        weights: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Sequence[ExpertLoRA]],
+    ) -> torch.Tensor:
         """Each choice is a token of its own for `moe_experts`; torch norms and sums the results."""
         tokens, top_k = top_k_index.shape
         rows = hidden.repeat_interleave(top_k, 0), top_k_index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
-        normed = getattr(experts, NORM)(self._sum(experts, *rows, adapters)).view(tokens, top_k, -1)
+        normed = getattr(experts, NORM)(self._sum(experts, weights, *rows, adapters)).view(tokens, top_k, -1)
         return (top_k_weights.to(normed.dtype).unsqueeze(1) @ normed).squeeze(1).to(hidden.dtype)
 
-    def _sum(self, experts, hidden, top_k_index, top_k_weights, adapters):
+    def _sum(
+        self,
+        experts: Any,
+        weights: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Sequence[ExpertLoRA]],
+    ) -> torch.Tensor:
         """The weighted sum of each token's experts."""
-        first, down, *biases = (getattr(experts, name) for name in self.weights)
+        first, down, *biases = weights
         if not getattr(experts, "_is_expert_parallel", False):
-            check_ids(top_k_index, first.shape[0], type(experts).__name__)
+            check_ids(top_k_index, first.shape[0], class_of(experts).__name__)
         first_bias, down_bias = biases or (None, None)
         scale = 1.0 if self.alpha is None else self.alpha
-        gate_up_adapters, down_adapters = (self._outwards((adapters or {}).get(name, ())) for name in self.weights[:2])
+        gate_up_adapters, down_adapters = (self._outwards(adapters.get(name, ())) for name in self.weights[:2])
         # x sigmoid(a x) is silu(a x) / a
         out = moe_experts(
             *(hidden.to(first.dtype), top_k_index, top_k_weights, first, down),
@@ -125,7 +142,7 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
 
     Experts are recognised by their parameters: 3-D ones called `down_proj`, and `gate_up_proj` or `up_proj`.
     """
-    parameters = experts._parameters
+    parameters = declared_weights(experts)
     first = next((name for name in ("gate_up_proj", "up_proj") if parameters.get(name) is not None), None)
     if first is None or parameters.get("down_proj") is None or "gate_proj" in parameters:
         return None
@@ -150,7 +167,10 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
     layout = ExpertsFormula(first, gated, transposed, parameters.get("down_proj_bias") is not None)
     others = {name for name, tensor in {**parameters, **experts._buffers}.items() if tensor is not None}
     others -= set(layout.weights)
-    others |= {name for name, child in experts._modules.items() if child is not None and not is_stateless(child)}
+    children = {name: child for name, child in experts._modules.items() if child is not None}
+    if len(four_bits(experts)) == len(children.get("parametrizations", ())):
+        children.pop("parametrizations", None)
+    others |= {name for name, child in children.items() if not is_stateless(child)}
     if NORM in others and getattr(experts, "has_post_expert_norm", False) and _is_norm(experts._modules[NORM]):
         others, layout = others - {NORM}, layout._replace(normed=True)
     if others:

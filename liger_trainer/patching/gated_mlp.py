@@ -78,7 +78,7 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     """The verdict on `module` if it has a gated MLP's projections as children, else None."""
     children = {name for name, child in module._modules.items() if child is not None}
     names = next((names for names in _NAMES if children.issuperset(names)), None)
-    if names is None:
+    if names is None or isinstance(module, nn.ModuleDict):  # which is never called
         return None
     target = type(module).__name__
     guess = "geglu" if any("gelu" in type(module._modules[name]).__name__.lower() for name in children) else "swiglu"

@@ -5,7 +5,7 @@ large as W and new at each call, in the place of W while the experts run. Ours r
 gives them to our forward of the experts (`experts.py`), whose products add them (`kernels/_moe_lora.py`).
 
 As in `lora_layer.py` every call asks whether that is what PEFT would compute now. Merged and disabled adapters, hooks,
-sharded or parametrised weights and anything unknown are left to PEFT's own forward.
+sharded weights, other parametrisations than 4 bits and anything unknown are left to PEFT's own forward.
 
 The proof compares s B A of the factors, as they are read, with the `get_delta_weight` that PEFT merges; what experts do
 with their weights is proved for them.
@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA
-from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
 from liger_trainer.patching.experts import find_experts, forward_of_ours
 from liger_trainer.patching.experts_formula import layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_layer import active_adapters, is_operand, is_plain_adapter, is_unseen
-from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, class_of, projection, stand_in
 from liger_trainer.patching.scaled_experts import are_proved
+from liger_trainer.quantized_experts import declared_weights, four_bits
 
 _SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the stand-in
 
@@ -35,9 +36,29 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     """The forward that is bound to a `ParamWrapper`."""
     adapted = None if kwargs or not args else _adapted_experts(self, x)  # without choices: every expert on every token
     if adapted is None:
+        _check_left_to_peft(self)
         return type(self).forward(self, x, *args, **kwargs)
     run, experts, adapters = adapted
     return run(experts, x, *args, adapters)
+
+
+def _check_left_to_peft(module: Any) -> None:
+    """Raises RuntimeError for adapters on weights in 4 bits, which PEFT 0.21 puts on them and never takes off."""
+    _, experts = _unwrapped(module)
+    if four_bits(experts) and not (module.disable_adapters or module.merged):
+        raise RuntimeError(
+            f"The adapters on the {class_of(experts).__name__}, which is in 4 bits, cannot run as one operator here, "
+            "and PEFT's own forward is wrong for such weights. Take hooks and other adapters off it, or train with "
+            "experts in 16 bits."
+        )
+
+
+def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:
+    """Experts in 4 bits with adapters that PEFT's own forward would run; None if there are none."""
+    for module in model.modules():
+        if is_param_wrapper(module) and four_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
+            return _unwrapped(module)[1]
+    return None
 
 
 def is_param_wrapper(module: nn.Module) -> bool:
@@ -64,9 +85,9 @@ def _adapted_experts(
     inner = [*wrappers[1:], experts]
     if run is None or not all(is_unseen(each) for each in inner):
         return None
-    adapters = {}
+    adapters, weights = {}, declared_weights(experts)
     for wrapper in wrappers:
-        weight = experts._parameters.get(wrapper.parameter_name)  # None too while it is parametrised
+        weight = weights.get(wrapper.parameter_name)  # None too while PEFT's own forward has parametrised it
         if weight is None or not is_operand(weight, x) or not _has_plain_factors(wrapper, x):
             return None
         adapters[wrapper.parameter_name] = [factors(wrapper, name) for name in active_adapters(wrapper)]
@@ -115,9 +136,11 @@ def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
     finding = find_experts(experts, enabled, probe)
     if finding is None and layout_of(experts) is not None:
         proved = are_proved(experts, probe)
-        return "" if proved else f"its experts, {type(experts).__name__}, are left alone; PEFT's own forward runs"
+        return "" if proved else f"its experts, {class_of(experts).__name__}, are left alone; PEFT's own forward runs"
     if finding is None:
-        return f"{module.parameter_name} of {type(experts).__name__} is no weight of experts; PEFT's own forward runs"
+        return (
+            f"{module.parameter_name} of {class_of(experts).__name__} is no weight of experts; PEFT's own forward runs"
+        )
     if finding.forward is None:
         return f"its experts, {finding.target}, are left alone; PEFT's own forward runs"
     return ""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 FP32_TOLERANCE = 1e-5
 """Largest relative difference in float32, values and gradients, at which two forwards count as equal."""
@@ -189,7 +190,7 @@ def _first_line(error: Exception) -> str:
 def stand_in(module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module]) -> nn.Module:
     """A module of the same class and plain attributes, in training mode, without hooks, with what is given inside."""
     # Not through the class's constructor: that would allocate its real size and draw from the global generator.
-    twin: nn.Module = object.__new__(type(module))
+    twin: nn.Module = object.__new__(class_of(module))
     attributes = {**module.__dict__, **{name: type(module.__dict__[name])() for name in _HOOKS}}
     attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=True)
     attributes.pop("forward", None)
@@ -227,7 +228,12 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
         for name, child in module._modules.items()
         if child is not None
     )
-    return (type(module), attributes, shapes, stateless)
+    return (class_of(module), attributes, shapes, stateless)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`; of one with parametrised weights, which has a class of its own, the one that it had."""
+    return parametrize.type_before_parametrizations(module)
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -15,11 +15,20 @@ import torch
 from torch import nn
 
 from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.experts import TOKENS, weight_shapes
+from liger_trainer.patching.experts import TOKENS, activations_of, weight_shapes
 from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, projection, stand_in
+from liger_trainer.patching.probe import (
+    Agreement,
+    Probe,
+    class_of,
+    full_shape,
+    identity,
+    only_argument,
+    projection,
+    stand_in,
+)
+from liger_trainer.quantized_experts import declared_weights
 
 _KEY = "scaled experts"
 _SIZES = (128, 24)  # hidden and intermediate size of the stand-in; the router's gradient shall be many numbers
@@ -34,7 +43,7 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
     layout = layout_of(experts)
     if layout is None:
         return []
-    target = type(experts).__name__
+    target = class_of(experts).__name__
     reason = _obstacle(module, experts, layout) if enabled("experts") else "switched off in liger_kernel_config"
     if reason:
         return [Finding("experts", target, experts, reason=reason)]
@@ -83,10 +92,10 @@ def _obstacle(block: Any, experts: nn.Module, layout: ExpertsFormula | str) -> s
 def _probe_block(
     block: Any, experts: Any, layout: ExpertsFormula, probe: Probe
 ) -> tuple[ExpertsFormula | None, _Forwards | None, Agreement]:
-    num_experts, (hidden, intermediate) = full_shape(experts._parameters["down_proj"])[0], _SIZES
+    num_experts, (hidden, intermediate) = full_shape(declared_weights(experts)["down_proj"])[0], _SIZES
     shapes = [(num_experts, hidden), (hidden, hidden), *weight_shapes(layout, num_experts, hidden, intermediate)]
     tensors = [probe.randn(TOKENS, hidden).cpu(), *(probe.randn(*shape).cpu() * 0.125 for shape in shapes)]
-    activations = {name: twin(child) for name, child in experts._modules.items() if child is not None}
+    activations = activations_of(experts)
     others = [name for name in block._modules if name not in ("experts", "router")]
 
     def on(block_forward: Callable, experts_forward: Callable) -> Callable:

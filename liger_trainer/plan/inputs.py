@@ -75,6 +75,7 @@ def read_inputs(
         values = shrink(values, given)
     config, mapping = _config(values, source), kernels_of(values, source)
     _check_expert_parallel(values, config, gpus, source)
+    _check_four_bits(values, config, source)
     fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
     try:
         every = every_n_layers(values)
@@ -136,6 +137,13 @@ def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, 
         )
 
 
+def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source: Path) -> None:
+    from liger_trainer.recipe_experts import check_experts_in_4_bits
+
+    if values["load_in_4bit"]:
+        check_experts_in_4_bits(source, values["trainer"], config)
+
+
 def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
     """Experts that `expert_parallel_size` may split: what a recipe is refused with is not proposed."""
     from liger_trainer.recipe_model import can_split_experts, count_experts
@@ -173,6 +181,9 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
             from peft import get_peft_model
 
             model = get_peft_model(model, lora)
+            if _bits(values) and values["trainer"] != "causal_lm":  # TRL casts adapters on a quantised base
+                for parameter in model.parameters():
+                    parameter.data = parameter.to(torch.bfloat16) if parameter.requires_grad else parameter.data
     return model, dtype
 
 

@@ -57,7 +57,8 @@ class Parameters:
         head_trained: Whether the head's weight gets a gradient.
         factored: Elements of Adafactor's state: rows and columns of each trained matrix instead of their product.
         largest: Elements of the largest trained parameter.
-        dequantised: Elements of the largest weight in 4 bits, which is made floating for its products; 0 without.
+        dequantised: Elements that are floating at once of weights in 4 bits, for their products: of the largest, or of
+            all experts of a layer; 0 without.
     """
 
     groups: dict[str, Group]
@@ -97,14 +98,16 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
 
     Args:
         model: A Hugging Face model, or a PEFT model of one.
-        bits: 4 or 8 where the linear layers will be quantised (bitsandbytes), None where not. The head and stacked
-            experts never are.
+        bits: 4 or 8 where the linear layers will be quantised (bitsandbytes), None where not, and with 4 stacked
+            experts (`quantize_experts`). The head never is.
         nested: Whether the scales of 4 bits are quantised too (double quantisation).
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
-    quantised = _quantised(model, head) if bits else {}
+    quantised, stacked = _quantised(model, head) if bits else {}, _stacked(model) if bits == 4 else {}
+    dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0)
+    quantised |= stacked
     width = INT8_BYTES if bits == 8 else NESTED_NF4_BYTES if nested else NF4_BYTES
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = 0
@@ -124,7 +127,7 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
         head_trained=head is not None and head.requires_grad,
         factored=factored,
         largest=largest,
-        dequantised=max(quantised.values(), default=0) if bits == 4 else 0,
+        dequantised=dequantised if bits == 4 else 0,
     )
 
 
@@ -152,6 +155,14 @@ def _quantised(model: nn.Module, head: nn.Parameter | None) -> dict[int, int]:
     linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     weights = (module.weight for name, module in linear if "lora_" not in name and module.weight is not head)
     return {id(weight): weight.numel() for weight in weights}
+
+
+def _stacked(model: nn.Module) -> dict[int, int]:
+    """The same of stacked weights of experts, the frozen ones."""
+    from liger_trainer.quantized_experts import stacked_weights
+
+    found = (module._parameters[name] for module, name in stacked_weights(model))
+    return {id(weight): weight.numel() for weight in found if weight is not None}
 
 
 def _group(parameter: torch.Tensor, width: float | None) -> Group:

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from liger_trainer.plan.optimizers import optimizer_memory
-from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.plan.parameters import NF4_BYTES, count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
 from tests.plan.cases import counted
 from tests.quantised import library, quantise
@@ -94,12 +94,15 @@ def test_what_bitsandbytes_makes_is_what_is_counted():
     assert total == pytest.approx(expected, rel=1e-3)
 
 
-def test_experts_and_heads_are_not_quantised():
+def test_experts_are_quantised_to_4_bits_and_heads_never_are():
     model = build(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
-    plain, quantised = count_parameters(model), count_parameters(model, 4)
-    for kind in ("experts", "head", "embedding"):
-        assert quantised.groups[kind] == plain.groups[kind]
-    assert quantised.groups["layers"].bytes < 0.5 * plain.groups["layers"].bytes
+    plain, four, eight = count_parameters(model), count_parameters(model, 4), count_parameters(model, 8)
+    for kind in ("head", "embedding"):
+        assert four.groups[kind] == eight.groups[kind] == plain.groups[kind]
+    assert eight.groups["experts"] == plain.groups["experts"]
+    assert four.groups["experts"].bytes == NF4_BYTES * plain.groups["experts"].elements
+    assert four.dequantised == four.groups["experts"].elements / four.layers  # both projections of a layer at once
+    assert four.groups["layers"].bytes < 0.5 * plain.groups["layers"].bytes
 
 
 def test_no_layers_is_an_error():
