@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -146,6 +147,12 @@ def without_sync(wrapped: Any) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(True)
     else:
         yield
+
+
+def grad_scaler(wrapped: nn.Module, enabled: bool) -> Any:
+    """What accelerate takes: FSDP1 has one of its own, as its processes find other overflows."""
+    scaler = ShardedGradScaler if isinstance(wrapped, FSDP1) else torch.amp.GradScaler
+    return scaler("cpu", enabled=enabled)
 
 
 def trained_weights(wrapped: nn.Module, with_grads: bool) -> tuple[Weights, Weights]:
