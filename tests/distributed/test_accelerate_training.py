@@ -145,9 +145,11 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     assert max(errors.values()) <= tolerance, errors
     assert ours["spread"] == SPREAD[wrapping]
     if wrapping == "zero3" and case.trainer in ("trainer", "sft"):  # in the others the model may run more than once
-        # Once for the forward and its loss, once for the backward; the first step records the order.
+        # Once for the forward and its loss, once for the backward, unless the weight lies under an adapter; the first
+        # step records the order.
+        times = 1 if case.parameters == "lora with head" else 2
         forwards = dict(case.options).get("gradient_accumulation_steps", 1)
-        assert ours["gathers"][-1] == 2 * forwards, ours["gathers"]
+        assert ours["gathers"][-1] == times * forwards, ours["gathers"]
     if wrapping == "zero2":
         assert not any(ours["gathers"])
 
