@@ -111,6 +111,7 @@ def test_a_tied_head_that_shares_a_weight_between_units_is_refused(name, mesh):
             fully_shard(embedding, mesh=mesh)
         fully_shard([norm, embedding, head] if together else [norm, head], mesh=mesh)
         fully_shard(model, mesh=mesh)
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_dora_is_refused_under_fsdp1():
