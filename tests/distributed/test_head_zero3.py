@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, spare_compilation
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, spare_compilation, watch
 from tests.distributed.test_head_gloo import _expected, _items, _model, _patched, _share, _whole_batch
 from tests.distributed.two_processes import WORLD, failures_of, run_cases, set_up_process
 
@@ -90,6 +90,27 @@ def _distils(rank: int) -> None:
         engine.step()
 
 
+def _gathers_once(rank: int) -> None:
+    """With DeepSpeed's own distances, within which a weight stays whole from the forward to the backward."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+
+    model, gathers = _patched("llama"), []
+    inputs = _whole_batch(model, "llama")
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
+    weight = model.lm_head.weight
+    for handle in (AllGatherHandle, AllGatherCoalescedHandle):
+        watch(handle, lambda parameters: gathers.extend(each for each in parameters if each is weight))
+    for step in range(4):
+        gathers.clear()
+        loss = engine(**_share(inputs, rank), num_items_in_batch=_items(inputs)).loss
+        engine.backward(loss * WORLD)
+        engine.step()
+        assert len(gathers) == 1 or step < 2, gathers  # it learns the order first
+
+
 def _worker(rank: int, port: int, failures: mp.Queue) -> None:
     set_up_process(rank, port)
     os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
@@ -100,7 +121,11 @@ def _worker(rank: int, port: int, failures: mp.Queue) -> None:
     run_cases(RUN, rank, failures)
 
 
-RUN = {**{name: partial(_zero3, **options) for name, options in CASES.items()}, "distils": _distils}
+RUN = {
+    **{name: partial(_zero3, **options) for name, options in CASES.items()},
+    "distils": _distils,
+    "gathers once": _gathers_once,
+}
 
 
 @pytest.fixture(scope="module")
