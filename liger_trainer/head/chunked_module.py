@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.lm_head import is_sharded, version_of, whole_parameter
+from liger_trainer.head.lm_head import is_sharded, through_owner, version_of, whole_parameter
+from liger_trainer.head.partitions import is_partitioned, lend
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
 from liger_trainer.kernels._cross_entropy_options import inverse_normalizer
 from liger_trainer.kernels.cross_entropy import cross_entropy
@@ -30,7 +31,7 @@ class ModuleCall:
     """One call of such a head whose logits are deferred; see `HeadCall`, of which it is the counterpart.
 
     Args:
-        head: The module.
+        head: The module; under ZeRO-3 a copy of it on whole parameters.
         vocab_size: V.
         dtype: Of the logits.
         autocast: The dtype of autocast during the call; None where it was off.
@@ -94,14 +95,19 @@ class _OwnForward(nn.Module):
         return type(self.head).forward(self.head, hidden)
 
 
-def module_call(head: nn.Module, hidden: torch.Tensor, in_fp32: bool, logits_memory: int) -> ModuleCall | None:
-    """The call of `head` on `hidden`; None where it has to run whole: under ZeRO-3 and tensor parallelism."""
+def module_call(
+    head: nn.Module, hidden: torch.Tensor, in_fp32: bool, logits_memory: int
+) -> tuple[ModuleCall | None, torch.Tensor]:
+    """The call of `head`, and `hidden` as it is called with; None where it has to run whole: tensor parallelism."""
     vocab_size = vocab_size_of(head)
-    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_partitioned, head.parameters())):
-        return None
+    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_split, head.parameters())):
+        return None, hidden
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
-    return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory)
+    if is_partitioned(head):
+        owner, (head, hidden) = head, lend(head, hidden)
+        hidden = through_owner(owner, hidden)
+    return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory), hidden
 
 
 def vocab_size_of(head: nn.Module) -> int | None:
@@ -110,9 +116,9 @@ def vocab_size_of(head: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _is_partitioned(parameter: nn.Parameter) -> bool:
+def _is_split(parameter: nn.Parameter) -> bool:
     """Whether `parameter` is not whole in the head's forward; FSDP has gathered its own by then."""
-    return hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor"
+    return type(parameter).__name__ == "DTensor"
 
 
 def chunked_rows(
@@ -147,7 +153,7 @@ def chunked_rows(
         # Once, and not for each chunk: ranks with other numbers of tokens would wait for each other.
         product = call.gathered_product()
         parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
-        columns = [torch.cat(column).view(target.shape) for column in zip(*parts)]
+        columns = [through_owner(call.head, torch.cat(column)).view(target.shape) for column in zip(*parts)]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
 

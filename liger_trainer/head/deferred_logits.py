@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
 from liger_trainer.head.warn_once import warn_once
@@ -210,7 +211,8 @@ class DeferredLogits(torch.Tensor):
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
         recorded.check()
-        return recorded.chain.replay(recorded.call.gathered_product()(recorded.hidden))
+        logits = recorded.call.gathered_product()(recorded.hidden)
+        return recorded.chain.replay(through_owner(recorded.call.head, logits))
 
     @property
     def _shares_build(self) -> bool:
@@ -246,6 +248,11 @@ class DeferredLogits(torch.Tensor):
     def shares_memory(self) -> bool:
         """Whether another tensor would see a change in place."""
         return self.parent is not None or any(reference() is not None for reference in self.views)
+
+
+def without_owner(logits: Any) -> Any:
+    """`logits`, and where they are a `DeferredLogits` that ZeRO-3's hooks have passed on, those of the head itself."""
+    return logits.without_owner() if isinstance(logits, DeferredLogits) else logits
 
 
 def build(value: Any, for_write: bool = False) -> Any:

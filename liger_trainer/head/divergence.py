@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
-from liger_trainer.head.deferred_logits import DeferredLogits, build
+from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.lm_head import gathered, through_owner
 from liger_trainer.head.vocab_parallel import VocabParallelCall
 from liger_trainer.kernels.elementwise_divergence import jsd
@@ -54,7 +54,7 @@ def divergence(
             "Distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
             "head has as many rows."
         )
-    labels = labels.to(student.device)
+    labels, student, teacher = labels.to(student.device), without_owner(student), without_owner(teacher)
     if _fuses(student) and _fuses(teacher):
         return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
     if isinstance(student, DeferredLogits) and student.recordable:

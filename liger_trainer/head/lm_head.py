@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.head.partitions import is_partitioned
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
 
 
@@ -59,9 +60,12 @@ class HeadCall:
         return linear(hidden, self.weight, self.bias, self.dtype)
 
     def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `local_product`, with the weight of the moment, gathered once for all uses where it is sharded."""
+        """As `local_product`, with the weight of the moment, gathered once for all uses where it is sharded.
+
+        What comes of all uses together goes [`through_owner`].
+        """
         with gathered(self) as (weight, bias):
-            return lambda hidden: through_owner(self.head, linear(hidden, weight, bias, self.dtype))
+            return lambda hidden: linear(hidden, weight, bias, self.dtype)
 
     @property
     def unchanged(self) -> bool:
@@ -113,7 +117,7 @@ def is_sharded(head: nn.Module) -> bool:
     """Whether FSDP or ZeRO-3 owns the parameters, which are then whole only inside the model's forward and backward."""
     if getattr(head, "_is_fsdp_managed_module", False):
         return True
-    return any(hasattr(parameter, "ds_id") for parameter in head.parameters())
+    return is_partitioned(head)
 
 
 @contextlib.contextmanager
@@ -143,14 +147,14 @@ def gathered(call: HeadCall) -> Iterator[tuple[torch.Tensor, torch.Tensor | None
     yield weight, bias
 
 
-def through_owner(head: nn.Linear, result: torch.Tensor) -> torch.Tensor:
+def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
     """`result` of the weight that [`gathered`] gave, which its owner has to gather again for the backward.
 
     ZeRO-3 gathers a module's parameters when gradients reach the module's output: the gradient of an emptied parameter
     could not be accumulated. What stands for the output here is `result`.
     """
     gathering: Any = getattr(head, "pre_bwd_fn", None)
-    if gathering is None or not hasattr(head.weight, "ds_id") or not result.requires_grad:
+    if gathering is None or not is_partitioned(head) or not result.requires_grad:
         return result
     return gathering.apply(result)
 

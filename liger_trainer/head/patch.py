@@ -57,11 +57,13 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
         in_fp32: Whether the hidden states are cast to fp32 first.
     """
 
-    def call_of(self: Any, hidden: torch.Tensor) -> HeadCall | ModuleCall | None:
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[HeadCall | ModuleCall | None, torch.Tensor]:
         if whole_module:
             return module_call(self, hidden, in_fp32, logits_memory)
         dtype = call_dtype(hidden, self, in_fp32)
-        return None if dtype is None else HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory)
+        if dtype is None:
+            return None, hidden
+        return HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory), hidden
 
     def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         return type(self).forward(self, *args, **kwargs)
@@ -72,8 +74,8 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
 def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
     """As [`make_head_forward`], over the forward `gathering` that tensor parallelism has given one head."""
 
-    def call_of(self: Any, hidden: torch.Tensor) -> VocabParallelCall | None:
-        return vocab_parallel_call(self, hidden, fused, logits_memory)
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[VocabParallelCall | None, torch.Tensor]:
+        return vocab_parallel_call(self, hidden, fused, logits_memory), hidden
 
     def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         return gathering(*args, **kwargs)
@@ -82,10 +84,10 @@ def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int
 
 
 def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
-    """The forward of a head that defers what `call_of` gives a call for, and for the rest is `native`."""
+    """The forward of a head that defers what `call_of` gives a call for, and its input; for the rest it is `native`."""
 
     def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
-        call = call_of(self, hidden)
+        call, hidden = call_of(self, hidden)
         if call is None:
             return None
         meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")

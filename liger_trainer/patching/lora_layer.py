@@ -49,25 +49,26 @@ def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
 
 
 def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
-    bases = [_base(module.base_layer if is_lora_linear(module) else module, x) for module in modules]
-    if not all(_has_plain_adapters(module, x) for module in modules if is_lora_linear(module)):
+    adapted = [is_lora_linear(module) for module in modules]
+    bases = [_base(m.base_layer, x, _drops(m)) if has else _base(m, x) for m, has in zip(modules, adapted)]
+    if not all(_has_plain_adapters(module, x) for module, has in zip(modules, adapted) if has):
         return None
     known = [base for base in bases if base is not None]
     if len(known) < len(bases):
         return None
     return [
-        base._replace(adapters=_adapters(module, x)) if is_lora_linear(module) else base
-        for module, base in zip(modules, known)
+        base._replace(adapters=_adapters(module, x)) if has else base
+        for module, base, has in zip(modules, known, adapted)
     ]
 
 
-def _base(module: Any, x: torch.Tensor) -> LoRALayer | None:
-    """A layer without adapters; None if its weight may not be used without calling it."""
+def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None:
+    """A layer without its adapters, which may have dropout; None if its weight may not be used without calling it."""
     weight: torch.Tensor | NF4Weight | None = None
     if _is_plain(module, x, _LINEARS):
         weight = module.weight
     elif is_linear_4bit(module) and is_unseen(module):
-        weight = nf4_weight_of(module, x)
+        weight = nf4_weight_of(module, x, drops)
     return None if weight is None else LoRALayer(weight, module.bias)
 
 
@@ -107,6 +108,15 @@ def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     return autocast or parameter.dtype == x.dtype
 
 
+def _drops(module: Any) -> bool:
+    """Whether dropout acts before an adapter of `module`."""
+    return any(_is_active(module.lora_dropout[name]) for name in active_adapters(module))
+
+
+def _is_active(dropout: nn.Module) -> bool:
+    return type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
+
+
 def _has_plain_adapters(module: Any, x: torch.Tensor) -> bool:
     if type(x) not in _PLAIN:
         return False
@@ -137,7 +147,7 @@ def _adapters(module: Any, x: torch.Tensor) -> tuple[LoRA, ...]:
     adapters = []
     for name in active_adapters(module):
         dropout, scaling, mask = module.lora_dropout[name], module.scaling[name], None
-        if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
+        if _is_active(dropout):
             mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
             scaling = scaling / (1 - dropout.p)
         a, b = module.lora_A[name].weight, module.lora_B[name].weight

@@ -2,7 +2,8 @@
 
 A layer casts its input to its compute dtype. Only where that is the dtype of the products anyway, the activation's or
 autocast's, is its weight handed out; elsewhere the layer itself runs. So it does for a few rows without a gradient, the
-steps of a generation, for which bitsandbytes has products that read the 4 bits directly.
+steps of a generation, for which bitsandbytes has products that read the 4 bits directly; but not beside dropout, whose
+masks a checkpoint's forward, which is without a gradient too, has to draw as its backward will.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ def is_linear_4bit(module: nn.Module) -> bool:
     return kind.__name__ in _KINDS and kind.__module__ == "bitsandbytes.nn.modules"
 
 
-def nf4_weight_of(module: Any, x: torch.Tensor) -> NF4Weight | None:
-    """The weight that `module` multiplies `x` with; None where the layer must be called, as it computes otherwise."""
-    if not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+def nf4_weight_of(module: Any, x: torch.Tensor, drops: bool) -> NF4Weight | None:
+    """The weight that `module` multiplies `x` with; None where the layer must be called, as it computes otherwise.
+
+    Args:
+        module: A layer in 4 bits.
+        x: `(..., in_features)`.
+        drops: Whether an adapter of the layer has dropout now.
+    """
+    if not drops and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
         return None
     if type(x) not in (torch.Tensor, nn.Parameter) or (module.compute_dtype or x.dtype) != _product_dtype(x):
         return None

@@ -56,7 +56,7 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
         return [Finding("experts", target, experts, error=agreement.error, reason=agreement.reason)]
     found = ((experts, formula.kernel), (module, "moe_experts on the chosen inputs"))
     return [
-        Finding("experts", type(part).__name__, part, kernel, forward, agreement.error)
+        Finding("experts", class_of(part).__name__, part, kernel, forward, agreement.error)
         for (part, kernel), forward in zip(found, reversed(forwards))
     ]
 

@@ -74,6 +74,7 @@ class Run:
         implementation: Of the attention.
         recompute_mlp: Whether gated MLPs build their product again in the backward.
         checkpoint_every: Of how many layers one is checkpointed, where they are.
+        sync_each_batch: Whether gradients are reduced after every micro-batch, and not with the last of a step.
     """
 
     parameters: Parameters
@@ -85,6 +86,7 @@ class Run:
     implementation: str = "sdpa"
     recompute_mlp: bool = False
     checkpoint_every: int = 1
+    sync_each_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

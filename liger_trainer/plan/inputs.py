@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.plan.accumulation import sync_each_batch
 from liger_trainer.plan.checkpointing import every_n_layers
 from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
@@ -78,7 +79,7 @@ def read_inputs(
     _check_four_bits(values, config, source)
     fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
     try:
-        every = every_n_layers(values)
+        every, reduced = every_n_layers(values), sync_each_batch(values)
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and mapping.experts))
@@ -97,6 +98,7 @@ def read_inputs(
         implementation=_attention(values),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and mapping.recompute_mlp),
+        sync_each_batch=reduced,
     )
     return Inputs(source, values, run, notes, _shared_experts(values, config))
 

@@ -47,6 +47,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         implementation=getattr(model.config, "_attn_implementation", None) or "sdpa",
         checkpoint_every=(args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1),
         recompute_mlp=bool(ours and kernels.recompute_mlp),
+        sync_each_batch=trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
     )
     checkpointing = bool(args.gradient_checkpointing)
     offloads = checkpointing and getattr(args, "activation_offloading", False)

@@ -10,7 +10,7 @@ their gradients are whole, two layers of the rest, and the embedding on its way 
 reduced. Adapters, which are made after that model was split, are whole on every GPU.
 Both split a stack of experts between experts, never through one: of 8 on 16 GPUs, 8 GPUs hold one each, not a half.
 Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
-and FSDP2 then adds them up before it splits them.
+and FSDP2 then adds them up before it splits them. With accelerate's `sync_each_batch` they are split as they come.
 ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
 split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. The largest weight in 4 bits has a
 buffer when floating.
@@ -122,6 +122,8 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
     weights = _split(run, setting).frozen_bytes + share * trained
     whole = here(total, run, setting)
     accumulated = number * whole.trained if setting.strategy == "fsdp2" else whole.trained_bytes
+    if run.sync_each_batch:
+        accumulated = share * trained
     if setting.strategy == "fsdp2":
         layer = parameters.layer
         buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)

@@ -1,8 +1,12 @@
-"""Adapters that FSDP1 would train and not save.
+"""Adapters that FSDP1 would train and not save, and those that FSDP2 cannot be given.
 
 From 0.21 on PEFT looks adapters up by the names of their layers, of which it takes FSDP's prefix only at the beginning.
 Inside FSDP1's nested units the names do not match the state dict's: checkpoints and `save_model` lack those adapters,
 and nothing says so.
+
+For FSDP2 accelerate moves the model to the meta device and ties its weights anew, which fails in transformers where
+PEFT has put something around the tied head: with a KeyError or an AttributeError that names no cause. Copies and
+trained rows share weights with the embedding that accelerate does not know of.
 """
 
 from __future__ import annotations
@@ -22,10 +26,17 @@ def check_fsdp1_adapters(trainer: Any) -> None:
     """Refuses a run whose checkpoints would lack its adapters; warns where none are to be written.
 
     Raises:
-        ValueError: for an adapted model under FSDP1 with ``save_strategy`` other than ``"no"``.
+        ValueError: for an adapted model under FSDP1 with ``save_strategy`` other than ``"no"``, and for DoRA.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 1 or not is_peft_model(trainer.model) or _are_found_in_units():
+    if plugin is None or plugin.fsdp_version != 1 or not is_peft_model(trainer.model):
+        return
+    if any(getattr(config, "use_dora", False) for config in trainer.model.peft_config.values()):
+        raise ValueError(
+            "`use_dora` does not go together with FSDP1, which makes a unit of each trained matrix: DoRA reads them "
+            "outside of their units. Use FSDP2 (`fsdp_version: 2`, `--accelerate_config fsdp2`), DDP or ZeRO."
+        )
+    if _are_found_in_units():
         return
     import peft
 
@@ -36,6 +47,35 @@ def check_fsdp1_adapters(trainer: Any) -> None:
     if trainer.args.save_strategy != "no":
         raise ValueError(f"{message}, or DDP; or set `save_strategy='no'` to train without saving.")
     logger.warning("%s for a model that is to be saved.", message)
+
+
+def check_fsdp2_tied_head(trainer: Any) -> None:
+    """Refuses a model whose tied head PEFT has wrapped, where accelerate would not get it under FSDP2.
+
+    Raises:
+        ValueError: for such a model under FSDP2; with a LoRA adapter on the head only where
+            ``fsdp_cpu_ram_efficient_loading`` is on.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2 or not is_peft_model(trainer.model):
+        return
+    model = trainer.model.get_base_model()
+    for name in getattr(model, "all_tied_weights_keys", None) or {}:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not type(module).__module__.startswith("peft."):
+            continue
+        wrapped = f"`{name}` is tied to the embedding, and PEFT has put its {type(module).__name__} around it: "
+        if not hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{wrapped}accelerate puts the two into units of their own under FSDP2, which may share no weight. Use "
+                "DDP or ZeRO, or train adapters of the layers alone."
+            )
+        if plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                f"{wrapped}accelerate cannot tie them again when it loads the model under FSDP2. Set "
+                "`fsdp_cpu_ram_efficient_loading: false` (`--fsdp_cpu_ram_efficient_loading false` of `accelerate "
+                "launch`), or use DDP or ZeRO."
+            )
 
 
 @functools.cache

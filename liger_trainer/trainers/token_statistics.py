@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.head.chunked_module import chunked_log_probs
-from liger_trainer.head.deferred_logits import DeferredLogits, build
+from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.fused_loss import head_log_probs, head_loss
 from liger_trainer.kernels.log_probs import log_probs
 
@@ -74,6 +74,7 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: Statis
     """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building the logits where they are deferred."""
     outputs, temperature, ignore_index = options.kernel_outputs, options.temperature, options.ignore_index
     found: Any
+    logits = without_owner(logits)
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
         found = log_probs(build(logits), labels, ignore_index, temperature, outputs=outputs)
     elif not logits.recorded.call.fused or logits.recorded.chain.fused_form() is None:

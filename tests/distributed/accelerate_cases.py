@@ -80,6 +80,8 @@ _REENTRANT = {
 CASES: dict[str, Case] = {
     **{f"trainer, {name}": Case("trainer", name) for name in ("full", "lora", "lora with head", "tied head")},
     **{f"sft, {name}": Case("sft", name) for name in ("full", "lora", "lora with head", "tied head")},
+    **{f"sft, {name}": Case("sft", name) for name in ("dora with head", "modules to save", "token rows")},
+    **{f"trainer, {name}": Case("trainer", name) for name in ("frozen head", "tied token rows")},
     "dpo, full": Case("dpo"),
     "dpo, lora": Case("dpo", "lora"),
     "dpo, lora with head": Case("dpo", "lora with head"),
@@ -95,6 +97,7 @@ CASES: dict[str, Case] = {
     "checkpointed": Case("sft", options=_with(**_CHECKPOINTED)),
     "checkpointed, reentrant": Case("trainer", "lora with head", options=_with(**_REENTRANT)),
     "bf16": Case("sft", options=_with(bf16=True), device=True),
+    "fp16": Case("sft", options=_with(fp16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),
     "compiled": Case("trainer", options=_with(torch_compile=True), device=True),
 }

@@ -50,7 +50,7 @@ class _Gathers(TrainerCallback):
 
         self.trainer, self.counted, self.now, self.weight = trainer, counted, 0, None
         for handle in (partition_parameters.AllGatherHandle, partition_parameters.AllGatherCoalescedHandle):
-            _watch(handle, self._saw)
+            watch(handle, self._saw)
 
     def _saw(self, parameters: list[Any]) -> None:
         self.now += any(parameter is self.weight for parameter in parameters)
@@ -63,7 +63,7 @@ class _Gathers(TrainerCallback):
         self.counted.append(self.now)
 
 
-def _watch(handle: Any, saw: Callable[[list[Any]], None]) -> None:
+def watch(handle: Any, saw: Callable[[list[Any]], None]) -> None:
     """Tells `saw` which parameters every `handle` gathers, from now on."""
     create = handle.__init__
 

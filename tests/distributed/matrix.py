@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, concatenated, naive_loss, product_loss
 from tests.distributed.matrix_models import PARAMETERS, SIZES, build_model, inner_model
-from tests.distributed.matrix_wrappings import WRAPPINGS, Weights, trained_weights, without_sync
+from tests.distributed.matrix_wrappings import WRAPPINGS, Steps, Weights, trained_weights, without_sync
 from tests.distributed.two_processes import WORLD
 
 STEPS = 3
@@ -35,6 +35,7 @@ class Precision:
         weights: dtype of the parameters.
         autocast: dtype of autocast around the forward.
         sharded: dtype that FSDP gathers the parameters in.
+        scaled: Whether a gradient scaler multiplies the loss, from torch's own first factor on.
         tolerance: Of losses, gradients and steps, relative to the size of each tensor; a gradient of one rank alone is
             wrong by about one.
     """
@@ -42,6 +43,7 @@ class Precision:
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     sharded: torch.dtype | None = None
+    scaled: bool = False
     tolerance: float = 1e-4
 
 
@@ -50,6 +52,8 @@ PRECISIONS: dict[str, Precision] = {
     "bf16 weights": Precision(weights=torch.bfloat16, tolerance=0.1),
     "bf16 autocast": Precision(autocast=torch.bfloat16, tolerance=0.1),
     "bf16 shards": Precision(autocast=torch.bfloat16, sharded=torch.bfloat16, tolerance=0.1),
+    "fp16 autocast": Precision(autocast=torch.float16, scaled=True, tolerance=0.02),
+    "fp16 shards": Precision(autocast=torch.float16, sharded=torch.float16, scaled=True, tolerance=0.02),
 }
 
 
@@ -70,6 +74,11 @@ class Cell:
 _MIXED_FLAT = "a flat parameter trains as a whole or not at all: FSDP1 refuses; PEFT makes units of the trained leaves"
 _TWO_UNITS = "FSDP refuses a weight that two units share; accelerate makes norm, embedding and head one unit"
 _ADAPTERS = ("lora", "lora with head", "dora", "dora with head", "modules to save", "token rows", "tied token rows")
+_NO_SHARDS = "only FSDP gathers parameters in a dtype of its own"
+_SHARDED = tuple(name for name, precision in PRECISIONS.items() if precision.sharded is not None)
+_SOME_SPLIT = "torch's gradient scaler refuses parameters of which only some are split"
+_NO_AUTOCAST = "DeepSpeed switches autocast off: in bf16 and fp16 its weights are that"
+_ZERO = tuple(wrapping for wrapping in WRAPPINGS if wrapping.startswith("zero"))
 _TIED = ("tied head", "tied token rows")
 
 LEFT_OUT: dict[tuple[str, str], str] = {
@@ -80,8 +89,11 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("fsdp1 flat leaves", "token rows"): "the trained rows are no leaf with a weight: FSDP1 refuses",
     ("fsdp1 flat leaves", "tied token rows"): "as untied",
     ("tp with head", "tied head"): "a split head and a whole embedding are two weights",
+    **{(wrapping, name): _NO_SHARDS for wrapping in WRAPPINGS if "sdp" not in wrapping for name in _SHARDED},
+    **{(wrapping, "fp16 autocast"): _SOME_SPLIT for wrapping in ("tp", "tp with head")},
+    **{(wrapping, name): _NO_AUTOCAST for wrapping in _ZERO for name in ("bf16 autocast", "fp16 autocast")},
 }
-"""(wrapping, parameters) that make no sense, and why."""
+"""(wrapping, parameters) and (wrapping, precision) that make no sense, and why."""
 
 _GONE = "FSDP1 frees the weight of a unit of the head's own when the head has run"
 _SPLIT = "the logits of a split head are split over the ranks; its own forward puts them together"
@@ -109,11 +121,7 @@ def _cells() -> list[Cell]:
         for kind, precision, batches in _VARIANTS:
             parameters = "full" if (wrapping, "lora with head") in LEFT_OUT else ("full", "lora with head")[kind]
             cells.append(Cell(wrapping, parameters, precision, losses[next(turns) % len(losses)], batches))
-    return [cell for cell in cells if _has_precision(cell)]
-
-
-def _has_precision(cell: Cell) -> bool:
-    return PRECISIONS[cell.precision].sharded is None or cell.wrapping.startswith(("fsdp", "hsdp"))
+    return [cell for cell in cells if (cell.wrapping, cell.precision) not in LEFT_OUT]
 
 
 CELLS: dict[str, Cell] = {str(cell): cell for cell in _cells()}
@@ -173,7 +181,7 @@ def patched_model(cell: Cell) -> Any:
 def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
     wrapping, precision, loss = WRAPPINGS[cell.wrapping], PRECISIONS[cell.precision], LOSSES[cell.loss]
     wrapped = wrapping.wrap(model, precision.sharded)
-    optimizer, found = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE), Training()
+    steps, found = Steps(wrapped, LEARNING_RATE, precision.scaled), Training()
     found.before, _ = trained_weights(wrapped, with_grads=False)
     weights = found.before
     for step in range(STEPS):
@@ -188,15 +196,15 @@ def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
             with synced:
                 with autocast:
                     value = product_loss(wrapped, batch, loss, items)
-                (value * scale).backward()
+                steps.backward(value * scale)
             total += value.detach().float()
         if wrapping.splits_batch:
             dist.all_reduce(total)
         found.losses.append(total.item())
+        steps.unscale()
         if wrapping.keeps_parameters:
             found.gradients.append(trained_weights(wrapped, with_grads=True)[1])
-        optimizer.step()
-        optimizer.zero_grad()
+        steps.step()
         if not wrapping.keeps_parameters:
             last, (weights, _) = weights, trained_weights(wrapped, with_grads=False)
             found.gradients.append({name: (last[name] - weights[name]) / LEARNING_RATE for name in weights})

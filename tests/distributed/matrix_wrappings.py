@@ -19,10 +19,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import inner_model
+from tests.distributed.matrix_zero import is_engine, whole_gradient, whole_weight, zero
 from tests.distributed.two_processes import WORLD
 
 Weights = dict[str, torch.Tensor]
@@ -132,12 +135,18 @@ WRAPPINGS: dict[str, Wrapping] = {
     "tp": Wrapping(partial(_tensor_parallel, head=False), splits_batch=False),
     "tp with head": Wrapping(partial(_tensor_parallel, head=True), splits_batch=False),
 }
+if HAS_DEEPSPEED:
+    WRAPPINGS |= {f"zero{stage}": Wrapping(partial(zero, stage=stage)) for stage in (2, 3)}
 
 
 @contextlib.contextmanager
 def without_sync(wrapped: Any) -> Iterator[None]:
-    """As `Accelerator.no_sync`, for all forwards of a step but the last."""
-    if hasattr(wrapped, "no_sync"):
+    """As accelerate, for all forwards of a step but the last."""
+    if is_engine(wrapped):
+        wrapped.set_gradient_accumulation_boundary(False)
+        yield
+        wrapped.set_gradient_accumulation_boundary(True)
+    elif hasattr(wrapped, "no_sync"):
         with wrapped.no_sync():
             yield
     elif hasattr(wrapped, "set_requires_gradient_sync"):
@@ -146,6 +155,40 @@ def without_sync(wrapped: Any) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(True)
     else:
         yield
+
+
+class Steps:
+    """Backwards and steps of SGD, with a gradient scaler if `scaled`.
+
+    The scaler is what accelerate takes: FSDP1 has one of its own, as its processes find other overflows. DeepSpeed's
+    engine does all of it itself.
+    """
+
+    def __init__(self, wrapped: Any, learning_rate: float, scaled: bool) -> None:
+        self._engine = wrapped if is_engine(wrapped) else None
+        self._optimizer = torch.optim.SGD(wrapped.parameters(), lr=learning_rate)
+        scaler = ShardedGradScaler if isinstance(wrapped, FSDP1) else torch.amp.GradScaler
+        self._scaler = scaler("cpu", enabled=scaled)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Of one forward."""
+        if self._engine is not None:
+            self._engine.backward(loss)
+        else:
+            self._scaler.scale(loss).backward()
+
+    def unscale(self) -> None:
+        """Makes the gradients those of the loss."""
+        self._scaler.unscale_(self._optimizer)
+
+    def step(self) -> None:
+        """Moves the weights, and forgets the gradients."""
+        if self._engine is not None:
+            self._engine.step()
+            return
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
 
 
 def trained_weights(wrapped: nn.Module, with_grads: bool) -> tuple[Weights, Weights]:
@@ -160,10 +203,11 @@ def trained_weights(wrapped: nn.Module, with_grads: bool) -> tuple[Weights, Weig
                 assert parameter.grad is None or not parameter.grad.any(), f"{path} is frozen and has a gradient"
                 continue
             name = path.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-            weights[name] = _whole(parameter)
+            weights[name] = _whole(whole_weight(parameter) if is_engine(wrapped) else parameter)
             if with_grads:
-                assert parameter.grad is not None, f"{path} has no gradient"
-                gradients[name] = _whole(parameter.grad)
+                gradient = whole_gradient(parameter) if is_engine(wrapped) else parameter.grad
+                assert gradient is not None, f"{path} has no gradient"
+                gradients[name] = _whole(gradient)
     return weights, gradients
 
 

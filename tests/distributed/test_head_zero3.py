@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, spare_compilation
-from tests.distributed.test_head_gloo import _expected, _items, _patched, _share, _whole_batch
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, spare_compilation, watch
+from tests.distributed.test_head_gloo import _expected, _items, _model, _patched, _share, _whole_batch
 from tests.distributed.two_processes import WORLD, failures_of, run_cases, set_up_process
 
 pytestmark = pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs deepspeed")
@@ -59,6 +59,58 @@ def _zero3(rank: int, family: str = "llama", threshold: int = 10**5, outside: bo
         engine.step()
 
 
+def _distils(rank: int) -> None:
+    """The divergence from a teacher is taken of logits that nobody has built, and that the hooks of two modules saw."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    from liger_trainer.head.context import loss_follows
+    from liger_trainer.head.divergence import divergence
+
+    student, whole = _patched("llama"), _model("llama")
+    mine = _share(_whole_batch(student, "llama"), rank)
+    labels = mine.pop("labels")
+    teacher = torch.randn(*labels.shape, student.config.vocab_size, generator=torch.Generator().manual_seed(rank))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=student, optimizer=optimizer, config=config)
+    expected = divergence(whole(**mine).logits, teacher, labels, beta=0.5).loss
+    expected.backward()
+    for _ in range(2):
+        with loss_follows():
+            loss = divergence(engine(**mine).logits, teacher, labels, beta=0.5).loss
+        torch.testing.assert_close(loss, expected)
+        engine.backward(loss)
+        for name, parameter in whole.named_parameters():
+            mean = parameter.grad.clone()
+            torch.distributed.all_reduce(mean)
+            ours = safe_get_full_grad(student.get_parameter(name))
+            torch.testing.assert_close(ours, mean / WORLD, rtol=1e-5, atol=1e-6)
+        engine.step()
+
+
+def _gathers_once(rank: int) -> None:
+    """With DeepSpeed's own distances, within which a weight stays whole from the forward to the backward."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+
+    model, gathers = _patched("llama"), []
+    inputs = _whole_batch(model, "llama")
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
+    weight = model.lm_head.weight
+    for handle in (AllGatherHandle, AllGatherCoalescedHandle):
+        watch(handle, lambda parameters: gathers.extend(each for each in parameters if each is weight))
+    for step in range(4):
+        gathers.clear()
+        loss = engine(**_share(inputs, rank), num_items_in_batch=_items(inputs)).loss
+        engine.backward(loss * WORLD)
+        engine.step()
+        assert len(gathers) == 1 or step < 2, gathers  # it learns the order first
+
+
 def _worker(rank: int, port: int, failures: mp.Queue) -> None:
     set_up_process(rank, port)
     os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
@@ -66,7 +118,14 @@ def _worker(rank: int, port: int, failures: mp.Queue) -> None:
 
     spare_compilation()
     deepspeed.init_distributed(dist_backend="gloo")
-    run_cases({name: partial(_zero3, **options) for name, options in CASES.items()}, rank, failures)
+    run_cases(RUN, rank, failures)
+
+
+RUN = {
+    **{name: partial(_zero3, **options) for name, options in CASES.items()},
+    "distils": _distils,
+    "gathers once": _gathers_once,
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +133,6 @@ def failures() -> dict[str, str]:
     return failures_of(_worker, timeout=180)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUN)
 def test_gradients_are_those_of_one_process(case: str, failures: dict[str, str]) -> None:
     assert case not in failures, failures[case]

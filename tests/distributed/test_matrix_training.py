@@ -10,7 +10,8 @@ pytest.importorskip("peft")
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from tests.distributed.matrix import CELLS, LEFT_OUT, WHOLE_LOGITS
+from tests.distributed.matrix import CELLS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS
+from tests.distributed.matrix_batches import BATCHES, LOSSES
 from tests.distributed.matrix_models import PARAMETERS
 from tests.distributed.matrix_runner import Outcomes, outcomes_of
 from tests.distributed.matrix_wrappings import WRAPPINGS
@@ -30,8 +31,13 @@ def test_two_processes_train_as_one(cell: str, outcomes: Outcomes) -> None:
 
 
 def test_every_pair_runs_or_has_a_reason() -> None:
-    run = {(cell.wrapping, cell.parameters) for cell in CELLS.values()}
-    pairs = {(wrapping, parameters) for wrapping in WRAPPINGS for parameters in PARAMETERS}
+    names = (PARAMETERS, PRECISIONS, LOSSES, BATCHES)
+    run = {
+        (cell.wrapping, name)
+        for cell in CELLS.values()
+        for name in (cell.parameters, cell.precision, cell.loss, cell.batches)
+    }
+    pairs = {(wrapping, name) for wrapping in WRAPPINGS for part in names for name in part}
     assert run | set(LEFT_OUT) == pairs
     assert not run & set(LEFT_OUT)
     assert set(WHOLE_LOGITS) <= pairs

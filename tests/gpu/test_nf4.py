@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
@@ -61,9 +62,9 @@ class Block(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def adapted_block(device):
+def adapted_block(device, **options):
     model = quantise(Block().to(device, torch.bfloat16), keep=())
-    model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["gate_proj", "up_proj", "down_proj"]))
+    model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["gate_proj", "up_proj", "down_proj"], **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
@@ -106,6 +107,26 @@ def test_gradients_are_as_exact_as_eager_s(device):
     for name, true in truth.items():
         error, allowed = ((each[name] - true).norm() / true.norm() for each in (ours, eager))
         assert error <= 1.1 * allowed, name
+
+
+@pytest.mark.parametrize("tokens", [32, 100])
+def test_a_forward_without_a_gradient_drops_what_its_repetition_drops(tokens, device):
+    model = adapted_block(device, lora_dropout=0.3).train()
+    apply_liger_kernel(model)
+    x = torch.randn(tokens, HIDDEN, device=device).bfloat16().requires_grad_()
+    dy = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+    results = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=True)):
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16):
+            y = run(x)
+        (y * dy).sum().backward()
+        trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        results.append({"y": y.detach(), "dx": x.grad, **trained})
+        x.grad = None
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, msg=name)
 
 
 def test_one_buffer_and_nothing_floating_is_kept(device):

@@ -303,3 +303,23 @@ def test_a_quantised_model_without_adapters(family, kind, config):
     assert {row.component for row in report.applied} >= {"rms_norm", "rope", "linear_cross_entropy"}
     assert {"swiglu", "geglu"} & {row.component for row in report.applied}
     assert_same(loss_and_gradients(model, batch), expected)
+
+
+def test_what_drops_runs_alike_with_and_without_a_gradient(fused, monkeypatch):
+    """A reentrant checkpoint and tiles run their forward without one, and draw the masks again in the backward."""
+    drawn, native = [], torch.native_dropout
+    monkeypatch.setattr(torch, "native_dropout", lambda x, *rest: drawn.append(x.dtype) or native(x, *rest))
+    model, batch = adapted(dtype=torch.bfloat16, lora={"lora_dropout": 0.3})
+    apply_liger_kernel(model)
+    assert batch["input_ids"].numel() <= 64
+    with torch.no_grad():
+        model(**batch)
+    forward, calls = drawn.copy(), fused.copy()
+    drawn.clear(), fused.clear()
+    model(**batch)
+    assert drawn == forward == [torch.bfloat16] * 14
+    assert fused == calls
+    fused.clear()
+    with torch.no_grad():
+        model.eval()(**batch)
+    assert not fused, "a generation reads the 4 bits directly"

@@ -6,6 +6,7 @@ from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_s
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import changed_keys, command, memory_table
+from liger_trainer.plan.settings import Setting
 from liger_trainer.recipe_file import RecipeError, find_recipe
 
 GB = 10**9
@@ -61,6 +62,28 @@ def test_every_n_layers_that_is_no_number_of_layers(configs, value):
     settings = f'{{"every_n_layers": {value}}}'
     options = ["--model_name_or_path", configs["llama3_8b"], "--gradient_checkpointing_kwargs", settings]
     with pytest.raises(RecipeError, match=r"`gradient_checkpointing_kwargs` has `every_n_layers: .*1 or more"):
+        read_inputs("llama3_8b_sft", options)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_gradients_that_are_reduced_after_every_micro_batch(configs, tmp_path, as_file):
+    options = ["--model_name_or_path", configs["llama3_8b"]]
+    config = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+    if as_file:
+        (tmp_path / "accelerator.json").write_text(config)
+        config = str(tmp_path / "accelerator.json")
+    setting = Setting("fsdp2", 8, 1, 2)
+    last, each = (
+        estimate(read_inputs("llama3_8b_sft", [*options, *more]).run, setting).total
+        for more in ([], ["--accelerator_config", config])
+    )
+    assert last - each > 10 * GB  # 16 GB in bf16, of which a part is there as shards anyway
+
+
+@pytest.mark.parametrize("value", ["[1]", "nowhere.json"])
+def test_an_accelerator_config_that_is_none(configs, value):
+    options = ["--model_name_or_path", configs["llama3_8b"], "--accelerator_config", value]
+    with pytest.raises(RecipeError, match="`accelerator_config`"):
         read_inputs("llama3_8b_sft", options)
 
 

@@ -56,6 +56,9 @@ def test_fsdp2_keeps_gradients_whole_until_the_last_micro_batch(mesh):
         model.set_requires_gradient_sync(last)
         model(input_ids=ids).logits.sum().backward()
         assert gradient_bytes(model) == expected
+    # What the first of two leaves where each is reduced.
+    reduced = dataclasses.replace(run, sync_each_batch=True)
+    assert held(reduced, Setting("fsdp2", GPUS), 0.0).accumulated == gradient_bytes(model)
 
 
 @pytest.mark.parametrize("experts", [4, 12, 16])

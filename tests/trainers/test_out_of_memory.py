@@ -157,3 +157,10 @@ def test_the_plan_of_a_trainer_is_that_of_its_sizes(tmp_path):
 def test_only_our_mlps_rebuild_their_product(tmp_path, ours):
     run, _ = running(build(tmp_path, use_liger_kernel=ours), (4, 10))
     assert run.recompute_mlp is ours
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_when_gradients_are_reduced(tmp_path, sync):
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": sync}}
+    run, _ = running(build(tmp_path, accelerator_config=config), (4, 10))
+    assert run.sync_each_batch is sync
