@@ -27,8 +27,8 @@ def gpu_count() -> int:
 
 
 def on_gpus() -> bool:
-    """Whether processes run on accelerators, where there are two or more; otherwise on the CPU, with gloo."""
-    return gpu_count() >= 2
+    """Whether processes run on accelerators, several on one where these are few; otherwise on the CPU, with gloo."""
+    return gpu_count() >= 1
 
 
 def save_models(folder: Path) -> None:
@@ -62,6 +62,8 @@ def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = 
     elif processes == 1:  # the Trainer would put a model on every GPU it sees
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     nodes = nodes_of(processes) if on_gpus() else [{}]
+    if how.config.startswith("zero") and len(nodes) > 1:
+        command += ["--deepspeed_multinode_launcher", "standard"]  # the default one goes to other machines
     command += ["--num_processes", str(processes), "--num_machines", str(len(nodes)), "--machine_rank"]
     rendezvous = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     worker_of = ["-m", f"tests.distributed.{worker}", *arguments]
@@ -102,7 +104,7 @@ class Launches:
 
 def together(launches: list[Callable[[], object]]) -> None:
     """Makes `launches`, several at a time: starting processes, of which few run at once, is most of their time."""
-    with ThreadPoolExecutor(None if gpu_count() >= 2 else 2) as pool:
+    with ThreadPoolExecutor(None if on_gpus() else 2) as pool:
         for running in [pool.submit(each) for each in launches]:
             running.result()
 

@@ -1,6 +1,6 @@
 """Checkpoints of the real trainers in every sharded mode: the stock trainer's files, resumed to the same weights.
 
-With enough GPUs all modes run with NCCL; elsewhere some of them with gloo.
+With GPUs, one at least, all modes run with NCCL; elsewhere some of them with gloo.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The real trainers under `accelerate launch` with the shipped configurations train as the stock trainer alone does.
 
-On a machine with enough GPUs every case runs with NCCL in every wrapping; elsewhere a part of them runs with gloo.
+On a machine with GPUs every case runs with NCCL in every wrapping; elsewhere a part of them runs with gloo.
 `-s` prints a table.
 """
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("trl")
 
-from tests.gpu_distributed.gpus import needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import needs_gpu, results_of, write_results
 from tests.trainers.tiny import COMMON, llama, logged, token_rows
 
-pytestmark = needs_two_gpus
+pytestmark = needs_gpu
 
 LENGTH = 256
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}

@@ -17,12 +17,12 @@ pytest.importorskip("transformers.distributed")
 from liger_trainer.kernels.moe_experts import moe_experts
 from liger_trainer.patching.expert_parallel import run_exchanged
 from tests.distributed.test_expert_parallel import MODELS, ROWS, model_is_that_of_one_process, rows_are_those_of_one
-from tests.gpu_distributed.gpus import join_group, needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import join_group, needs_gpu, results_of, write_results
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_expert_parallel import check_logs, train
 from tests.trainers.tiny import logged, tokenizer
 
-pytestmark = needs_two_gpus
+pytestmark = needs_gpu
 
 TRAINERS = ("trainer", "SFT")  # adapters are drawn otherwise on a GPU than on a CPU
 TOKENS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8192, 32, 1024, 512, 4

@@ -1,4 +1,4 @@
-"""Two dimensions of parallelism on four NCCL processes: a GPU each, or two processes in turns on each of two.
+"""Two dimensions of parallelism on four NCCL processes: a GPU each, or in turns where there are fewer.
 
 `pytest tests/gpu_distributed -q`. The cases of `test_mesh_gloo.py`, and rows of every kind to the experts of four.
 """
@@ -22,9 +22,9 @@ pytest.importorskip("transformers.distributed")
 from tests.distributed.test_expert_parallel import ROWS, model_is_that_of_one_process, rows_are_those_of_one
 from tests.distributed.test_mesh_gloo import CASES as GLOO_CASES
 from tests.distributed.test_mesh_gloo import RANKS
-from tests.gpu_distributed.gpus import join_group, needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import join_group, needs_gpu, results_of, write_results
 
-pytestmark = needs_two_gpus
+pytestmark = needs_gpu
 
 TOLERANCE = 1e-3
 
