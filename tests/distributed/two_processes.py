@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.forked import forking
+
 WORLD = 2
 
 
@@ -53,7 +55,7 @@ def failures_of(worker: Callable[[int, int, mp.Queue], None], timeout: int = 120
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = forking()
     queue = context.Queue()
     workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(world)]
     for process in workers:
