@@ -1,8 +1,8 @@
 """Processes that are forked from one that has imported the libraries, which takes a new one ten seconds of work.
 
-The server is started at the first use in a test process, and lives as long as that. It imports and does nothing else: no
-thread, group or accelerator is in use where it forks. Its children share a hash seed; the tests that start programs as
-a user does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
+The server is started at the first use in a test process, and lives as long as that. It imports and does nothing else:
+no group or accelerator is in use where it forks. Its children share a hash seed; tests that start programs as a user
+does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
 """
 
 from __future__ import annotations
