@@ -49,7 +49,7 @@ def _accumulated(step: int) -> list[list[Batch]]:
 def _short_last(step: int) -> list[list[Batch]]:
     """The last step has fewer rows on one rank."""
     ranks = _unequal(step)
-    return [ranks[0], [{name: value[:2] for name, value in ranks[1][0].items()}]] if step == 2 else ranks
+    return [ranks[0], [{name: value[:2] for name, value in ranks[1][0].items()}]] if step == 1 else ranks
 
 
 BATCHES: dict[str, Callable[[int], list[list[Batch]]]] = {

@@ -148,23 +148,39 @@ def without_sync(wrapped: Any) -> Iterator[None]:
         yield
 
 
-def trained_weights(wrapped: nn.Module, with_grads: bool) -> tuple[Weights, Weights]:
-    """The trained parameters and their gradients by the name they have in the model; whole, in fp32."""
-    summon = contextlib.nullcontext()
-    if isinstance(wrapped, FSDP1):
-        summon = FSDP1.summon_full_params(wrapped, writeback=False, with_grads=with_grads)
-    weights, gradients = {}, {}
-    with summon:
+def trained_weights(wrapped: nn.Module) -> Weights:
+    """The trained parameters by the name they have in the model; whole, in fp32."""
+    with _summoned(wrapped):
+        return {name: _whole(parameter) for name, parameter in _trained(wrapped)}
+
+
+def trained_gradients(wrapped: nn.Module) -> Weights:
+    """Their gradients, alike.
+
+    Raises:
+        AssertionError: where a trained parameter has none, or a frozen one has.
+    """
+    gradients = {}
+    with _summoned(wrapped, with_grads=True):
         for path, parameter in wrapped.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None or not parameter.grad.any(), f"{path} is frozen and has a gradient"
-                continue
-            name = path.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-            weights[name] = _whole(parameter)
-            if with_grads:
-                assert parameter.grad is not None, f"{path} has no gradient"
-                gradients[name] = _whole(parameter.grad)
-    return weights, gradients
+        for name, parameter in _trained(wrapped):
+            assert parameter.grad is not None, f"{name} has no gradient"
+            gradients[name] = _whole(parameter.grad)
+    return gradients
+
+
+def _summoned(wrapped: nn.Module, with_grads: bool = False) -> contextlib.AbstractContextManager[None]:
+    if isinstance(wrapped, FSDP1):
+        return FSDP1.summon_full_params(wrapped, writeback=False, with_grads=with_grads)
+    return contextlib.nullcontext()
+
+
+def _trained(wrapped: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            yield path.replace("_fsdp_wrapped_module.", "").removeprefix("module."), parameter
 
 
 def _whole(tensor: Any) -> torch.Tensor:

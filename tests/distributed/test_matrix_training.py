@@ -10,7 +10,8 @@ pytest.importorskip("peft")
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from tests.distributed.matrix import CELLS, LEFT_OUT, WHOLE_LOGITS
+from tests.distributed.matrix import CELLS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS
+from tests.distributed.matrix_batches import BATCHES, LOSSES
 from tests.distributed.matrix_models import PARAMETERS
 from tests.distributed.matrix_runner import Outcomes, outcomes_of
 from tests.distributed.matrix_wrappings import WRAPPINGS
@@ -35,3 +36,12 @@ def test_every_pair_runs_or_has_a_reason() -> None:
     assert run | set(LEFT_OUT) == pairs
     assert not run & set(LEFT_OUT)
     assert set(WHOLE_LOGITS) <= pairs
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_every_loss_precision_and_kind_of_batches_trains_a_head(wrapping: str) -> None:
+    cells = [cell for cell in CELLS.values() if cell.wrapping == wrapping]
+    cells = [cell for cell in cells if cell.parameters in ("full", "lora with head")]
+    assert {cell.loss for cell in cells if cell.precision == "fp32"} == LOSSES.keys()
+    assert {cell.batches for cell in cells if cell.precision == "fp32"} == BATCHES.keys()
+    assert PRECISIONS.keys() - {cell.precision for cell in cells} <= {"bf16 shards"}
