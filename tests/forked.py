@@ -8,6 +8,7 @@ does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import sys
@@ -121,6 +122,7 @@ def _written(logs: str, stream: str) -> str:
 
 def _rank(program: tuple[Any, ...]) -> None:
     work, arguments, cwd, environment = program
+    gc.freeze()  # the imported libraries, which are no garbage
     os.chdir(cwd)
     torch.set_num_threads(1)
     os.environ.update(environment)
