@@ -8,6 +8,7 @@ does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -36,13 +37,15 @@ IMPORTED = [
     "liger_trainer.trainers.grpo_trainer",
 ]
 """What the server imports; a child imports what else it needs."""
+LIMIT = 240
+"""Seconds after which a process says where it is, and ends."""
 
 
 @dataclasses.dataclass
 class Done:
     """What is left of processes: the names are those of `subprocess.CompletedProcess`."""
 
-    returncode: int | None
+    returncode: int
     stdout: str
     stderr: str
 
@@ -59,7 +62,6 @@ def run(
     *arguments: Any,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 180,
 ) -> Done:
     """As `subprocess.run`, with `work(*arguments)` for a program, whose exit status is what `work` returns.
 
@@ -68,19 +70,12 @@ def run(
         arguments: Its arguments.
         cwd: The working directory.
         environment: Variables beside those of the server.
-        timeout: Seconds.
-
-    Raises:
-        TimeoutError: after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as logs:
         program = (work, arguments, str(cwd), dict(environment or {}))
         process = forking().Process(target=_main, args=(program, logs))
         process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            raise TimeoutError(f"{work.__name__} has run for {timeout} s\n{_written(logs, 'stderr')[-3000:]}")
+        process.join()
         return Done(process.exitcode, _written(logs, "stdout"), _written(logs, "stderr"))
 
 
@@ -122,6 +117,7 @@ def _written(logs: str, stream: str) -> str:
 
 def _rank(program: tuple[Any, ...]) -> None:
     work, arguments, cwd, environment = program
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     gc.freeze()  # the imported libraries, which are no garbage
     os.chdir(cwd)
     torch.set_num_threads(1)
@@ -129,6 +125,7 @@ def _rank(program: tuple[Any, ...]) -> None:
     try:
         code = work(*arguments)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
     if code:
