@@ -190,12 +190,13 @@ One block of experts, forward and backward: milliseconds / peak GiB / KB a token
 backward, beside its input. `grouped_mm` is what transformers runs unless told otherwise; Llama 4 has none, and its
 column is the model's own code, every expert on every token. Random logits choose the experts; *frozen* ones get no
 gradient, *skewed* sends every token to the same. The floor is the products alone, in cuBLAS, for as many rows of every
-expert that is chosen; the error is the largest factor by which a gradient is further from float64 than `grouped_mm`'s.
+expert that is chosen{error}.
 
 ```bash
 liger-trainer bench moe_experts --model qwen3-30b-a3b --tokens 8192,32768 --seconds 300
 liger-trainer bench moe_experts --model mixtral-8x7b,gpt-oss-20b --seconds 300
 ```"""
+_EXPERTS_ERROR = "; the error is the largest factor by which a gradient is further from float64 than `grouped_mm`'s"
 _EXPERTS_COLUMNS = {"torch": "grouped_mm", "torch.compile": "torch.compile", "liger-kernel": "Liger", _OURS: _OURS}
 
 
@@ -205,6 +206,7 @@ def experts_section(results: Results) -> str:
     if not groups:
         return ""
     rows = []
+    measured = any(r.provider == _OURS and r.worse_than_eager is not None for g in groups for r in results.cases[g])
     for group in groups:
         records = {record.provider: record for record in results.cases[group]}
         ours = records.get(_OURS)
@@ -219,11 +221,12 @@ def experts_section(results: Results) -> str:
                 *cells[:-1],
                 f"**{cells[-1]}**" if bold else cells[-1],
                 "–" if share is None else f"{100 * share:.0f} %",
-                "–" if error is None else f"{error:.2f}",
+                *(["–" if error is None else f"{error:.2f}"] if measured else []),
             ]
         )
-    header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor", "error"]
-    return f"{_EXPERTS_TEXT}\n\n{markdown(header, rows)}\n\n{results.source(groups)}"
+    header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor", *(["error"] if measured else [])]
+    text = _EXPERTS_TEXT.format(error=_EXPERTS_ERROR if measured else "")
+    return f"{text}\n\n{markdown(header, rows)}\n\n{results.source(groups)}"
 
 
 def _kept(record: Record | None) -> str:

@@ -14,7 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
-from liger_trainer.patching.probe import full_shape
+from liger_trainer.patching.experts_formula import layout_of
+from liger_trainer.patching.probe import full_shape, only_argument
+
+NO_EXPERTS = "no experts with stacked weights, as a dense model and one with a list of experts have none"
 
 
 class RouterBalanceCallback(LoggedMetricsCallback):
@@ -33,10 +36,10 @@ class RouterBalanceCallback(LoggedMetricsCallback):
     ``n_e / mean(n)`` over the whole run, a row a layer and a column an expert.
     A resumed run begins both anew, at its first step.
 
-    What counts is what the experts' modules are given in forwards that are followed by a backward: neither evaluation
-    and generation nor the repeated forward of a checkpointed layer. Padding counts, as the experts compute it.
-    Processes that share their tokens (tensor parallelism) count them once each. The counts stay on the device and are
-    read with the log, at once; hooks are on the modules while training alone.
+    What counts is what the experts' modules are given (of Llama 4, what its routers choose) in forwards that are
+    followed by a backward: neither evaluation and generation nor the repeated forward of a checkpointed layer. Padding
+    counts, as the experts compute it. Processes that share their tokens (tensor parallelism) count them once each. The
+    counts stay on the device and are read with the log, at once; hooks are on the modules while training alone.
 
     Attributes:
         layers: Names of the modules, one a row.
@@ -57,7 +60,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         """Puts the hooks on.
 
         Raises:
-            ValueError: for a model without experts.
+            ValueError: for a model without experts whose weights are stacked.
         """
         self._release()
         self.layers, self.history, self._num_experts, self._pending = [], [], [], {}
@@ -65,29 +68,44 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         for layer, (name, module) in enumerate(experts_of(model)):
             self.layers.append(name.partition(".base_layer")[0])
             self._num_experts.append(_num_experts(module))
-            hook = torch.compiler.disable(self._hook_of(layer))
-            called = model.get_submodule(self.layers[-1])  # with adapters PEFT's wrapper, which may not call the module
-            self._handles.append(called.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(self._hooked(model, layer, module))
         if not self.layers:
             raise ValueError(
-                f"{type(model).__name__} has no module of experts as transformers builds them; leave "
-                "RouterBalanceCallback (`router_balance` of a recipe) out for a dense model."
+                f"{type(model).__name__} has {NO_EXPERTS}; leave out RouterBalanceCallback, or `router_balance` of a "
+                "recipe."
             )
 
-    def _hook_of(self, layer: int) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.is_grad_enabled():
-                return
-            # In a backward a checkpoint repeats its forward. A reentrant one ran without gradients the first time.
-            if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-                self._seen_forward.add(layer)
-            elif layer in self._seen_forward:
-                return
-            given = (*args[1:], *kwargs.values())
-            chosen = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
-            self._count(layer, chosen.detach().reshape(-1).long())
+    def _hooked(self, model: nn.Module, layer: int, experts: nn.Module) -> RemovableHandle:
+        """Counts what the experts are given; where they are given all tokens, what their block's router chooses."""
+        called = self.layers[layer]
+        if only_argument(experts) is not None:
+            block: Any = model.get_submodule(called.rpartition(".")[0])
 
-        return count
+            def count_logits(module: nn.Module, args: tuple[Any, ...], result: tuple[torch.Tensor, ...]) -> None:
+                if self._is_first_forward(layer):
+                    self._count(layer, result[1].detach().topk(block.top_k).indices.reshape(-1))
+
+            return block.router.register_forward_hook(torch.compiler.disable(count_logits))
+
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._is_first_forward(layer):
+                given = (*args[1:], *kwargs.values())
+                chosen = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
+                self._count(layer, chosen.detach().reshape(-1).long())
+
+        # With adapters this is PEFT's wrapper, which may not call the module.
+        wrapper = model.get_submodule(called)
+        return wrapper.register_forward_pre_hook(torch.compiler.disable(count), with_kwargs=True)
+
+    def _is_first_forward(self, layer: int) -> bool:
+        """Whether a forward with a gradient runs that is not a checkpoint's repetition of one."""
+        if not torch.is_grad_enabled():
+            return False
+        # In a backward a checkpoint repeats its forward. A reentrant one ran without gradients the first time.
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self._seen_forward.add(layer)
+            return True
+        return layer not in self._seen_forward
 
     def _count(self, layer: int, chosen: torch.Tensor) -> None:
         experts = self._num_experts[layer]
@@ -175,17 +193,27 @@ class RouterBalanceCallback(LoggedMetricsCallback):
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of a model's experts: those that transformers' registry of implementations serves.
+    """Names and modules of a model's experts, whose weights are stacked.
 
-    Their forward is given hidden states, the experts chosen for each token, and their weights.
+    Their forward is given hidden states, the experts chosen for each token, and their weights; or, as Llama 4's, all
+    tokens of a block whose child `router` gives scores and logits.
     """
-    return ((name, module) for name, module in model.named_modules() if hasattr(type(module), "_apply_gate"))
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if hasattr(type(module), "_apply_gate"):
+            yield name, module
+        elif layout_of(module) is not None:
+            block = modules[name.partition(".base_layer")[0].rpartition(".")[0]]
+            routed = "router" in block._modules and isinstance(getattr(block, "top_k", None), int)
+            if only_argument(module) is None or routed:
+                yield name, module
 
 
 def _num_experts(module: Any) -> int:
     """Experts of the layer, of all processes: the module's own number is of this process where they are split."""
     shapes = (full_shape(parameter) for parameter in module.parameters(recurse=False))
-    return next((shape[0] for shape in shapes if len(shape) == 3), module.num_experts)
+    stacked = next((shape[0] for shape in shapes if len(shape) == 3), None)
+    return module.num_experts if stacked is None else stacked
 
 
 def _statistics(tokens: torch.Tensor) -> tuple[float, float, float] | None:

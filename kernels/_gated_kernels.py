@@ -24,6 +24,9 @@ def _activation_and_derivative(x, ACTIVATION: tl.constexpr):
         activation = x * sigmoid
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
+    elif ACTIVATION == "identity":
+        derivative = tl.full(x.shape, 1.0, tl.float32)
+        activation = x
     elif ACTIVATION == "relu":
         activation = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
         derivative = tl.where(x > 0.0, 1.0, 0.0)

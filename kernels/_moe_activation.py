@@ -5,7 +5,8 @@ its unweighted result times the second weight, ``g = dO_t @ W``::
 
     h = f(p)              dw = <g, h>           dp = w g f'(p)            w h, for the second weight's gradient
 
-f is ``act(gate) * up`` with the scales and clamps of `_gated_activation`, or ``act(p)`` where nothing is gated.
+f is ``act(gate) * up`` with the scales and clamps of `_gated_activation`, or ``act(p)`` where nothing is gated; with
+``act(p) = p``, p is what some other function has made of the first projection's output.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import use_triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+IDENTITY = "identity"
 
 
 def activate(
     pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool
 ) -> torch.Tensor:
     """Of pre (R, 2 I), or (R, I) where nothing is gated: h (R, I)."""
+    if activation == IDENTITY:
+        return pre
     if use_triton(pre):
         return _moe_activation_kernels.forward(pre, activation, scalars, gated, interleaved)
     gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
@@ -53,7 +57,7 @@ def activation_gradients(
         pre: (R, 2 I) or (R, I); overwritten by its gradient with `overwrite`.
         weights: (T, k).
         rows: Of the choices.
-        activation: One of ACTIVATIONS.
+        activation: One of ACTIVATIONS, or IDENTITY.
         scalars: As `_gated_activation.scalars`.
         gated: Whether pre is gate and up.
         interleaved: Whether these take turns.
@@ -102,6 +106,8 @@ def _clamped(pre: torch.Tensor, scalars: Sequence[float], gated: bool, interleav
 
 def value(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(x)."""
+    if activation == IDENTITY:
+        return x
     if activation == "silu":
         return F.silu(x)
     if activation in ("gelu", "gelu_tanh"):
@@ -112,6 +118,8 @@ def value(x: torch.Tensor, activation: str) -> torch.Tensor:
 def derivative(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act'(x)."""
     ones = torch.ones_like(x)
+    if activation == IDENTITY:
+        return ones
     if activation == "silu":
         return torch.ops.aten.silu_backward(ones, x)
     if activation in ("gelu", "gelu_tanh"):

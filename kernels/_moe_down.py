@@ -20,7 +20,7 @@ import torch
 from liger_trainer.kernels import _moe_lora as lora
 from liger_trainer.kernels._autograd import second_derivative_message
 from liger_trainer.kernels._grouped_matmul import combine_rows, grouped_rows, grouped_weight_gradient, rows_of_choices
-from liger_trainer.kernels._moe_activation import activate, activation_gradients
+from liger_trainer.kernels._moe_activation import IDENTITY, activate, activation_gradients
 from liger_trainer.kernels.moe_routing import ExpertRows
 from liger_trainer.kernels.runtime import graph_is_kept
 
@@ -266,7 +266,7 @@ def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[2:4]
     tensors = top_k_weights, weight, bias, lora_a, lora_b, *rows
     arguments = *tensors, ctx.scalings, *ctx.options, *needs, any(need_a), any(need_b)
-    if graph_is_kept():
+    if graph_is_kept() or ctx.options[0] == IDENTITY:  # what made pre may read it too
         dpre, *gradients = _down_backward(dout.contiguous(), pre, *arguments)
     else:
         # Nobody but us sees pre, and this backward is the last to read it.

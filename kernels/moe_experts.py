@@ -15,17 +15,19 @@ Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels._gated_activation import scalars
-from liger_trainer.kernels._moe_activation import ACTIVATIONS, value
+from liger_trainer.kernels._moe_activation import ACTIVATIONS, IDENTITY, value
 from liger_trainer.kernels._moe_down import moe_down, moe_down_save
 from liger_trainer.kernels._moe_gate_up import moe_gate_up
 from liger_trainer.kernels.moe_routing import sort_by_expert
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ExpertLoRA(NamedTuple):
@@ -53,7 +55,7 @@ def moe_experts(
     down_bias: torch.Tensor | None = None,
     gate_up_adapters: Sequence[ExpertLoRA] = (),
     down_adapters: Sequence[ExpertLoRA] = (),
-    activation: str = "silu",
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "silu",
     gated: bool = True,
     interleaved: bool = False,
     transposed: bool = False,
@@ -77,7 +79,9 @@ def moe_experts(
         gate_up_adapters: Adapters of the first projection, whose products are added. They are cast to hidden's dtype
             for these, their ranks together rounded up to a multiple of 16; gradients are returned in their own.
         down_adapters: Those of the second.
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu_squared"``.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu_squared"``; or a function that makes
+            h (R, I) of pre (R, 2 I), or (R, I), row by row, which torch runs. What it and torch keep for its gradient
+            comes on top of pre then, and the options below, but for gated and transposed, are for it to know.
         gated: Whether the first projection is gate and up.
         interleaved: Whether gate and up take turns, as in GPT-OSS. Of a gated block alone, as are limit and up_offset.
         transposed: Whether the weights lie as (E, H, 2 I) and (E, I, H).
@@ -90,19 +94,16 @@ def moe_experts(
         (T, H) in hidden's dtype.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, the activation is unknown, or an option of gate and up is given
-            where nothing is gated.
+        ValueError: If a shape, dtype or device does not fit, the activation is unknown, an option of gate and up is
+            given where nothing is gated, or any beside a function.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed)
     _check_adapters("gate_up_adapters", gate_up_adapters, gate_up_weight, transposed)
     _check_adapters("down_adapters", down_adapters, down_weight, transposed)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
-    of_both = (("interleaved", interleaved, False), ("limit", limit, None), ("up_offset", up_offset, 0.0))
-    for name, given, absent in of_both:
-        if not gated and given != absent:
-            raise ValueError(f"`{name}` is {given}, but with `gated=False` there is no gate and no up; leave it out.")
+    of_both = {"interleaved": (interleaved, False), "limit": (limit, None), "up_offset": (up_offset, 0.0)}
+    of_any = {"gate_multiplier": (gate_multiplier, 1.0), "down_multiplier": (down_multiplier, 1.0)}
+    _check_activation(activation, gated, of_both, of_any)
     hidden, gate_up_weight, down_weight = as_autocast(hidden), as_autocast(gate_up_weight), as_autocast(down_weight)
     gate_up_bias, down_bias = as_autocast(gate_up_bias), as_autocast(down_bias)
     for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):
@@ -113,19 +114,36 @@ def moe_experts(
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
     values = scalars(gate_multiplier, down_multiplier, limit, up_offset)
     options = activation, values, gated, interleaved, transposed
+    if not isinstance(activation, str):
+        options = IDENTITY, values, False, False, transposed
     first_a, first_b, first_scalings = _factors(gate_up_adapters)
     second_a, second_b, second_scalings = _factors(down_adapters)
     with torch.autocast(hidden.device.type, enabled=False):
         first = gate_up_weight, gate_up_bias, first_a, first_b, *rows, first_scalings
         pre = moe_gate_up(hidden.contiguous(), *first, top_k_index.shape[1], transposed)
         second = down_weight, down_bias, second_a, second_b, *rows, second_scalings
+        if not isinstance(activation, str):
+            pre = _applied(activation, pre, down_weight.shape[1 if transposed else 2])
         operands = pre, top_k_weights.contiguous(), *second, *options
         return moe_down(moe_down_save(*operands), *operands)
+
+
+def _applied(activation: Callable[[torch.Tensor], torch.Tensor], pre: torch.Tensor, width: int) -> torch.Tensor:
+    """The h (R, I) of the function `activation`; rows of no expert are whatever they are, here and in its gradient."""
+    h = activation(pre)
+    if h.shape != (pre.shape[0], width) or h.dtype != pre.dtype:
+        raise ValueError(
+            f"`activation` gives {tuple(h.shape)} of {h.dtype} for {tuple(pre.shape)} of {pre.dtype}; it must give "
+            f"{(pre.shape[0], width)} of the same dtype."
+        )
+    return h.contiguous()
 
 
 def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, gated, transposed):
     if hidden.dim() != 2:
         raise ValueError(f"`hidden` is {tuple(hidden.shape)}; it must be (tokens, hidden).")
+    if hidden.dtype not in _DTYPES:
+        raise ValueError(f"`hidden` is of {hidden.dtype}; it must be of one of {', '.join(map(str, _DTYPES))}.")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden.shape[0]:
         raise ValueError(f"`top_k_index` is {tuple(top_k_index.shape)}; it must be ({hidden.shape[0]}, k).")
     if top_k_index.shape[1] == 0:
@@ -139,6 +157,11 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
         )
     if not top_k_weights.is_floating_point():
         raise ValueError(f"`top_k_weights` is of {top_k_weights.dtype}; it must be of a floating dtype.")
+    _check_devices(
+        *(hidden.device, ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)),
+        *(("gate_up_weight", gate_up_weight), ("down_weight", down_weight)),
+        *(("gate_up_bias", gate_up_bias), ("down_bias", down_bias)),
+    )
     layout = "(experts, hidden, {})" if transposed else "(experts, {}, hidden)"
     layout = layout.format("2 * intermediate" if gated else "intermediate")
     axis = 2 if transposed else 1
@@ -159,9 +182,35 @@ def _check(hidden, top_k_index, top_k_weights, gate_up_weight, down_weight, gate
             raise ValueError(f"`{name}` is {tuple(bias.shape)}; it must be {(expected[0], size)}.")
 
 
+def _check_devices(device: torch.device, *tensors: tuple[str, torch.Tensor | None]) -> None:
+    for name, tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"`{name}` is on {tensor.device} and `hidden` on {device}; move one of them.")
+
+
+def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of_any: dict) -> None:
+    """Options of gate and up, and others, are given with their value and that of an absent one."""
+    limit, _ = of_both["limit"]
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"`limit` is {limit}; it must be 0 or more, or None for no clamps.")
+    if activation in ACTIVATIONS:
+        refused = {} if gated else of_both
+        reason = "with `gated=False` there is no gate and no up"
+    elif not callable(activation):
+        raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}, or a function.")
+    else:
+        refused, reason = {**of_both, **of_any}, "`activation` is a function, which does that itself"
+    for name, (given, absent) in refused.items():
+        if given != absent:
+            raise ValueError(f"`{name}` is {given}, but {reason}; leave it out.")
+
+
 def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Tensor, transposed: bool) -> None:
     experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
-    for a, b, _ in adapters:
+    for adapter in adapters:
+        if not isinstance(adapter, ExpertLoRA):
+            raise ValueError(f"`{name}` holds a {type(adapter).__name__}; give an ExpertLoRA(a, b, scaling) each.")
+        a, b, _ = adapter
         rank = a.shape[1] if a.dim() == 3 else 0
         if a.shape != (experts, rank, inputs) or b.shape != (experts, outputs, rank):
             raise ValueError(
@@ -192,7 +241,7 @@ def moe_experts_reference(
     down_bias: torch.Tensor | None = None,
     gate_up_adapters: Sequence[ExpertLoRA] = (),
     down_adapters: Sequence[ExpertLoRA] = (),
-    activation: str = "silu",
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "silu",
     gated: bool = True,
     interleaved: bool = False,
     transposed: bool = False,
@@ -211,7 +260,9 @@ def moe_experts_reference(
         pre = hidden[tokens] @ (first if transposed else first.T)
         if gate_up_bias is not None:
             pre = pre + gate_up_bias[expert]
-        if gated:
+        if not isinstance(activation, str):
+            h = activation(pre)
+        elif gated:
             gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

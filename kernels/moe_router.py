@@ -92,6 +92,8 @@ _route.register_autograd(_backward, setup_context=_setup_context)
 def _check(logits: torch.Tensor, k: int) -> None:
     if logits.dim() != 2:
         raise ValueError(f"`logits` is {tuple(logits.shape)}; it must be (tokens, experts).")
+    if not logits.is_floating_point():
+        raise ValueError(f"`logits` is of {logits.dtype}; it must be of a floating dtype.")
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"`k` is {k}; it must be from 1 to the number of experts, {logits.shape[1]}.")
 
@@ -119,7 +121,7 @@ def topk_softmax_routing(
         the kernel takes the lower index first, the reference what torch.topk takes.
 
     Raises:
-        ValueError: If `logits` is not 2-D, or `k` less than 1 or more than E.
+        ValueError: If `logits` is not 2-D or not floating, or `k` less than 1 or more than E.
     """
     _check(logits, k)
     if not use_triton(logits):
@@ -178,9 +180,9 @@ def grouped_topk_sigmoid_routing(
         groups, the kernel takes the lower index first, the reference what torch.topk takes.
 
     Raises:
-        ValueError: If `logits` is not 2-D, `k` less than 1 or more than the experts of `top_groups` groups,
-            `num_groups` does not divide E into groups of at least 2 (where there are several), `top_groups` is not
-            from 1 to `num_groups`, or `correction_bias` is not (E,).
+        ValueError: If `logits` is not 2-D or not floating, `k` less than 1 or more than the experts of `top_groups`
+            groups, `num_groups` does not divide E into groups of at least 2 (where there are several), `top_groups` is
+            not from 1 to `num_groups`, or `correction_bias` is not (E,).
     """
     _check(logits, k)
     _check_groups(logits, k, correction_bias, num_groups, top_groups)

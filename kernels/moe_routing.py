@@ -181,6 +181,26 @@ def sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
     return ExpertRows(*_sort_by_expert(top_k_index, num_experts))
 
 
+def check_ids(top_k_index: torch.Tensor, num_experts: int, owner: str) -> None:
+    """For experts that are all here, where an id from `num_experts` on is a mistake.
+
+    Args:
+        top_k_index: (T, k), the chosen experts.
+        num_experts: E.
+        owner: Whose experts they are, for the message.
+
+    Raises:
+        ValueError: For such an id, on the CPU. An accelerator asserts it itself, without a wait for it.
+    """
+    if torch.compiler.is_compiling() or type(top_k_index) is not torch.Tensor or top_k_index.numel() == 0:
+        return
+    rule = f"{owner} has {num_experts} experts; ids go from 0 to {num_experts - 1}."
+    if top_k_index.device.type != "cpu":
+        torch._assert_async((top_k_index < num_experts).all(), f"`top_k_index` holds an id of no expert: {rule}")
+    elif (largest := int(top_k_index.max())) >= num_experts:
+        raise ValueError(f"`top_k_index` holds {largest}, but {rule}")
+
+
 def sort_by_expert_reference(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
     """`sort_by_expert` in plain torch, without its checks."""
     experts, order = torch.sort(top_k_index.reshape(-1).clamp(max=num_experts), stable=True)

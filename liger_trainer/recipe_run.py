@@ -119,13 +119,12 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
     """
     if not recipe.recipe.router_balance:
         return
-    from liger_trainer.callbacks.router_balance import RouterBalanceCallback, experts_of
+    from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
 
     model: Any = trainer.model
     if not any(experts_of(model)):
         raise RecipeError(
-            f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has no experts; leave it out for a "
-            "dense model."
+            f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has {NO_EXPERTS}; leave it out."
         )
     trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
 

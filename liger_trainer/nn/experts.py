@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import moe_experts
+from liger_trainer.kernels.moe_routing import check_ids
 from liger_trainer.nn.mlp import activation_of
 
 _ACTIVATIONS = {
@@ -49,7 +50,12 @@ class LigerExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted experts `top_k_index` (T, k) of `hidden_states` (T, hidden_size); see [`moe_experts`]."""
+        """The weighted experts `top_k_index` (T, k) of `hidden_states` (T, hidden_size); see [`moe_experts`].
+
+        Raises:
+            ValueError: As there, and on the CPU if an id is none of an expert; an accelerator asserts it.
+        """
+        check_ids(top_k_index, self.num_experts, type(self).__name__)
         return moe_experts(
             *(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj), activation=self.activation
         )

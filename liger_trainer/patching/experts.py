@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
 from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
-from liger_trainer.patching.experts_formula import ExpertsFormula, formulas, layout_of
+from liger_trainer.patching.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, stand_in
 
-_REPLACED = (None, "eager", "grouped_mm", "batched_mm", IMPLEMENTATION)
+_OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
+_REPLACED = (None, "eager", *_OF_TRANSFORMERS, IMPLEMENTATION)
 SIZES = (16, 24)
 """Hidden and intermediate size of the stand-in."""
 TOKENS = 256
@@ -102,6 +104,14 @@ def _is_dispatched(module: Any) -> bool:
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
+def _implementation(module: Any) -> str | None:
+    """What the model's config chooses; None where nothing asks it."""
+    if not _is_dispatched(module):
+        return None
+    config = module.config.model_config if is_chosen(module) else module.config
+    return config._experts_implementation
+
+
 def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, ...]) -> str:
     """Why ours is not even tried."""
     if isinstance(layout, str):
@@ -111,7 +121,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
     foreign = overriding_forward(module)
     if foreign is not None and not getattr(module, "_is_expert_parallel", False):
         return f"its forward is already overridden by {foreign}"
-    chosen = module.config._experts_implementation if _is_dispatched(module) else None
+    chosen = _implementation(module)
     if chosen not in _REPLACED:
         return f"`experts_implementation={chosen!r}` is chosen, which stays"
     return ""
@@ -129,19 +139,20 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
     # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
     large = [tensors[0] * 16, *tensors[1:]]
-    children = {name: twin(child) for name, child in module._modules.items() if child is not None}
+    children = {name: twin(child) for name, child in module._modules.items() if child is not None and name != NORM}
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            experts = stand_in(module, dict(zip(layout.weights, parameters)), children)
+            norm = {NORM: stand_in(module._modules[NORM], {"weight": parameters[-1]}, {})} if layout.normed else {}
+            experts = stand_in(module, dict(zip(layout.weights, parameters)), {**children, **norm})
             return forward(experts, x, top_k_index, weights)
 
         return computation
 
     failures = []
     with torch.device("cpu"):
-        for formula in formulas(module, layout):
-            computations = on(_own_loop(module)), on(formula.run)
+        for original, formula in itertools.product(_originals(module), formulas(module, layout)):
+            computations = on(original), on(formula.run)
             agreement = probe.compare(*computations, tensors)
             if agreement.equal:
                 agreement = probe.compare(*computations, large)
@@ -152,12 +163,25 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     return None, nearest.explained("no activation that there is a kernel for")
 
 
+def _originals(module: Any) -> list[Callable]:
+    """What ours may be equal to: the class's own loop, and what transformers runs in its place.
+
+    A loop may compute in a wider dtype than they do.
+    """
+    own = [_own_loop(module)]
+    return own if _implementation(module) not in _OF_TRANSFORMERS else [*own, ALL_EXPERTS_FUNCTIONS["grouped_mm"]]
+
+
 def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, intermediate: int) -> list[tuple[int, ...]]:
-    """The shapes of `layout.weights` for these sizes."""
+    """The shapes of `layout.weights` for these sizes, and of a norm's behind them."""
     wide = intermediate * (2 if layout.gated else 1)
     projections = [(wide, hidden), (hidden, intermediate)]
-    shapes = [(num_experts, *(size[::-1] if layout.transposed else size)) for size in projections]
-    return [*shapes, (num_experts, wide), (num_experts, hidden)] if layout.biases else [*shapes]
+    shapes: list[tuple[int, ...]] = [
+        (num_experts, *(size[::-1] if layout.transposed else size)) for size in projections
+    ]
+    if layout.biases:
+        shapes += [(num_experts, wide), (num_experts, hidden)]
+    return [*shapes, (hidden,)] if layout.normed else shapes
 
 
 @functools.cache

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe_routing import check_ids
 from liger_trainer.patching.probe import full_shape, is_stateless
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
+OWN = "the class's activation"
+NORM = "post_expert_norm"
+"""transformers' name for a norm of each expert's result, in front of its routing weight."""
 
 
 class ExpertsFormula(NamedTuple):
@@ -23,10 +27,11 @@ class ExpertsFormula(NamedTuple):
         gated: Whether it holds gate and up.
         transposed: Whether weights lie as (experts, in, out).
         biases: Whether both projections have one.
-        activation: Name of the activation.
+        activation: Name of the activation; `OWN` for what transformers' implementations call between the projections.
         interleaved: Whether gate and up take turns.
         limit: Clamps gate and up; None for none.
         alpha: Multiplies the gate inside SiLU's sigmoid alone, as in GPT-OSS, with 1 added to up; None for neither.
+        normed: Whether `NORM` follows each expert.
     """
 
     first: str
@@ -37,12 +42,14 @@ class ExpertsFormula(NamedTuple):
     interleaved: bool = False
     limit: float | None = None
     alpha: float | None = None
+    normed: bool = False
 
     @property
     def kernel(self) -> str:
         """The name in the report."""
         traits = {"without gate": not self.gated, "interleaved": self.interleaved, "transposed": self.transposed}
         traits |= {"biases": self.biases, "limit": self.limit is not None, "alpha": self.alpha is not None}
+        traits |= {"normed": self.normed}
         return f"moe_experts ({', '.join([self.activation, *(name for name, has in traits.items() if has)])})"
 
     @property
@@ -68,8 +75,22 @@ class ExpertsFormula(NamedTuple):
             top_k_weights: (T, k).
             adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
         """
+        if self.normed:
+            return self._run_normed(experts, hidden, top_k_index, top_k_weights, adapters)
+        return self._sum(experts, hidden, top_k_index, top_k_weights, adapters)
+
+    def _run_normed(self, experts, hidden, top_k_index, top_k_weights, adapters):
+        """Each choice is a token of its own for `moe_experts`; torch norms and sums the results."""
+        tokens, top_k = top_k_index.shape
+        rows = hidden.repeat_interleave(top_k, 0), top_k_index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
+        normed = getattr(experts, NORM)(self._sum(experts, *rows, adapters)).view(tokens, top_k, -1)
+        return (top_k_weights.to(normed.dtype).unsqueeze(1) @ normed).squeeze(1).to(hidden.dtype)
+
+    def _sum(self, experts, hidden, top_k_index, top_k_weights, adapters):
+        """The weighted sum of each token's experts."""
         first, down, *biases = (getattr(experts, name) for name in self.weights)
-        _check_ids(experts, top_k_index, first.shape[0])
+        if not getattr(experts, "_is_expert_parallel", False):
+            check_ids(top_k_index, first.shape[0], type(experts).__name__)
         first_bias, down_bias = biases or (None, None)
         scale = 1.0 if self.alpha is None else self.alpha
         gate_up_adapters, down_adapters = (self._outwards((adapters or {}).get(name, ())) for name in self.weights[:2])
@@ -80,7 +101,7 @@ class ExpertsFormula(NamedTuple):
             down_bias=down_bias,
             gate_up_adapters=gate_up_adapters,
             down_adapters=down_adapters,
-            activation=self.activation,
+            activation=self._own(experts) if self.activation == OWN else self.activation,
             gated=self.gated,
             interleaved=self.interleaved,
             transposed=self.transposed,
@@ -91,22 +112,12 @@ class ExpertsFormula(NamedTuple):
         )
         return out.to(hidden.dtype)
 
+    def _own(self, experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return experts._apply_gate if self.gated else experts.act_fn
+
     def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
         """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
         return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
-
-
-def _check_ids(experts: Any, top_k_index: torch.Tensor, num_experts: int) -> None:
-    """Raises ValueError for an expert that there is not; an accelerator asserts it itself, without a wait for it."""
-    if getattr(experts, "_is_expert_parallel", False) or torch.compiler.is_compiling():
-        return
-    if type(top_k_index) is not torch.Tensor or top_k_index.numel() == 0:
-        return
-    rule = f"{type(experts).__name__} has {num_experts} experts; ids go from 0 to {num_experts - 1}."
-    if top_k_index.device.type != "cpu":
-        torch._assert_async((top_k_index < num_experts).all(), f"`top_k_index` holds an id of no expert: {rule}")
-    elif (largest := int(top_k_index.max())) >= num_experts:
-        raise ValueError(f"`top_k_index` holds {largest}, but {rule}")
 
 
 def layout_of(experts: Any) -> ExpertsFormula | str | None:
@@ -140,6 +151,8 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
     others = {name for name, tensor in {**parameters, **experts._buffers}.items() if tensor is not None}
     others -= set(layout.weights)
     others |= {name for name, child in experts._modules.items() if child is not None and not is_stateless(child)}
+    if NORM in others and getattr(experts, "has_post_expert_norm", False) and _is_norm(experts._modules[NORM]):
+        others, layout = others - {NORM}, layout._replace(normed=True)
     if others:
         return f"it has {', '.join(sorted(others))} besides the projections of experts"
     return layout
@@ -160,3 +173,9 @@ def formulas(experts: Any, layout: ExpertsFormula) -> Iterator[ExpertsFormula]:
             yield layout._replace(interleaved=interleaved, limit=limit, alpha=alpha)
         for activation in ACTIVATIONS:
             yield layout._replace(interleaved=interleaved, limit=limit, activation=activation)
+    if hasattr(experts, "_apply_gate") and (layout.gated or hasattr(experts, "act_fn")):
+        yield layout._replace(activation=OWN)
+
+
+def _is_norm(module: Any) -> bool:
+    return [name for name, _ in module.named_parameters()] == ["weight"] and not any(module.buffers())

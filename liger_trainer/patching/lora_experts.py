@@ -22,16 +22,18 @@ from torch import nn
 from liger_trainer.kernels.moe_experts import ExpertLoRA
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.experts import find_experts, forward_of_ours
+from liger_trainer.patching.experts_formula import layout_of
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_layer import active_adapters, is_operand, is_plain_adapter, is_unseen
 from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
+from liger_trainer.patching.scaled_experts import are_proved
 
 _SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the stand-in
 
 
 def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward that is bound to a `ParamWrapper`."""
-    adapted = None if kwargs else _adapted_experts(self, x)
+    adapted = None if kwargs or not args else _adapted_experts(self, x)  # without choices: every expert on every token
     if adapted is None:
         return type(self).forward(self, x, *args, **kwargs)
     run, experts, adapters = adapted
@@ -111,6 +113,9 @@ def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
         return f"its forward is already overridden by {foreign}"
     _, experts = _unwrapped(module)
     finding = find_experts(experts, enabled, probe)
+    if finding is None and layout_of(experts) is not None:
+        proved = are_proved(experts, probe)
+        return "" if proved else f"its experts, {type(experts).__name__}, are left alone; PEFT's own forward runs"
     if finding is None:
         return f"{module.parameter_name} of {type(experts).__name__} is no weight of experts; PEFT's own forward runs"
     if finding.forward is None:

@@ -21,6 +21,7 @@ from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, projection, stand_in
 
+_KEY = "scaled experts"
 _SIZES = (128, 24)  # hidden and intermediate size of the stand-in; the router's gradient shall be many numbers
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
@@ -38,7 +39,7 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
     if reason:
         return [Finding("experts", target, experts, reason=reason)]
     assert isinstance(layout, ExpertsFormula)
-    key = "scaled experts", identity(module), identity(experts)
+    key = _KEY, identity(module), identity(experts)
     if key not in probe.cache:
         probe.cache[key] = _probe_block(module, experts, layout, probe)
     formula, forwards, agreement = probe.cache[key]
@@ -49,6 +50,12 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
         Finding("experts", type(part).__name__, part, kernel, forward, agreement.error)
         for (part, kernel), forward in zip(found, reversed(forwards))
     ]
+
+
+def are_proved(experts: nn.Module, probe: Probe) -> bool:
+    """Whether `experts` are of a block that was found, and computes what ours does."""
+    proofs = (proof for key, proof in probe.cache.items() if key[0] == _KEY and key[2] == identity(experts))
+    return any(formula is not None for formula, _, _ in proofs)
 
 
 def _without_adapters(experts: Any) -> Any:
@@ -130,9 +137,9 @@ def block_forward(argument: str) -> Callable:
 def scaled_experts_forward(formula: ExpertsFormula, argument: str) -> Callable:
     """The forward of the experts: of rows with one expert each, or, called as by others, the class's own."""
 
-    def forward(self, x, index=None):
+    def forward(self, x, index=None, adapters=None):
         if index is None:
             return type(self).forward(self, x)
-        return formula.run(self, x, index, x.new_ones(index.shape))
+        return formula.run(self, x, index, x.new_ones(index.shape), adapters)
 
     return call_like(forward, argument)

@@ -142,7 +142,7 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
             gradients=accumulated,
             activations=during_forward,
             logits=head.peak - (head.weight_gradient - late),  # that of a sharded head is a buffer
-            buffers=kept.buffers + copies,
+            buffers=on_gpu.loss_buffers + copies,
         ),
         kept.at(
             "last layer",

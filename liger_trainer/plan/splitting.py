@@ -3,8 +3,11 @@
 FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
 the GPUs; whole, in the compute dtype, are two layers (one at work, one on its way), two layers' gradients (one being
 made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
-Expert parallelism does the same with everything in the dtype that it is loaded in, and of the experts of a layer a GPU
-only ever has those of 1/G. Adapters, which are made after that model was split, are whole on every GPU.
+Expert parallelism splits everything in the dtype that it is loaded in, and of the experts of a layer a GPU only ever
+has those of 1/G. transformers makes units of its own there: the embedding, the experts of a layer, the rest of it, and
+the final norm with the head, which alone stays whole from the loss to its own backward. So one layer's experts and
+their gradients are whole, two layers of the rest, and the embedding on its way or the gradient of the head being
+reduced. Adapters, which are made after that model was split, are whole on every GPU.
 Both split a stack of experts between experts, never through one: of 8 on 16 GPUs, 8 GPUs hold one each, not a half.
 Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
 and FSDP2 then adds them up before it splits them.
@@ -38,6 +41,7 @@ class Held:
         weights: The part of the weights that is always there.
         states: Of the optimizer.
         buffers: Of the communication, with what of weights and gradients is whole meanwhile.
+        loss_buffers: The same at the loss.
         first_gradients: Gradients when the first layer's are made.
         gradients: All of them.
         accumulated: Gradients of earlier micro-batches, while another one runs.
@@ -46,6 +50,7 @@ class Held:
     weights: float
     states: float
     buffers: float
+    loss_buffers: float
     first_gradients: float
     gradients: float
     accumulated: float
@@ -100,11 +105,11 @@ def held(run: Run, setting: Setting, head_gradient: float) -> Held:
         gradients = (compute + 4.0) * total.trained / setting.gpus  # in fp32 too, for the master copy
         buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
         weights = total.frozen_bytes + compute * total.trained
-        return Held(weights, states / setting.gpus, buffers, gradients, gradients, gradients)
+        return Held(weights, states / setting.gpus, buffers, buffers, gradients, gradients, gradients)
     buffers += total.trained_bytes if setting.strategy == "ddp" else 0.0
     states = optimizer_memory(run.optim, parameters).states
     first, gradients = total.trained_bytes - _last_gradients(parameters), total.trained_bytes
-    return Held(total.bytes, states, buffers, first, gradients, gradients)
+    return Held(total.bytes, states, buffers, buffers, first, gradients, gradients)
 
 
 def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
@@ -113,12 +118,31 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
     trained = 4.0 * total.trained if upcast else total.trained_bytes
     states = optimizer_memory(run.optim, parameters, trained).states
     number = gathered_bytes(run, setting)
-    layer = here(parameters.layer, run, setting, parameters.layers)
-    buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
+    first = share * trained * (1 - _last_gradients(parameters) / max(total.trained_bytes, 1.0))
     weights = _split(run, setting).frozen_bytes + share * trained
     whole = here(total, run, setting)
     accumulated = number * whole.trained if setting.strategy == "fsdp2" else whole.trained_bytes
-    return Held(weights, share * states, buffers + head_gradient, share * trained, share * trained, accumulated)
+    if setting.strategy == "fsdp2":
+        layer = parameters.layer
+        buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
+        buffers += head_gradient
+        at_loss = buffers
+    else:
+        buffers, at_loss = _buffers_of_experts(run, setting, number, head_gradient)
+    return Held(weights, share * states, buffers, at_loss, first, share * trained, accumulated)
+
+
+def _buffers_of_experts(run: Run, setting: Setting, number: int, head_gradient: float) -> tuple[float, float]:
+    """What is whole in the units of expert parallelism: in the backward of a layer, and at the loss."""
+    parameters = run.parameters
+    every_expert = parameters.groups["experts"] * (1 / parameters.layers)
+    experts, rest = every_expert * (1 / setting.expert_parallel_size), parameters.layer + every_expert * -1
+    layer = _gathered(experts, number) + number * experts.trained
+    layer += 2 * (_gathered(rest, number) + number * rest.trained)
+    embedding, root = (_gathered(group, number) for group in (parameters.groups["embedding"], parameters.root))
+    if parameters.tied:  # the head's unit has it
+        return layer + root + head_gradient, root + head_gradient
+    return layer + max(embedding, head_gradient), root - embedding + head_gradient
 
 
 def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:

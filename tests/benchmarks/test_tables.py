@@ -136,8 +136,16 @@ def test_experts_are_a_section_of_their_own():
             *("ValueError: takes no biases", "**4.000 / 1.00**", "50 %", "0.50"),
         ]
     ]
+    assert "the error is the largest factor" in section
     assert cells(TABLES["operations"](found)) == []
     assert experts_section(Results([results()])) == ""
+
+
+def test_errors_of_experts_have_a_column_where_they_were_measured():
+    group = ("moe_experts", "qwen3-30b-a3b", 8192, "", "8192×2048→768, 8 of 128", "bfloat16")
+    section = experts_section(Results([results(Record(*group, "liger_trainer", both=4.0, floor=2.0))]))
+    assert cells(section) == [["Qwen3-30B-A3B, 8,192 tokens", "2.000", "–", "–", "–", "**4.000**", "50 %"]]
+    assert "error" not in section
 
 
 def test_training_rows():

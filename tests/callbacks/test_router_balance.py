@@ -6,8 +6,17 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+)
 
+from liger_trainer import apply_liger_kernel
 from liger_trainer.callbacks.router_balance import RouterBalanceCallback
 from tests.callbacks.test_callbacks import SIZES, arguments, rows, tiny
 
@@ -69,6 +78,51 @@ def test_a_checkpointed_layer_is_counted_once(reentrant, tmp_path):
         assert torch.equal(tokens, expected)
 
 
+def llama4():
+    torch.manual_seed(0)
+    sizes = {"head_dim": 4, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 1, "attention_chunk_size": 16}
+    return Llama4ForCausalLM(
+        Llama4TextConfig(**{**SIZES, **sizes}, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_experts_that_see_every_token_are_counted_as_their_routers_choose(kernels, checkpointing, tmp_path):
+    model, chosen = llama4(), []
+    if kernels:
+        assert any(row.kernel == "moe_experts on the chosen inputs" for row in apply_liger_kernel(model).applied)
+    for layer in model.model.layers:
+        layer.feed_forward.router.register_forward_hook(
+            lambda *call: chosen.append(call[2][0].detach()) if torch.is_grad_enabled() else None
+        )
+    trainer, callback = train(tmp_path, model=model, max_steps=1, gradient_checkpointing=checkpointing)
+    ((_, tokens),) = callback.history
+    first = chosen[:LAYERS]  # later ones are a checkpoint's
+    assert torch.equal(tokens, torch.stack([(scores > 0).sum(0) for scores in first]))
+    assert tokens.sum(1).tolist() == [2 * 8 * TOP_K] * LAYERS
+    assert callback.layers == [f"model.layers.{index}.feed_forward.experts" for index in range(LAYERS)]
+    trainer.callback_handler.callbacks.remove(callback)
+    assert all(len(layer.feed_forward.router._forward_hooks) == 1 for layer in model.model.layers)  # the test's
+
+
+def test_experts_that_no_registry_serves(tmp_path):
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    sizes = {
+        "head_dim": 4,
+        "num_key_value_heads": 2,
+        "ffn_hidden_size": 16,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 0,
+        "num_layers": 1,
+    }
+    torch.manual_seed(0)
+    config = LongcatFlashConfig(**{**SIZES, **heads, **sizes}, n_routed_experts=EXPERTS, moe_topk=TOP_K)
+    _, callback = train(tmp_path, model=LongcatFlashForCausalLM(config), max_steps=1)
+    ((_, tokens),) = callback.history
+    assert tokens.sum(1).tolist() == [2 * 8 * TOP_K]
+
+
 def test_experts_with_adapters(tmp_path):
     adapters = LoraConfig(
         r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -101,6 +155,21 @@ def test_logged_numbers_and_files(tmp_path):
     assert (tmp_path / "router_balance.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_heat_map_shows_each_expert_beside_its_layers_mean(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, native = [], Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda self, data, **k: drawn.append(data) or native(self, data, **k))
+    callback = RouterBalanceCallback()
+    callback.layers, callback._num_experts = ["wide", "narrow"], [3, 2]
+    callback.history = [(1, torch.tensor([[1, 2, 0], [4, 0, 0]])), (2, torch.tensor([[0, 1, 2], [4, 8, 0]]))]
+    callback._draw(tmp_path / "map.png")
+    ((wide, narrow),) = drawn
+    assert wide.tolist() == pytest.approx([0.5, 1.5, 1.0])
+    assert narrow[:2].tolist() == pytest.approx([1.0, 1.0])
+    assert math.isnan(narrow[2])  # it has no third
+
+
 def test_an_id_that_is_no_expert_is_counted_as_dropped():
     callback = RouterBalanceCallback()
     callback.layers, callback._num_experts = ["experts"], [3]
@@ -111,5 +180,5 @@ def test_an_id_that_is_no_expert_is_counted_as_dropped():
 
 
 def test_a_dense_model_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no module of experts"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts with stacked weights"):
         train(tmp_path, model=tiny())

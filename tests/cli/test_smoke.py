@@ -8,6 +8,7 @@ import pytest
 
 from liger_trainer import smoke
 from liger_trainer.cli import main
+from liger_trainer.patching import experts_formula
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe_run import run_recipe
@@ -18,8 +19,15 @@ _SPREAD = {name for name in shipped_recipes() if name.endswith(("_fsdp2", "_zero
 
 
 @pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - _SPREAD))
-def test_every_shipped_recipe(name, tmp_path, capsys):
-    folder = tmp_path / "run"
+def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
+    folder, experts, native = tmp_path / "run", set(), experts_formula.moe_experts
+
+    def noted(hidden, *others, **options):
+        if hidden.shape != (256, 16):  # the proof's
+            experts.add("adapted" if options["gate_up_adapters"] else "plain")
+        return native(hidden, *others, **options)
+
+    monkeypatch.setattr(experts_formula, "moe_experts", noted)
     assert main(["train", name, "--smoke", "--output_dir", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "training loss" in shown
@@ -34,6 +42,8 @@ def test_every_shipped_recipe(name, tmp_path, capsys):
     assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
+    of_a_mixture = {"adapted" if name.endswith("sft_lora") else "plain"}
+    assert experts == (of_a_mixture if name.startswith("qwen3_30b_a3b") else set())
 
 
 def test_adapters_of_parameters_that_are_not_there_are_refused(tmp_path, capsys):

@@ -15,10 +15,9 @@ import torch
 
 from tests.distributed.accelerate_cases import VOCAB, WRAPPINGS
 from tests.distributed.matrix_models import build_model
+from tests.distributed.nodes import ROOT, free_port, nodes_of, run_nodes
 from tests.trainers.tiny import tokenizer
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 300
 Outcome = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
@@ -27,9 +26,9 @@ def gpu_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def on_gpus(wrapping: str) -> bool:
-    """Whether the processes of `wrapping` get an accelerator each; otherwise they are gloo processes on the CPU."""
-    return gpu_count() >= max(2, WRAPPINGS[wrapping].processes)
+def on_gpus() -> bool:
+    """Whether processes run on accelerators, where there are two or more; otherwise on the CPU, with gloo."""
+    return gpu_count() >= 2
 
 
 def save_models(folder: Path) -> None:
@@ -52,19 +51,21 @@ def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = 
         AssertionError: with the end of what was printed, where a process died.
     """
     how = WRAPPINGS[wrapping]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    processes = processes or how.processes
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"configs/accelerate/{how.config}.yaml", *how.flags, "--mixed_precision", "no"]
-    command += ["--num_processes", str(processes or how.processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    if not on_gpus(wrapping):
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    if not on_gpus():
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
             command += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
-    elif how.processes == 1:  # the Trainer would put a model on every GPU it sees
+    elif processes == 1:  # the Trainer would put a model on every GPU it sees
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command += ["-m", f"tests.distributed.{worker}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    nodes = nodes_of(processes) if on_gpus() else [{}]
+    command += ["--num_processes", str(processes), "--num_machines", str(len(nodes)), "--machine_rank"]
+    rendezvous = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    worker_of = ["-m", f"tests.distributed.{worker}", *arguments]
+    run_nodes([([*command, str(rank), *rendezvous, *worker_of], environment | node) for rank, node in enumerate(nodes)])
 
 
 def launch_all(folder: Path, *arguments: Any, **options: Any) -> None:

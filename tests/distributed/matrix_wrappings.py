@@ -73,10 +73,10 @@ def _fsdp2(
 ) -> nn.Module:
     """accelerate's cuts: the layers, the embedding, the tail of norm and head, or the head alone, and the root."""
     names = ("replicate", "shard")[-len(shape) :]
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    inner = inner_model(model)
+    options: dict[str, Any] = {"mesh": init_device_mesh(inner.device.type, shape, mesh_dim_names=names)}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    inner = inner_model(model)
     for layer in inner.model.layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()

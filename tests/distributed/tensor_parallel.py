@@ -15,11 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, Batch, concatenated, naive_loss, product_loss
 from tests.distributed.matrix_models import inner_model
-from tests.tiny_models import COMMON, TINY_MODELS, _build
+from tests.tiny_models import TINY_MODELS, _causal
 
 IGNORE = -100
 
@@ -33,7 +46,24 @@ class BiasedLlama(LlamaForCausalLM):
         self.post_init()
 
 
-FAMILIES = {**TINY_MODELS, "biased llama": lambda **fields: _build(BiasedLlama, LlamaConfig(**{**COMMON, **fields}))}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+_SHARED = {"first_k_dense_replace": 1, "n_shared_experts": 1}
+_SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    **TINY_MODELS,
+    "biased llama": _causal(LlamaConfig, BiasedLlama),
+    "deepseek_v3": _causal(
+        *(DeepseekV3Config, DeepseekV3ForCausalLM), **{**_ROUTED, **_SHARED, **_LATENT, "num_key_value_heads": 4}
+    ),
+    "glm4_moe": _causal(Glm4MoeConfig, Glm4MoeForCausalLM, **_ROUTED, **_SHARED, head_dim=8),
+    "qwen2_moe": _causal(Qwen2MoeConfig, Qwen2MoeForCausalLM, **_SPARSE, shared_expert_intermediate_size=24),
+    "olmoe": _causal(OlmoeConfig, OlmoeForCausalLM, **_SPARSE),
+    "nemotron_h": _causal(
+        *(NemotronHConfig, NemotronHForCausalLM),
+        **{**_ROUTED, "layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 24},
+    ),
+}
 """`TINY_MODELS`, and those that only these tests need."""
 
 

@@ -42,10 +42,10 @@ MODES: dict[str, tuple[str, ...]] = {
 ON_CPU = ("fsdp2", "zero3")
 ON_CPU_BY_ONE = ("fsdp2",)
 RESUMED_BY_ONE = {"ddp": WHOLE, "fsdp2": (*WHOLE, IN_SHARDS), "zero2": ("full",), "zero3": ("full",)}
-PAIRS = [(mode, name) for mode, names in MODES.items() if on_gpus(mode) or mode in ON_CPU for name in names]
+PAIRS = [(mode, name) for mode, names in MODES.items() if on_gpus() or mode in ON_CPU for name in names]
 if not HAS_DEEPSPEED:
     PAIRS = [(mode, name) for mode, name in PAIRS if not mode.startswith("zero")]
-BY_ONE = [(mode, name) for mode, name in PAIRS if on_gpus(mode) or mode in ON_CPU_BY_ONE]
+BY_ONE = [(mode, name) for mode, name in PAIRS if on_gpus() or mode in ON_CPU_BY_ONE]
 BY_ONE = [(mode, name) for mode, name in BY_ONE if name in RESUMED_BY_ONE.get(mode, ())]
 LOSES = {("fsdp1", IN_SHARDS): "the optimizer's moments, in accelerate"}
 """What a checkpoint lacks, the stock trainer's too."""

@@ -84,7 +84,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
 
 
 def _cases(wrapping: str) -> list[str]:
-    if not on_gpus(wrapping):
+    if not on_gpus():
         return list(ON_CPU[wrapping])
     return [name for name in CASES if (wrapping, name) not in LEFT_OUT]
 
@@ -128,7 +128,7 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     ours, weights = outcome(folder / f"{name}.ours")
     wanted, after = outcome((folder if case.of_wrapping else runs.of("single")) / f"{name}.stock")
     in_bf16 = bool(dict(case.options).get("bf16"))
-    tolerance = BF16_TOLERANCE if in_bf16 else GPU_TOLERANCE if on_gpus(wrapping) else TOLERANCE
+    tolerance = BF16_TOLERANCE if in_bf16 else GPU_TOLERANCE if on_gpus() else TOLERANCE
     errors = {
         key: relative(torch.tensor(ours[key]), torch.tensor(wanted[key]))
         for key in ("loss", "grad_norm")

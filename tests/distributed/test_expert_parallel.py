@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 pytest.importorskip("transformers.distributed")
 if not dist.is_available():
@@ -117,16 +119,39 @@ def _second_derivatives_are_refused(rank: int) -> None:
         gradient.sum().backward()
 
 
+def _a_process_without_rows_has_gradients(rank: int) -> None:
+    """Though the loop of the class does not meet its weights then: FSDP waits for every process's part."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_local_experts": 2}
+    experts = MixtralExperts(MixtralConfig(**sizes, experts_implementation="eager"))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    hidden, weights = torch.randn(4, HIDDEN, requires_grad=True), torch.rand(4, TOP_K)
+    run_exchanged(experts, hidden, torch.tensor([[0, 1]] * 4), weights, 2, dist.group.WORLD).sum().backward()
+    assert all(parameter.grad.any() == (rank == 0) for parameter in experts.parameters())  # type: ignore[union-attr]
+
+
+def _autocast_rows_are_sent_in_its_dtype(rank: int) -> None:
+    local = EXPERTS // dist.get_world_size()
+    experts = functools.partial(
+        moe_experts, gate_up_weight=torch.randn(local, 12, HIDDEN), down_weight=torch.randn(local, HIDDEN, 6)
+    )
+    hidden, weights = torch.randn(4, HIDDEN, requires_grad=True), torch.rand(4, TOP_K)
+    index = random_choices(4, torch.Generator().manual_seed(rank))
+    with _counted_exchanges() as seen, torch.autocast("cpu", torch.bfloat16):
+        run_exchanged(experts, hidden, index, weights, local, dist.group.WORLD).float().sum().backward()
+    assert [x.dtype for x in seen if x.shape[1:] == (HIDDEN,)] == [torch.bfloat16] * 4
+
+
 @contextmanager
-def _counted_exchanges() -> Iterator[list[int]]:
-    """The elements of every all-to-all of `_expert_exchange`, in order."""
+def _counted_exchanges() -> Iterator[list[torch.Tensor]]:
+    """What every all-to-all of `_expert_exchange` is given, in order."""
     from liger_trainer.kernels import _expert_exchange
 
-    seen: list[int] = []
+    seen: list[torch.Tensor] = []
     exchange = _expert_exchange._all_to_all
 
     def counted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(x[:1].numel())
+        seen.append(x)
         return exchange(x, *rest)
 
     _expert_exchange._all_to_all = counted  # type: ignore[assignment]
@@ -149,11 +174,12 @@ def _a_checkpoint_sends_nothing_back(rank: int) -> None:
     with _counted_exchanges() as seen:
         layer = functools.partial(run_exchanged, experts, num_local_experts=local, group=dist.group.WORLD)
         out = checkpoint(layer, hidden, index, weights, use_reentrant=False)
-        forward = list(seen)
+        forward = len(seen)
         out.sum().backward()
     counts, row, weight = 1, HIDDEN, 1
-    assert forward == [counts, row, weight, row]
-    assert seen[4:] == [counts, row, weight, row, row], seen  # dO, and the gradient of hidden; the weights need none
+    widths = [x[:1].numel() for x in seen]
+    assert widths[:forward] == [counts, row, weight, row]
+    assert widths[4:] == [counts, row, weight, row, row]  # dO, and the gradient of hidden; the weights need none
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -167,6 +193,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": PAIR,
     "mixtral": {"family": "mixtral", **PAIR},
     "gpt_oss, with biases": {"family": "gpt_oss", **PAIR},
+    **{
+        family: {"family": family, **PAIR} for family in ("deepseek_v3", "glm4_moe", "qwen2_moe", "olmoe", "nemotron_h")
+    },
     "checkpointed": {"checkpointed": True, **PAIR},
     "exchange of the library": {"exchanged": False, **PAIR},
     "exchange and experts of the library": {"exchanged": False, "kernels": {"experts": False}, **PAIR},
@@ -178,7 +207,7 @@ are sentinels."""
 
 
 def _experts_of(model: Any) -> list[nn.Module]:
-    return [layer.mlp.experts for layer in model.model.layers]
+    return [module for module in model.modules() if hasattr(type(module), "_apply_gate")]
 
 
 def model_is_that_of_one_process(
@@ -252,6 +281,8 @@ RUN: dict[str, Callable[[int], None]] = {
     "rows in bf16": partial(rows_are_those_of_one, tokens=[9, 2], choose=random_choices, dtype=torch.bfloat16),
     "second derivatives are refused": _second_derivatives_are_refused,
     "a checkpoint sends nothing back": _a_checkpoint_sends_nothing_back,
+    "a process without rows has gradients": _a_process_without_rows_has_gradients,
+    "autocast": _autocast_rows_are_sent_in_its_dtype,
     **{name: partial(model_is_that_of_one_process, **config) for name, config in MODELS.items()},
     "evaluates": partial(_evaluates, fsdp_size=2, ep_size=2),
     "evaluates, tokens in common": partial(_evaluates, **SHARED),

@@ -42,7 +42,8 @@ def _fsdp_and_tp(rank: int, case: Case, **config: Any) -> None:
 
 
 def _hsdp(rank: int, case: Case, units: str, reshard: bool) -> None:
-    model = kernels_in(FAMILIES[case.family](**case.overrides).train(), case)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = kernels_in(FAMILIES[case.family](**case.overrides).train().to(device), case)
     wrapped = _fsdp2(model, None, units, reshard, (2, 2))
     for _ in range(2):
         wrapped.zero_grad()

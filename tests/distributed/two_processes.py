@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.distributed.nodes import free_port
 from tests.forked import forking
 
 WORLD = 2
@@ -52,9 +52,7 @@ def failures_of(worker: Callable[[int, int, mp.Queue], None], timeout: int = 120
         timeout: Seconds without news after which the run is given up.
         world: How many ranks.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = forking()
     queue = context.Queue()
     workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(world)]

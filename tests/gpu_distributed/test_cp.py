@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from tests.gpu_distributed.two_gpus import needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import needs_two_gpus, results_of, write_results
 from tests.trainers.tiny import COMMON, llama, logged, token_rows
 
 pytestmark = needs_two_gpus

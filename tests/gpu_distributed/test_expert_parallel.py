@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import traceback
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("transformers.distributed")
 from liger_trainer.kernels.moe_experts import moe_experts
 from liger_trainer.patching.expert_parallel import run_exchanged
 from tests.distributed.test_expert_parallel import MODELS, ROWS, model_is_that_of_one_process, rows_are_those_of_one
-from tests.gpu_distributed.two_gpus import needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import join_group, needs_two_gpus, results_of, write_results
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_expert_parallel import check_logs, train
 from tests.trainers.tiny import logged, tokenizer
@@ -68,10 +67,7 @@ CHECKS: dict[str, Any] = {
 
 def work(folder: str) -> None:
     """What both ranks run."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank = join_group()
     results: dict[str, Any] = {}
     for name, check in CHECKS.items():
         try:

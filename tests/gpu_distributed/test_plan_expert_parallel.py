@@ -22,7 +22,7 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.settings import Setting
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.gpu_distributed.two_gpus import needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import needs_two_gpus, results_of, write_results
 from tests.plan.cases import GIB, run_of
 
 pytestmark = needs_two_gpus

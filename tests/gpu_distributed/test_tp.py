@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import traceback
 from typing import Any
@@ -17,7 +16,7 @@ pytest.importorskip("transformers.distributed")
 
 from tests.distributed.tensor_parallel import Case, batch_of, check_step, kernels_in, load_split
 from tests.distributed.test_tensor_parallel_gloo import CASES as GLOO_CASES
-from tests.gpu_distributed.two_gpus import needs_two_gpus, results_of, write_results
+from tests.gpu_distributed.gpus import join_group, needs_two_gpus, results_of, write_results
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import llama, logged, tokenizer
 
@@ -73,9 +72,7 @@ def _peak(ours: bool) -> int:
 
 def work(folder: str) -> None:
     """What both ranks run."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    join_group()
     results: dict[str, Any] = {}
     for name in STEPS:
         case = GLOO_CASES[name]

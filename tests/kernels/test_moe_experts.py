@@ -20,6 +20,13 @@ from liger_trainer.nn import LigerExperts
 SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}
 GPT_OSS = {"limit": 0.7, "gate_multiplier": 1.7, "down_multiplier": 1 / 1.7, "up_offset": 1.0}
 
+
+def bounded(pre):
+    """Gate and up bounded each in its own way: no kernel has it."""
+    gate, up = pre.chunk(2, -1)
+    return 3 * (gate / 3).tanh() * gate.sigmoid() * up.sin()
+
+
 # Name -> sizes that differ from SIZES, and options.
 CASES = {
     "gated": ({}, {}),
@@ -33,6 +40,9 @@ CASES = {
     "relu_squared": ({}, {"activation": "relu_squared"}),
     "no gate": ({}, {"gated": False, "activation": "relu_squared"}),
     "no gate, biases": ({}, {"gated": False, "transposed": True, "biases": True}),
+    "a function": ({}, {"activation": bounded, "biases": True}),
+    "a function that keeps its result": ({}, {"activation": torch.tanh, "gated": False, "transposed": True}),
+    "a function, experts elsewhere": ({"elsewhere": 3}, {"activation": bounded}),
     "one choice": ({"top_k": 1}, {}),
     "one expert": ({"top_k": 1, "experts": 1}, {"biases": True}),
     "one token": ({"tokens": 1}, {"biases": True}),
@@ -86,7 +96,7 @@ def test_values_and_gradients_in_float64(case, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "wide"])
+@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "wide", "a function"])
 def test_half_precision_is_as_near_to_the_truth_as_plain_torch(case, dtype, device):
     arguments, options = made(case, dtype, device)
     exact = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in arguments]
@@ -125,7 +135,7 @@ def test_what_is_frozen_costs_no_gradient(frozen, device, monkeypatch):
     assert len(made_gradients) == 3 - len({3, 4, 5} & set(frozen))
 
 
-@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate"])
+@pytest.mark.parametrize("case", ["gated", "gpt_oss", "no gate", "a function that keeps its result"])
 def test_a_kept_graph_gives_the_same_gradients_again(case, device):
     arguments, options = made(case, device=device)
     leaves = [x for x in arguments if x.requires_grad]
@@ -205,7 +215,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
 
 @pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere"])
+@pytest.mark.parametrize("case", ["gpt_oss", "experts elsewhere", "a function"])
 def test_compiles_to_one_graph(case, dynamic, frozen, device):
     torch.compiler.reset()
     arguments, options = made(case, torch.float32, device)
@@ -282,6 +292,8 @@ def test_autocast(device):
 
 WRONG = {
     "hidden": (lambda a: [a[0][None], *a[1:]], "`hidden` is"),
+    "integers": (lambda a: [a[0].long(), *a[1:]], "`hidden` is of torch.int64; it must be of one of torch.float16,"),
+    "complex numbers": (lambda a: [a[0].to(torch.complex64), *a[1:]], "`hidden` is of torch.complex64"),
     "index": (lambda a: [a[0], a[1][:3], *a[2:]], "`top_k_index` is"),
     "index of floats": (lambda a: [a[0], a[1].float(), *a[2:]], "must be of an integer dtype"),
     "no choice": (lambda a: [a[0], a[1][:, :0], a[2][:, :0], *a[3:]], "`top_k_index` has no columns"),
@@ -293,6 +305,11 @@ WRONG = {
     "odd": (lambda a: [*a[:3], a[3][:, 1:], *a[4:]], "must be an even number"),
     "second": (lambda a: [*a[:4], a[4][1:], *a[5:]], "`down_weight` is"),
     "bias": (lambda a: [*a[:5], a[5][:, 1:], a[6]], "`gate_up_bias` is"),
+    "index elsewhere": (lambda a: [a[0], a[1].to("meta"), *a[2:]], "`top_k_index` is on meta and `hidden` on"),
+    "weights elsewhere": (lambda a: [*a[:2], a[2].to("meta"), *a[3:]], "`top_k_weights` is on meta"),
+    "first elsewhere": (lambda a: [*a[:3], a[3].to("meta"), *a[4:]], "`gate_up_weight` is on meta"),
+    "second elsewhere": (lambda a: [*a[:4], a[4].to("meta"), *a[5:]], "`down_weight` is on meta"),
+    "bias elsewhere": (lambda a: [*a[:6], a[6].to("meta")], "`down_bias` is on meta"),
     "second bias": (lambda a: [*a[:6], a[6][1:]], "`down_bias` is"),
 }
 
@@ -305,10 +322,18 @@ def test_wrong_operands_are_named(what, device):
         run(moe_experts, change(arguments), options)
 
 
-def test_an_unknown_activation_is_named(device):
+@pytest.mark.parametrize("given", ["tanh", None, "identity"])
+def test_an_unknown_activation_is_named(given, device):
     arguments, _ = made("gated", device=device)
-    with pytest.raises(ValueError, match="`activation` is 'tanh'; it must be one of silu"):
-        moe_experts(*arguments, activation="tanh")
+    with pytest.raises(ValueError, match=f"`activation` is {given!r}; it must be one of silu.* or a function"):
+        moe_experts(*arguments, activation=given)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_limit_that_is_none_is_named(limit, device):
+    arguments, _ = made("gated", device=device)
+    with pytest.raises(ValueError, match=f"`limit` is {limit}; it must be 0 or more, or None"):
+        moe_experts(*arguments, limit=limit)
 
 
 @pytest.mark.parametrize("option", [{"interleaved": True}, {"limit": 0.0}, {"up_offset": 1.0}], ids=str)
@@ -317,6 +342,25 @@ def test_an_option_of_gate_and_up_needs_them(option, device):
     (name,) = option
     with pytest.raises(ValueError, match=f"`{name}` is .*, but with `gated=False`"):
         run(moe_experts, arguments, {**options, **option})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"interleaved": True}, {"limit": 0.5}, {"up_offset": 1.0}, {"gate_multiplier": 2.0}, {"down_multiplier": 2.0}],
+    ids=str,
+)
+def test_a_function_knows_its_options(option, device):
+    arguments, options = made("a function", device=device)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` is .*, but `activation` is a function"):
+        run(moe_experts, arguments, {**options, **option})
+
+
+@pytest.mark.parametrize("function", [lambda pre: pre, lambda pre: pre[:, ::2].float()], ids=["width", "dtype"])
+def test_what_a_function_gives_is_checked(function, device):
+    arguments, _ = made("gated", device=device)
+    with pytest.raises(ValueError, match=r"`activation` gives .*; it must give \(18, 6\) of the same dtype"):
+        moe_experts(*arguments, activation=function)
 
 
 def test_a_negative_id_is_an_error():
@@ -349,5 +393,7 @@ def test_module_reads_qwens_config_and_refuses_another_activation():
     experts = LigerExperts(types.SimpleNamespace(**config, hidden_act="silu"))
     assert experts.gate_up_proj.shape == (3, 24, 16)
     assert experts.down_proj.shape == (3, 16, 12)
+    with pytest.raises(ValueError, match="`top_k_index` holds 3, but LigerExperts has 3 experts; ids go from 0 to 2"):
+        experts(torch.randn(1, 16), torch.tensor([[0, 3]]), torch.rand(1, 2))
     with pytest.raises(ValueError, match="is 'tanh'; it must be one of silu"):
         LigerExperts(types.SimpleNamespace(**config, hidden_act="tanh"))

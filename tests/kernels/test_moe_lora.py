@@ -265,6 +265,14 @@ def test_adapters_that_do_not_fit():
         case()
 
 
+def test_an_adapter_of_another_kind_is_named():
+    hidden, index, weights = torch.randn(3, 8), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    experts = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    adapter = torch.randn(4, 2, 6), torch.randn(4, 8, 2), 0.5
+    with pytest.raises(ValueError, match=r"`down_adapters` holds a tuple; give an ExpertLoRA\(a, b, scaling\) each"):
+        moe_experts(hidden, index, weights, *experts, down_adapters=[adapter])
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_kernels_compile(target):
     """The thin product of A, and the product that takes B along, in Triton and behind torch's grouped matmul."""

@@ -86,6 +86,7 @@ def test_weights_may_have_another_dtype():
     ("options", "message"),
     [
         ({"logits": torch.zeros(3)}, r"`logits` is \(3,\); it must be \(tokens, experts\)"),
+        ({"logits": torch.zeros(2, 12).long()}, "`logits` is of torch.int64; it must be of a floating dtype"),
         ({"k": 0}, "`k` is 0; it must be from 1 to the number of experts, 12"),
         ({"k": 13}, "`k` is 13; it must be from 1 to the number of experts, 12"),
         ({"num_groups": 5}, "`num_groups` is 5; it must divide the 12 experts into groups of at least 2"),

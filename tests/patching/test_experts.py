@@ -22,6 +22,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
@@ -268,6 +269,12 @@ def filled(experts):
     return experts
 
 
+def normed(experts):
+    """With a norm that nothing says is one."""
+    experts.post_expert_norm = nn.LayerNorm(8)
+    return experts
+
+
 ALONE = {
     "gelu": (lambda: Gemma4TextExperts(Config(hidden_activation="gelu_pytorch_tanh")), "moe_experts (gelu_tanh)"),
     "exact gelu": (lambda: MixtralExperts(Config(hidden_act="gelu")), "moe_experts (gelu)"),
@@ -276,6 +283,17 @@ ALONE = {
     "limit and alpha": (lambda: MiniMaxM3VLExperts(Config()), "moe_experts (silu, limit, alpha)"),
     "an infinite limit": (lambda: Step3p7Experts(Config()), "moe_experts (silu)"),
     "undecorated": (lambda: LongcatFlashExperts(Config()), "moe_experts (silu)"),
+    "another activation": (lambda: MixtralExperts(Config(hidden_act="tanh")), "moe_experts (the class's activation)"),
+    "another one without a gate": (
+        lambda: NemotronHExperts(Config(mlp_hidden_act="tanh")),
+        "moe_experts (the class's activation, without gate)",
+    ),
+    "an activation of gate and up": (lambda: Inkling2Experts(Config()), "moe_experts (the class's activation)"),
+    "a limit behind the activation": (
+        lambda: Step3p7Experts(Config(), swiglu_limit=0.5),
+        "moe_experts (the class's activation)",
+    ),
+    "a norm behind": (lambda: MuseSparkExperts(Config()), "moe_experts (silu, normed)"),
 }
 
 
@@ -289,19 +307,53 @@ class AnyConfig(Config):
         return next((value for kind, value in kinds.items() if kind in name), 8)
 
 
-def test_which_of_transformers_classes_are_left_alone():
-    left, classes = set(), 0
-    for path in Path(tf.models.__path__[0]).glob("*/modeling_*.py"):
-        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.MULTILINE)
+def decorated_classes():
+    """All of transformers that ask its registry."""
+    for path in sorted(Path(tf.models.__path__[0]).glob("*/modeling_*.py")):
+        text = path.read_text()
+        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", text, re.MULTILINE)
+        assert len(names) == len(re.findall(r"^@use_experts_implementation", text, re.MULTILINE))
         for name in names:
-            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            experts = getattr(module, name)(AnyConfig())
-            report = apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
-            left |= {row.target for row in report.left_alone if row.component == "experts"}
-            classes += 1
-    assert classes >= 60
-    # A norm behind each expert, softcaps on gate and up, and products in fp32.
-    assert left <= {"MuseSparkExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
+            yield pytest.param(f"transformers.models.{path.parent.name}.{path.stem}", name, id=name)
+
+
+CLASSES = list(decorated_classes())
+# Of those that are not `moe_experts (silu)`.
+KERNELS = {
+    "AriaExperts": "silu, transposed",
+    "DeepseekV4Experts": "silu, limit",
+    "Glm5NextTextExperts": "silu, limit",
+    "GptOssExperts": "silu, interleaved, transposed, biases, limit, alpha",
+    "HYV4Experts": "silu, limit",
+    "Inkling2Experts": "the class's activation",
+    "MiniMaxM3VLExperts": "silu, limit, alpha",
+    "MuseSparkExperts": "silu, normed",
+    "NemotronHExperts": "silu, without gate",
+    "OpenAIPrivacyFilterExperts": "silu, transposed, biases, limit, alpha",
+}
+
+
+def test_there_are_classes():
+    assert len(CLASSES) >= 60
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES)
+def test_every_class_of_transformers_computes_and_learns_as_its_own_loop(module, name):
+    experts = filled(getattr(importlib.import_module(module), name)(AnyConfig()))
+    hidden, weights = torch.randn(19, 8, requires_grad=True), torch.rand(19, 2, requires_grad=True)
+    index = torch.rand(19, 4).argsort(1)[:, :2]
+
+    def results():
+        out = experts(hidden, index, weights)
+        upstream = torch.arange(out.numel()).view(out.shape).cos()
+        return [out.detach(), *torch.autograd.grad(out, (hidden, weights, *experts.parameters()), upstream)]
+
+    expected = results()
+    experts.config._experts_implementation = "grouped_mm"  # what transformers chooses
+    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([experts]), EXPERTS) if row.component == "experts")
+    assert row.kernel == f"moe_experts ({KERNELS.get(name, 'silu')})", row.reason
+    for ours, its_own in zip(results(), expected):
+        assert (ours - its_own).norm() <= 1e-6 * its_own.norm()
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -310,16 +362,18 @@ def test_recognised_alone(kind):
     experts = filled(build())
     inputs = torch.randn(9, 8), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
     expected = experts(*inputs)
-    (row,) = apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
+    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([experts]), EXPERTS) if row.component == "experts")
     assert row.kernel == kernel
     torch.testing.assert_close(experts(*inputs), expected)
 
 
 LEFT_ALONE = {
-    "a limit behind the activation": (lambda: Step3p7Experts(Config(), swiglu_limit=7.0), "computes no activation"),
-    "an activation of gate and up": (lambda: Inkling2Experts(Config()), "computes no activation"),
-    "another activation": (lambda: MixtralExperts(Config(hidden_act="tanh")), "computes no activation"),
-    "a norm behind": (lambda: MuseSparkExperts(Config()), "post_expert_norm"),
+    "an activation that is no method": (
+        lambda: LongcatFlashExperts(Config(hidden_act="tanh")),
+        "computes no activation that there is a kernel for",
+    ),
+    "a loop in fp32": (lambda: OpenAIPrivacyFilterExperts(Config()), "in bfloat16 it rounds differently"),
+    "a norm of its own": (lambda: normed(MixtralExperts(Config())), "it has post_expert_norm besides"),
     "experts that do nothing": (lambda: LongcatFlashExperts(Config(zero_expert_num=2)), "do not belong together"),
     "another implementation": (lambda: MixtralExperts(Config(_experts_implementation="sonicmoe")), "'sonicmoe'"),
     "weights of 8 bits": (lambda: MixtralExperts(Config()).to(torch.float8_e4m3fn), "float8"),
@@ -334,6 +388,18 @@ def test_left_alone_with_a_reason(kind):
     assert reason in row.reason
     with pytest.raises(ValueError, match="experts: 1 x"):
         apply_liger_kernel(nn.ModuleList([build()]), EXPERTS, strict=True)
+
+
+@pytest.mark.parametrize("change", ["buffer", "router"])
+def test_a_block_that_chooses_in_another_way_is_left_alone(change):
+    block = MODELS["llama4"][0]().model.layers[0].feed_forward
+    if change == "buffer":
+        block.register_buffer("offset", torch.zeros(4))
+    else:
+        block.router.bias = nn.Parameter(torch.zeros(4))
+    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([block]), EXPERTS) if row.component == "experts")
+    assert not row.applied
+    assert row.reason == f"its Llama4TextMoe has {'offset' if change == 'buffer' else 'bias'} to choose with"
 
 
 def test_a_forward_of_the_users_stays():
@@ -370,6 +436,9 @@ def test_chosen_by_name_without_a_proof_is_an_error():
     model.set_experts_implementation("liger_trainer")
     with pytest.raises(ValueError, match="apply_liger_kernel"):
         model(**batch())
+    apply_liger_kernel(model, EXPERTS, strict=True)
+    ours = loss_and_gradients(model)
+    assert_same(ours, loss_and_gradients(TINY_MODELS["qwen3_moe"](experts_implementation="eager")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,16 +11,26 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels import _moe_down, _moe_gate_up, _moe_lora
 from liger_trainer.patching import experts_formula
-from tests.tiny_models import TINY_MODELS, tiny_batch
+from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True, "lora": True}
-BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-FAMILIES = ("qwen3_moe", "gpt_oss")
+BOTH = ("experts.gate_up_proj", "experts.down_proj")
+FAMILIES = ("qwen3_moe", "gpt_oss", "llama4")
+
+
+def build(family, **options):
+    """A tiny model that runs its own loop over the experts."""
+    if family != "llama4":
+        return TINY_MODELS[family](experts_implementation="eager", **options)
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "attention_chunk_size": 16, **options}
+    sizes |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 64}
+    return _build(Llama4ForCausalLM, Llama4TextConfig(**{**COMMON, **sizes}))
 
 
 def lora(parameters=BOTH, **options):
@@ -29,7 +39,7 @@ def lora(parameters=BOTH, **options):
 
 def adapted(family="qwen3_moe", parameters=BOTH, dtype=torch.float32, **options):
     """A tiny model with adapters that are not zero, which PEFT runs with the model's own loop over the experts."""
-    model = TINY_MODELS[family](experts_implementation="eager").to(dtype)
+    model = build(family).to(dtype)
     torch.manual_seed(0)
     return get_peft_model(model, lora(parameters, init_lora_weights=False, **options))
 
@@ -41,7 +51,7 @@ def runs(monkeypatch):
     native = experts_formula.moe_experts
 
     def counting(*args, gate_up_adapters=(), down_adapters=(), **kwargs):
-        if args[0].shape != (256, 16):
+        if args[0].shape[1] == COMMON["hidden_size"]:
             calls.append((len(gate_up_adapters), len(down_adapters)))
         return native(*args, gate_up_adapters=gate_up_adapters, down_adapters=down_adapters, **kwargs)
 
@@ -90,6 +100,25 @@ def test_loss_and_every_gradient(runs, family, options):
 def test_one_parameter(runs, family, projection):
     model = adapted(family, BOTH[projection : projection + 1])
     assert_patched_is_native(model, runs, adapters=(1 - projection, projection))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_one_expert_is_left_to_peft(runs, family):
+    """Whose adapters PEFT lays out as those of a linear layer."""
+    sizes = {"num_experts": 1} if family == "qwen3_moe" else {"num_local_experts": 1}
+    model = get_peft_model(build(family, **sizes, num_experts_per_tok=1), lora(init_lora_weights=False))
+    assert_patched_is_native(model, runs, adapters=(0, 0))
+
+
+def test_experts_called_with_every_token_are_left_to_peft(runs):
+    """As Llama 4's own block does."""
+    model = adapted("llama4")
+    experts, x = model.base_model.model.model.layers[0].feed_forward.experts, torch.randn(4 * 3, 32)
+    expected = experts(x)
+    apply_liger_kernel(model, EXPERTS)
+    runs.clear()
+    torch.testing.assert_close(experts(x), expected, rtol=0, atol=0)
+    assert not runs
 
 
 def test_a_trained_base(runs):
@@ -174,7 +203,7 @@ def test_what_is_saved_and_merged_is_what_peft_saves_and_merges(tmp_path, family
     trained(ours)
     assert_close(get_peft_model_state_dict(ours), get_peft_model_state_dict(stock))
     ours.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(TINY_MODELS[family](experts_implementation="eager"), tmp_path)
+    loaded = PeftModel.from_pretrained(build(family), tmp_path)
     assert_close(get_peft_model_state_dict(loaded), get_peft_model_state_dict(stock))
 
     batch = tiny_batch("qwen3_moe", stock)
@@ -190,7 +219,7 @@ def test_disabling_and_merging_in_the_middle(runs, family):
     model = adapted(family)
     batch = tiny_batch("qwen3_moe", model)
     with torch.no_grad():
-        base = TINY_MODELS[family](experts_implementation="eager")(**batch).logits
+        base = build(family)(**batch).logits
         expected = model(**batch).logits
         apply_liger_kernel(model, EXPERTS)
         with model.disable_adapter():
@@ -241,7 +270,7 @@ class Sizes(TorchDispatchMode):
 def test_the_adapted_weights_are_never_made(family):
     # Sizes and a rank with which nothing else has as many elements as a weight.
     sizes = {"intermediate_size": 72, "moe_intermediate_size": 40}
-    model = TINY_MODELS[family](experts_implementation="eager", **sizes)
+    model = build(family, **sizes)
     model = get_peft_model(model, lora(r=36))
     weights = [p for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(weights) == 4

@@ -36,6 +36,21 @@ class Router(nn.Module):
         return logits, weights / weights.sum(-1, keepdim=True), index
 
 
+class Casting(Router):
+    """Takes hidden states of any dtype."""
+
+    def forward(self, states):
+        return super().forward(states.to(self.weight.dtype))
+
+
+class WithoutAutocast(Router):
+    """Computes in its own dtype whatever autocast says."""
+
+    def forward(self, states):
+        with torch.autocast(states.device.type, enabled=False):
+            return super().forward(states)
+
+
 class Scaled(Router):
     def forward(self, states):
         logits, weights, index = super().forward(states)
@@ -115,6 +130,19 @@ def test_autocast_gives_the_models_dtypes(family):
         apply_liger_kernel(toys.Toy(router=router), ONLY)
         got = router(hidden)
     assert [x.dtype for x in got] == [x.dtype for x in expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "autocast"), [(Casting, torch.bfloat16, False), (WithoutAutocast, torch.float32, True)]
+)
+def test_what_is_not_proved_runs_the_classs_own_forward(kind, dtype, autocast):
+    router, states = kind(), seeded_randn(30, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = router(states)
+        (row,) = apply_liger_kernel(toys.Toy(router=router), ONLY)
+        got = router(states)
+    assert row.applied
+    assert all(map(torch.equal, got, expected))
 
 
 def test_settings_are_read_at_every_call():

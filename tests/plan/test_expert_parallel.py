@@ -15,11 +15,12 @@ from liger_trainer.kernels.moe_experts import moe_experts
 from liger_trainer.patching.expert_parallel import run_exchanged
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.choose import make_plan, written_setting
-from liger_trainer.plan.estimate import estimate, moments
+from liger_trainer.plan.estimate import _head, estimate, moments
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import command, recommendation, way
 from liger_trainer.plan.running import _strategy
 from liger_trainer.plan.settings import Setting, candidates, exchanged_bytes, relative_cost
+from liger_trainer.plan.splitting import held
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe_file import RecipeError
 from liger_trainer.recipe_model import check_model, model_kwargs
@@ -95,10 +96,10 @@ def test_everything_is_split_over_all_gpus_in_its_dtype():
 def test_whole_are_only_the_experts_that_are_here():
     run = run_of(QWEN, 4096)
     buffers = {
-        sharing: moment("loss", run, dataclasses.replace(EIGHT, expert_parallel_size=sharing)).buffers
+        sharing: moment("last layer", run, dataclasses.replace(EIGHT, expert_parallel_size=sharing)).buffers
         for sharing in (4, 8)
     }
-    assert buffers[4] - buffers[8] == pytest.approx(2 * 2 * 2 * ELEMENTS * (1 / 4 - 1 / 8))  # two layers, two gradients
+    assert buffers[4] - buffers[8] == pytest.approx(2 * 2 * ELEMENTS * (1 / 4 - 1 / 8))  # weights, gradients
     assert estimate(run, EIGHT).total < estimate(run, Setting("fsdp2", 8, 2)).total / 1.5  # which upcasts to fp32
 
 
@@ -112,10 +113,10 @@ def test_adapters_are_whole_on_every_gpu():
 def test_copies_of_autocast():
     """Linear layers' stay for the forward, those of experts for their layer."""
     run = dataclasses.replace(run_of(QWEN, 4096), weight_bytes=4)
-    memory, later = (moment(name, run, EIGHT) for name in ("loss", "last layer"))
+    memory, without = moment("loss", run, EIGHT), held(run, EIGHT, _head(run, EIGHT).weight_gradient).loss_buffers
     total, experts = run.parameters.total.trained, run.parameters.groups["experts"].trained
     assert experts == LAYERS * ELEMENTS
-    assert memory.buffers - later.buffers == 2 * (total - experts + ELEMENTS // 8)
+    assert memory.buffers - without == 2 * (total - experts + ELEMENTS // 8)
     unchecked = dataclasses.replace(EIGHT, checkpointing=False)
     copies = 2 * (total - experts + experts // 8)
     assert moment("loss", run, unchecked).buffers - moment("optimizer", run, EIGHT).buffers > copies

@@ -87,6 +87,7 @@ FSDP2 = [  # with the products of MLPs kept, and without
     ("8 x 16384", 4, 16384, False, 77.4),
     ("8 x 4096 on two", 2, 4096, False, 65.8),
     ("8 x 4096 on two, recomputed", 2, 4096, True, 64.9),
+    ("8 x 8192 on two, recomputed", 2, 8192, True, 72.3),
     ("8 x 16384 on two, recomputed", 2, 16384, True, 96.8),
 ]
 
@@ -98,6 +99,25 @@ def test_several_gpus(gpus, length, recompute, measured):
     run = dataclasses.replace(run_of("llama3-8b", length), recompute_mlp=recompute)
     memory = estimate(run, Setting("fsdp2", gpus, 8))
     assert memory.total / GIB == pytest.approx(measured, rel=0.10), memory
+
+
+def test_a_long_sequence_on_two_gpus():
+    run = dataclasses.replace(run_of("llama3-8b", 32768), recompute_mlp=True)
+    memory = estimate(run, Setting("fsdp2", 2, 8, tiled_mlp=True, offloading=0.5))
+    assert memory.total / GIB == pytest.approx(104.1, rel=0.05), memory
+
+
+EXPERT_PARALLEL = [("checkpointing", True, 17.83), ("no checkpointing", False, 25.86)]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "measured"), [case[1:] for case in EXPERT_PARALLEL], ids=[case[0] for case in EXPERT_PARALLEL]
+)
+def test_experts_of_two_gpus(checkpointing, measured):
+    """Four layers of Qwen3-30B-A3B, 8 x 4096 on each GPU."""
+    run, split = run_of("qwen3-30b-a3b", 4096, 4), {"expert_parallel_size": 2, "checkpointing": checkpointing}
+    memory = estimate(run, Setting("expert_parallel", 2, 8, **split))
+    assert memory.total / GIB == pytest.approx(measured, rel=0.05), memory
 
 
 def test_a_very_long_pair():
