@@ -23,6 +23,5 @@ class FaultyTrainer(LigerTrainer):
 if __name__ == "__main__":
     import liger_trainer.trainers.trainer as module
 
-    if "FAULT" in os.environ:
-        module.LigerTrainer = FaultyTrainer
+    module.LigerTrainer = FaultyTrainer
     sys.exit(run_recipe_file(sys.argv[1], sys.argv[2:]))

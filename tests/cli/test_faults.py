@@ -13,6 +13,7 @@ import torch
 from liger_trainer.cli import run_recipe_file
 from liger_trainer.cli.ranks import lost_a_peer
 from liger_trainer.recipe_file import RecipeError, TrainingError
+from tests.forked import torchrun
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -45,7 +46,14 @@ kernel_report: false
 LIMIT = 120  # seconds; torch's own for a collective is 1800
 
 
-def run(folder, *options, fault=None, step=0):
+def run_forked(folder, *options):
+    """The same run, undisturbed."""
+    Path(f"{folder}.yaml").write_text(RECIPE)
+    return torchrun(run_recipe_file, f"{folder}.yaml", ["--output_dir", str(folder), *options])
+
+
+def run(folder, *options, fault, step):
+    """A run as a user launches it, one rank of which meets `fault` at `step`."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--main_process_port", "0", "-m", "tests.cli.faulty_rank", f"{folder}.yaml"]
     environment = {
@@ -54,7 +62,7 @@ def run(folder, *options, fault=None, step=0):
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    environment |= {} if fault is None else {"FAULT": fault, "FAULT_STEP": str(step)}
+    environment |= {"FAULT": fault, "FAULT_STEP": str(step)}
     Path(f"{folder}.yaml").write_text(RECIPE)
     began = time.monotonic()
     done = subprocess.run(
@@ -80,7 +88,7 @@ def saved(folder):
 
 def test_a_rank_that_dies_is_named_and_the_run_goes_on(tmp_path):
     whole, faulty = tmp_path / "whole", tmp_path / "faulty"
-    done = run(whole)
+    done = run_forked(whole)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(losses(whole)) == list(range(1, STEPS + 1))
 
@@ -102,7 +110,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(tmp_path):
     assert "gloo" not in raised.stderr
     assert saved(faulty) == ["checkpoint-2", "checkpoint-4"]
 
-    done = run(faulty, "--resume_from_checkpoint", "true")
+    done = run_forked(faulty, "--resume_from_checkpoint", "true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(faulty) == losses(whole)
     assert (faulty / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

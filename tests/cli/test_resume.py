@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from liger_trainer.cli import run_recipe_file
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 RECIPE = """
@@ -37,10 +40,6 @@ loss_curve: false
 """
 
 
-def command(folder, *options):
-    return [sys.executable, "-m", "liger_trainer", "mine.yaml", "--output_dir", folder, *options]
-
-
 def environment():
     return {
         **os.environ,
@@ -50,10 +49,8 @@ def environment():
     }
 
 
-def run(tmp_path, *arguments):
-    done = subprocess.run(
-        command(*arguments), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
-    )
+def run(tmp_path, folder, *options):
+    done = forked.run(run_recipe_file, "mine.yaml", ["--output_dir", folder, *options], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -71,8 +68,9 @@ def test_killed_in_the_middle_and_resumed(tmp_path):
     assert expected[STEPS] < expected[1] - 0.5
 
     first = tmp_path / "killed" / "checkpoint-10" / "trainer_state.json"
+    command = [sys.executable, "-m", "liger_trainer", "mine.yaml", "--output_dir", "killed"]
     process = subprocess.Popen(
-        command("killed"), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -137,8 +135,8 @@ def test_killed_between_generation_and_update_and_resumed(tmp_path):
     assert sorted(expected) == list(range(1, GRPO_STEPS + 1))
     assert len(set(expected.values())) > 3
 
-    killed = subprocess.run(
-        command("killed"), cwd=tmp_path, env={**environment(), "DIE_AT_STEP": "6"}, capture_output=True, timeout=180
+    killed = forked.run(
+        run_recipe_file, "mine.yaml", ["--output_dir", "killed"], cwd=tmp_path, environment={"DIE_AT_STEP": "6"}
     )
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-4"]

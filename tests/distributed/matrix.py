@@ -19,7 +19,14 @@ from torch import nn
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, concatenated, naive_loss, product_loss
 from tests.distributed.matrix_models import PARAMETERS, SIZES, build_model, inner_model
-from tests.distributed.matrix_wrappings import WRAPPINGS, Steps, Weights, trained_weights, without_sync
+from tests.distributed.matrix_wrappings import (
+    WRAPPINGS,
+    Steps,
+    Weights,
+    trained_gradients,
+    trained_weights,
+    without_sync,
+)
 from tests.distributed.two_processes import WORLD
 
 STEPS = 3
@@ -107,20 +114,22 @@ WHOLE_LOGITS: dict[tuple[str, str], str] = {
 """(wrapping, parameters) that train right, on whole logits, and why."""
 
 
-_VARIANTS = [(turn % 2, name, "unequal") for turn, name in enumerate(list(PRECISIONS)[1:])]
-_VARIANTS += [(turn % 2, "fp32", name) for turn, name in enumerate(list(BATCHES)[1:])]
-
-
 def _cells() -> list[Cell]:
-    """Every wrapping with all parameters, losses in turn; with every loss, precision and kind of batches."""
-    losses, turns = list(LOSSES), itertools.count()
-    pairs = [pair for pair in itertools.product(WRAPPINGS, PARAMETERS) if pair not in LEFT_OUT]
-    cells = [Cell(*pair, "fp32", losses[turn % len(losses)]) for pair, turn in zip(pairs, turns)]
-    for wrapping in WRAPPINGS:
-        cells += [Cell(wrapping, "full", "fp32", loss) for loss in losses]
-        for kind, precision, batches in _VARIANTS:
-            parameters = "full" if (wrapping, "lora with head") in LEFT_OUT else ("full", "lora with head")[kind]
-            cells.append(Cell(wrapping, parameters, precision, losses[next(turns) % len(losses)], batches))
+    """Every wrapping with all parameters; and with every precision and kind of batches, of a model whose head trains.
+
+    The losses take turns so that every wrapping has each of them in fp32 with a head that trains: one with "full", the
+    first of the parameters, and three with the other kinds of batches, which come last.
+    """
+    losses, cells = list(LOSSES), []
+    variants = [(name, "unequal") for name in list(PRECISIONS)[1:]] + [("fp32", name) for name in list(BATCHES)[1:]]
+    for first, wrapping in enumerate(WRAPPINGS):
+        trained = [name for name in PARAMETERS if (wrapping, name) not in LEFT_OUT]
+        for turn, name in enumerate(trained, first + len(variants)):
+            cells.append(Cell(wrapping, name, "fp32", losses[turn % len(losses)]))
+        heads = [name for name in ("full", "lora with head") if name in trained]
+        for turn, (precision, batches) in enumerate(variants):
+            name, loss = heads[turn % len(heads)], losses[(first + turn) % len(losses)]
+            cells.append(Cell(wrapping, name, precision, loss, batches))
     return [cell for cell in cells if (cell.wrapping, cell.precision) not in LEFT_OUT]
 
 
@@ -129,29 +138,38 @@ CELLS: dict[str, Cell] = {str(cell): cell for cell in _cells()}
 
 @dataclasses.dataclass
 class Training:
-    """What a training did: the loss and the gradients of every step, and the parameters before and after."""
+    """What a training did: the loss and the gradients of every step, and the parameters after them."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     gradients: list[Weights] = dataclasses.field(default_factory=list)
-    before: Weights = dataclasses.field(default_factory=dict)
     after: Weights = dataclasses.field(default_factory=dict)
+
+
+@functools.cache
+def _unpatched(parameters: str) -> nn.Module:
+    return build_model(parameters)
+
+
+@functools.cache
+def start_of(parameters: str, weights: torch.dtype) -> Weights:
+    """The parameters before training, as `weights` can hold them."""
+    return trained_weights(copy.deepcopy(_unpatched(parameters)).to(weights))
 
 
 @functools.cache
 def expected_training(parameters: str, weights: torch.dtype, loss_name: str, batches: str) -> Training:
     """One process, unpatched, in fp32 on weights that `weights` can hold, on whole logits."""
-    model, loss = build_model(parameters).to(weights).float(), LOSSES[loss_name]
+    model, loss = copy.deepcopy(_unpatched(parameters)).to(weights).float(), LOSSES[loss_name]
     optimizer, found = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), Training()
-    found.before, _ = trained_weights(model, with_grads=False)
     for step in range(STEPS):
         batch = concatenated(list(itertools.chain(*BATCHES[batches](step))))
         value = naive_loss(model, batch, loss, loss.count([batch]))
         value.backward()
         found.losses.append(value.item())
-        found.gradients.append(trained_weights(model, with_grads=True)[1])
+        found.gradients.append(trained_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
-    found.after, _ = trained_weights(model, with_grads=False)
+    found.after = trained_weights(model)
     return found
 
 
@@ -159,7 +177,7 @@ def expected_training(parameters: str, weights: torch.dtype, loss_name: str, bat
 def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
     from liger_trainer import apply_liger_kernel
 
-    model, fused = build_model(parameters).to(weights), PARAMETERS[parameters].fused
+    model, fused = copy.deepcopy(_unpatched(parameters)).to(weights), PARAMETERS[parameters].fused
     report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": fused})
     head = next(row for row in report if row.component in ("linear_cross_entropy", "cross_entropy"))
     assert head.applied, head
@@ -182,8 +200,7 @@ def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
     wrapping, precision, loss = WRAPPINGS[cell.wrapping], PRECISIONS[cell.precision], LOSSES[cell.loss]
     wrapped = wrapping.wrap(model, precision.sharded)
     steps, found = Steps(wrapped, LEARNING_RATE, precision.scaled), Training()
-    found.before, _ = trained_weights(wrapped, with_grads=False)
-    weights = found.before
+    weights = start_of(cell.parameters, precision.weights)
     for step in range(STEPS):
         ranks = BATCHES[cell.batches](step)
         items = loss.count(list(itertools.chain(*ranks)))
@@ -203,12 +220,12 @@ def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
         found.losses.append(total.item())
         steps.unscale()
         if wrapping.keeps_parameters:
-            found.gradients.append(trained_weights(wrapped, with_grads=True)[1])
+            found.gradients.append(trained_gradients(wrapped))
         steps.step()
         if not wrapping.keeps_parameters:
-            last, (weights, _) = weights, trained_weights(wrapped, with_grads=False)
+            last, weights = weights, trained_weights(wrapped)
             found.gradients.append({name: (last[name] - weights[name]) / LEARNING_RATE for name in weights})
-    found.after, _ = trained_weights(wrapped, with_grads=False)
+    found.after = trained_weights(wrapped)
     return found
 
 
@@ -230,6 +247,7 @@ def run_cell(cell: Cell, rank: int) -> None:
     from liger_trainer.head import DeferredLogits
 
     precision = PRECISIONS[cell.precision]
+    before = start_of(cell.parameters, precision.weights)
     expected = expected_training(cell.parameters, precision.weights, cell.loss, cell.batches)
     model = patched_model(cell)
     with _watched(DeferredLogits) as seen:
@@ -238,7 +256,7 @@ def run_cell(cell: Cell, rank: int) -> None:
 
     def known(name: str) -> float:
         """What a gradient is known to, read from a step, over the tolerance."""
-        rounding = torch.finfo(precision.weights).eps * expected.before[name].norm().item()
+        rounding = torch.finfo(precision.weights).eps * before[name].norm().item()
         return 0.0 if keeps else rounding / LEARNING_RATE / tolerance
 
     for step in range(STEPS):
@@ -252,7 +270,7 @@ def run_cell(cell: Cell, rank: int) -> None:
     for name, after in expected.after.items():
         # A step is known as well as the weights can hold it.
         held = torch.finfo(precision.weights).eps * STEPS * after.norm().item()
-        step_size = (after - expected.before[name]).norm().item()
+        step_size = (after - before[name]).norm().item()
         _check(f"{name} at the end", ours.after[name], after, 1.0, tolerance * step_size + held)
     whole = seen["built"] > 0 or seen["deferred"] == 0
     assert whole == ((cell.wrapping, cell.parameters) in WHOLE_LOGITS), f"whole logits: {whole}, {seen}"

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 from tests.distributed.matrix import CELLS, run_cell
 from tests.distributed.two_processes import WORLD, set_up_process
+from tests.forked import forking
 
 CELL_TIMEOUT = 30
 """Seconds that a rank waits for the other, after which the cell has failed."""
@@ -49,7 +50,7 @@ def outcomes_of(names: list[str]) -> Outcomes:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = forking()
     results = context.Queue()
     workers = [context.Process(target=_run_cells, args=(names, rank, port, results)) for rank in range(WORLD)]
     for process in workers:

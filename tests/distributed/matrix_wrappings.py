@@ -168,7 +168,8 @@ class Steps:
         self._engine = wrapped if is_engine(wrapped) else None
         self._optimizer = torch.optim.SGD(wrapped.parameters(), lr=learning_rate)
         scaler = ShardedGradScaler if isinstance(wrapped, FSDP1) else torch.amp.GradScaler
-        self._scaler = scaler("cpu", enabled=scaled)
+        # A summed loss such as DPO's overflows at the usual scale of 2^16, and such a step would be left out.
+        self._scaler = scaler("cpu", init_scale=2.0**10, enabled=scaled)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Of one forward."""
@@ -191,24 +192,43 @@ class Steps:
         self._optimizer.zero_grad()
 
 
-def trained_weights(wrapped: nn.Module, with_grads: bool) -> tuple[Weights, Weights]:
-    """The trained parameters and their gradients by the name they have in the model; whole, in fp32."""
-    summon = contextlib.nullcontext()
-    if isinstance(wrapped, FSDP1):
-        summon = FSDP1.summon_full_params(wrapped, writeback=False, with_grads=with_grads)
-    weights, gradients = {}, {}
-    with summon:
+def trained_weights(wrapped: nn.Module) -> Weights:
+    """The trained parameters by the name they have in the model; whole, in fp32."""
+    with _summoned(wrapped):
+        found = list(_trained(wrapped))
+        if is_engine(wrapped):
+            found = [(name, whole_weight(parameter)) for name, parameter in found]
+        return {name: _whole(weight) for name, weight in found}
+
+
+def trained_gradients(wrapped: nn.Module) -> Weights:
+    """Their gradients, alike.
+
+    Raises:
+        AssertionError: where a trained parameter has none, or a frozen one has.
+    """
+    gradients = {}
+    with _summoned(wrapped, with_grads=True):
         for path, parameter in wrapped.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None or not parameter.grad.any(), f"{path} is frozen and has a gradient"
-                continue
-            name = path.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-            weights[name] = _whole(whole_weight(parameter) if is_engine(wrapped) else parameter)
-            if with_grads:
-                gradient = whole_gradient(parameter) if is_engine(wrapped) else parameter.grad
-                assert gradient is not None, f"{path} has no gradient"
-                gradients[name] = _whole(gradient)
-    return weights, gradients
+        for name, parameter in _trained(wrapped):
+            gradient = whole_gradient(parameter) if is_engine(wrapped) else parameter.grad
+            assert gradient is not None, f"{name} has no gradient"
+            gradients[name] = _whole(gradient)
+    return gradients
+
+
+def _summoned(wrapped: nn.Module, with_grads: bool = False) -> contextlib.AbstractContextManager[None]:
+    if isinstance(wrapped, FSDP1):
+        return FSDP1.summon_full_params(wrapped, writeback=False, with_grads=with_grads)
+    return contextlib.nullcontext()
+
+
+def _trained(wrapped: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            yield path.replace("_fsdp_wrapped_module.", "").removeprefix("module."), parameter
 
 
 def _whole(tensor: Any) -> torch.Tensor:

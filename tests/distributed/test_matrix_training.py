@@ -41,3 +41,13 @@ def test_every_pair_runs_or_has_a_reason() -> None:
     assert run | set(LEFT_OUT) == pairs
     assert not run & set(LEFT_OUT)
     assert set(WHOLE_LOGITS) <= pairs
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_every_loss_precision_and_kind_of_batches_trains_a_head(wrapping: str) -> None:
+    cells = [cell for cell in CELLS.values() if cell.wrapping == wrapping]
+    cells = [cell for cell in cells if cell.parameters in ("full", "lora with head")]
+    assert {cell.loss for cell in cells if cell.precision == "fp32"} == LOSSES.keys()
+    assert {cell.batches for cell in cells if cell.precision == "fp32"} == BATCHES.keys()
+    left_out = {name for name in PRECISIONS if (wrapping, name) in LEFT_OUT}
+    assert PRECISIONS.keys() - {cell.precision for cell in cells} == left_out

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.distributed.nodes import free_port
+from tests.forked import forking
 
 WORLD = 2
 
@@ -52,7 +53,7 @@ def failures_of(worker: Callable[[int, int, mp.Queue], None], timeout: int = 120
         world: How many ranks.
     """
     port = free_port()
-    context = mp.get_context("spawn")
+    context = forking()
     queue = context.Queue()
     workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(world)]
     for process in workers:

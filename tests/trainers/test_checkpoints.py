@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.checkpoints import complete_checkpoints, put_in_place
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests import forked
 from tests.trainers.parity import build as build_trl
 from tests.trainers.tiny import COMMON, llama, token_rows
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {**COMMON, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
 FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
 
@@ -54,12 +52,15 @@ def die_while_writing(file):
     torch.save, TrainerState.save_to_json = half_save, half_save_to_json
 
 
+def train_until(file, folder):
+    die_while_writing(file)
+    build(folder).train()
+
+
 @pytest.mark.parametrize("file", ["optimizer.pt", "trainer_state.json"])
 def test_killed_while_writing(file, tmp_path):
     """`checkpoint-2` is the last one, also to Hugging Face's own search, and `save_total_limit: 1` has left it."""
-    command = [sys.executable, "-m", "tests.trainers.test_checkpoints", str(tmp_path), file]
-    killed = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert forked.run(train_until, file, tmp_path).returncode == -signal.SIGKILL
     assert any((tmp_path / "_incomplete" / "checkpoint-4").iterdir())
     assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     trainer = build(tmp_path)
@@ -249,9 +250,3 @@ def test_the_trainers_of_trl_too(name, tmp_path):
     trainer.train()
     assert whole == [None, str(tmp_path / "run" / "checkpoint-1")]  # while the first and the second were written
     assert names(tmp_path / "run") == ["checkpoint-2"]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    die_while_writing(sys.argv[2])
-    build(Path(sys.argv[1])).train()

@@ -6,16 +6,14 @@ Trainer, accelerate and torch's split of the batch are as ever; attention alone 
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.forked import torchrun
 from tests.trainers.parity import build
 from tests.trainers.tiny import COMMON, llama, logged, token_rows
 
@@ -69,12 +67,7 @@ def work(folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += ["-m", "tests.trainers.test_context_parallel", str(folder)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
-    )
+    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -97,8 +90,3 @@ def test_losses_of_whole_sequences_are_told(kind, size, folders, tmp_path, monke
     monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
     with pytest.raises(ValueError, match=rf"`{size}=2`.*the loss of Liger{kind}Trainer needs whole ones"):
         build(kind, True, tmp_path, folders["llama"])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(sys.argv[1])

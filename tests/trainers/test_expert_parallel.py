@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.forked import torchrun
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import COMMON, logged, text_dataset, token_rows, tokenizer
 
@@ -80,12 +79,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     TINY_MODELS["qwen3_moe"](output_router_logits=False).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += ["-m", "tests.trainers.test_expert_parallel", str(folder)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
-    )
+    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -139,8 +133,3 @@ def test_a_model_is_split_once():
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match=r"would split it again with FSDP\. Launch it with `torchrun`"):
         LigerTrainer._check_split_once(trainer)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(sys.argv[1])

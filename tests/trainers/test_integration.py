@@ -114,22 +114,6 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
     assert "forward" not in trainer.model.model.norm.__dict__
 
 
-@pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
-def test_stock_trainer_in_a_process_of_its_own(first, tmp_path):
-    code = f"""
-        {first}
-        import liger_trainer
-        from transformers import Trainer, TrainingArguments
-        from tests.trainers.tiny import COMMON, llama, token_rows
-        args = TrainingArguments({str(tmp_path)!r}, use_liger_kernel=True, **{{**COMMON, "max_steps": 1}})
-        trainer = Trainer(llama(), args, train_dataset=token_rows())
-        trainer.train()
-        assert "forward" in trainer.model.model.norm.__dict__
-    """
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, cwd=root)
-
-
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="'liger_trainer' or 'liger_kernel'"):
         integration.set_stock_trainer_kernels("something")
@@ -150,7 +134,7 @@ def test_data_parallel_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
-def test_import_is_light_and_the_order_does_not_matter(first):
+def test_import_is_light_and_the_order_does_not_matter(first, tmp_path):
     code = f"""
         import sys
         {first}
@@ -158,11 +142,19 @@ def test_import_is_light_and_the_order_does_not_matter(first):
         from liger_trainer import integration
         if {first!r} == "import liger_trainer":
             assert not {{"torch", "transformers", "trl", "triton"}} & set(sys.modules), "the import is not light"
-        from transformers import Trainer
+        from transformers import Trainer, TrainingArguments
         import transformers.trainer
         assert transformers.trainer.apply_liger_kernel is integration.apply_for_trainer
         assert integration._original().__module__ == "transformers.integrations.liger"
+
+        from tests.trainers.tiny import COMMON, llama, token_rows
+        args = TrainingArguments({str(tmp_path)!r}, use_liger_kernel=True, **{{**COMMON, "max_steps": 1}})
+        trainer = Trainer(llama(), args, train_dataset=token_rows())
+        trainer.train()
+        assert "forward" in trainer.model.model.norm.__dict__
+
         integration.uninstall()
         assert transformers.trainer.apply_liger_kernel is integration._original()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, cwd=root)

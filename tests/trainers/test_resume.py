@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests import forked
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import COMMON, llama, token_rows
 
@@ -51,10 +49,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("kill_at", [3, 4, 5])
 def test_resumes_to_the_same_losses_and_weights(kill_at, whole, tmp_path):
     if kill_at == 3:  # the real thing, once
-        command = [sys.executable, "-m", "tests.trainers.test_resume", str(tmp_path), str(kill_at)]
-        root = Path(__file__).parents[2]
-        killed = subprocess.run(command, check=False, timeout=120, cwd=root)
-        assert killed.returncode == -signal.SIGKILL
+        assert forked.run(run, tmp_path, kill_at).returncode == -signal.SIGKILL
     else:
 
         class StopAt(TrainerCallback):
@@ -100,8 +95,3 @@ def test_the_best_model_has_the_experts_of_its_checkpoint(tmp_path):
     expected = type(trainer.model).from_pretrained(best)
     for (name, a), b in zip(expected.named_parameters(), trainer.model.parameters()):
         assert torch.equal(a, b), name
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(sys.argv[1], kill_at=int(sys.argv[2]))

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.split_generation import draw_alike
 from liger_trainer.trainers.trainer import LigerTrainer
 from liger_trainer.trainers.trl_mixin import _check_whole_head
+from tests.forked import torchrun
 from tests.trainers.parity import build
 from tests.trainers.tiny import COMMON, llama, logged, token_rows, tokenizer
 
@@ -73,12 +72,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     llama().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += ["-m", "tests.trainers.test_tensor_parallel", str(folder)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True, env=environment
-    )
+    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -126,8 +120,3 @@ def test_a_split_head_in_fp32_is_told():
     with pytest.raises(ValueError, match=r"`cast_lm_head_to_fp32` is true and the model is split"):
         _check_whole_head(SimpleNamespace(tp_size=2))
     _check_whole_head(llama())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(sys.argv[1])

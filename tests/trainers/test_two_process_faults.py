@@ -16,6 +16,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.forked import torchrun
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,7 @@ def save(folder, fault="none", device="cpu"):
 
 
 def run(*arguments, launcher=("torch.distributed.run", "--nproc_per_node=2", "--standalone")):
+    """A function of this file, started as a user starts a script."""
     command = [sys.executable, "-m", *launcher, "-m", "tests.trainers.test_two_process_faults"]
     command += map(str, arguments)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
@@ -102,7 +104,7 @@ def run(*arguments, launcher=("torch.distributed.run", "--nproc_per_node=2", "--
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run("nan", folder)
+    done = torchrun(nan, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stderr
 
@@ -127,7 +129,7 @@ def assert_all_act_alike(folder, stderr, stops_after):
 
 def test_a_checkpoint_that_one_rank_did_not_finish_is_none(undisturbed, tmp_path):
     whole = undisturbed[0] / "whole"
-    full = run("save", tmp_path, "full")
+    full = torchrun(save, tmp_path, "full")
     assert full.returncode == 1
     assert folders(tmp_path) == ["checkpoint-2"]
     assert f"{tmp_path}/checkpoint-4 could not be written ([Errno 28] No space left on device)" in full.stderr
@@ -139,7 +141,7 @@ def test_a_checkpoint_that_one_rank_did_not_finish_is_none(undisturbed, tmp_path
     # Rank 0 had written what the Trainer writes last: missing is a part of rank 1.
     assert (tmp_path / "_incomplete" / "checkpoint-4" / "trainer_state.json").is_file()
 
-    done = run("save", tmp_path)
+    done = torchrun(save, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
     assert folders(tmp_path) == folders(whole) == ["checkpoint-6"]

@@ -1,8 +1,6 @@
 """Two gloo processes: the stock trainers' numbers, and one decision of the guard for both."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.forked import torchrun
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
@@ -71,10 +70,8 @@ def work(output_dir):
 
 
 def test_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += ["-m", "tests.trainers.test_two_processes", str(tmp_path)]
     llama().save_pretrained(tmp_path / "model")
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True)
+    done = torchrun(work, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for results in ranks:
@@ -85,8 +82,3 @@ def test_two_processes(tmp_path):
                 for key in left:
                     assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
     assert done.stdout.count("liger_trainer kernels in") == 5  # the main process alone reports
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(sys.argv[1])

@@ -2,13 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked import torchrun
 from tests.trainers.test_parity_distillation import TRAINERS, build
 from tests.trainers.tiny import logged
 
@@ -27,9 +26,7 @@ def work(output_dir):
 
 
 def test_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += ["-m", "tests.trainers.test_two_processes_distillation", str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=240, capture_output=True, text=True)
+    done = torchrun(work, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         results = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -38,8 +35,3 @@ def test_two_processes(tmp_path):
                 assert left.keys() == right.keys()
                 for key in left.keys() - {"step_time"}:
                     assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(sys.argv[1])
