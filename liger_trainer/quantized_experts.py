@@ -9,9 +9,8 @@ ours reads them, the backward keeps their 4 bits and makes them floating once mo
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -120,24 +119,49 @@ def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
+class _Again(NamedTuple):
+    """A saved weight: made once more where it is asked for."""
+
+    module: nn.Module
+    name: str
+
+
 @contextlib.contextmanager
 def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
     """The weights `names` of `module`, floating, which a backward of what runs in here keeps in 4 bits."""
     weights, quantised = [getattr(module, name) for name in names], four_bits(module)
     again = {
-        (weight.data_ptr(), weight.shape, weight.stride()): functools.partial(getattr, module, name)
+        (weight.data_ptr(), weight.shape, weight.stride()): _Again(module, name)
         for name, weight in zip(names, weights)
         if name in quantised
     }
-    if not again:
+    around = _hooks_around() if again else None
+    if around is None:
         yield weights
         return
+    pack_rest, unpack_rest = around
 
     def pack(saved: torch.Tensor) -> Any:
-        return again.get((saved.data_ptr(), saved.shape, saved.stride()), saved)
+        one = again.get((saved.data_ptr(), saved.shape, saved.stride()))
+        return pack_rest(saved) if one is None else one
 
     def unpack(kept: Any) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept()
+        return getattr(kept.module, kept.name) if isinstance(kept, _Again) else unpack_rest(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield weights
+
+
+def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What a checkpoint, or offloading, does with saved tensors: torch would run our hooks in the place of theirs.
+
+    None where that is not known, as in a graph that is compiled; then weights are saved floating.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or torch.compiler.is_compiling():
+        return None
+    return top(False) or (_as_it_is, _as_it_is)
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved

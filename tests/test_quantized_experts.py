@@ -140,6 +140,28 @@ def test_the_backward_keeps_four_bits(monkeypatch):
     assert len(made) == 8
 
 
+def test_hooks_around_the_experts_get_all_else_that_is_saved():
+    """Those of a checkpoint, which would otherwise not be one, and of offloading; torch runs the innermost alone."""
+    _, quantised = whole_and_quantised("qwen3_moe")
+    apply_liger_kernel(quantised)
+    config, saved = quantised.config, []
+
+    def pack(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    _, expected = step(quantised)
+    quantised.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _, gradients = step(quantised)
+    pre = 2 * 12 * config.num_experts_per_tok, 2 * config.moe_intermediate_size
+    assert saved.count(pre) == config.num_hidden_layers
+    experts, hidden, intermediate = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    assert not {(experts, 2 * intermediate, hidden), (experts, hidden, intermediate)} & set(saved)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
 def test_adapters_load_on_the_plain_model(tmp_path):
     whole, quantised = whole_and_quantised("qwen3_moe")
     quantised.save_pretrained(tmp_path)
