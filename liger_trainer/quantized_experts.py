@@ -63,6 +63,9 @@ def quantize_experts(
         model = get_peft_model(model, LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
         quantize_experts(model)
 
+    They run in our operator alone (`apply_liger_kernel`, our trainers), and are merged into the model in 16 bits, on
+    which `PeftModel.from_pretrained` loads them.
+
     Args:
         model: With stacked weights, (experts, ...), called `gate_up_proj` or `up_proj`, and `down_proj`.
         quant_type: ``"nf4"`` or ``"fp4"``.
@@ -82,8 +85,8 @@ def quantize_experts(
     found = list(stacked_weights(model))
     if not found:
         raise ValueError(
-            f"`model`, {type(model).__name__}, has no experts with stacked weights ({', '.join(PARAMETERS)}); "
-            "`load_in_4bit` quantises linear layers."
+            f"`model`, {type(model).__name__}, has no experts with stacked weights in 16 or 32 bits "
+            f"({', '.join(PARAMETERS)}); `load_in_4bit` quantises linear layers."
         )
     for module, name in found:
         weight = module._parameters[name]
@@ -93,7 +96,19 @@ def quantize_experts(
         )
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         parametrize.register_parametrization(module, name, FourBits(state), unsafe=True)  # another shape and dtype
+    wrapper: Any
+    for wrapper in model.modules():
+        if hasattr(wrapper, "get_delta_weight") and four_bits(wrapper.get_base_layer()):
+            # PEFT would add them to the floating weight that it reads, and which goes: lost, without a word.
+            wrapper.merge = _refuse_to_merge
     return len(found)
+
+
+def _refuse_to_merge(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Adapters cannot be merged into experts in 4 bits. Save them, load them with `PeftModel.from_pretrained` on "
+        "the model in 16 bits, and merge there."
+    )
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -180,8 +180,18 @@ def test_what_peft_would_get_wrong_is_an_error():
         step(quantised)
 
 
+def test_merging_is_refused():
+    """PEFT's own would lose the adapters without a word."""
+    _, quantised = whole_and_quantised("qwen3_moe")
+    with pytest.raises(RuntimeError, match="Adapters cannot be merged into experts in 4 bits"):
+        copy.deepcopy(quantised).merge_adapter()
+    with pytest.raises(RuntimeError, match="on the model in 16 bits, and merge there"):
+        quantised.merge_and_unload()
+
+
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="`quant_type` is 'int4'; it must be one of nf4, fp4"):
         quantize_experts(TINY_MODELS["qwen3_moe"](), "int4")
-    with pytest.raises(ValueError, match="has no experts with stacked weights"):
-        quantize_experts(nn.Linear(2, 2))
+    for model in (nn.Linear(2, 2), whole_and_quantised("qwen3_moe")[1]):
+        with pytest.raises(ValueError, match="has no experts with stacked weights in 16 or 32 bits"):
+            quantize_experts(model)
