@@ -124,6 +124,9 @@ def _rank(program: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     try:
         code = work(*arguments)
+    except Exception:
+        traceback.print_exc()  # at once: another process may notice, and end this one, before it has ended itself
+        raise
     finally:
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
@@ -138,6 +141,5 @@ def _main(program: tuple[Any, ...], logs: str) -> None:
             os.dup2(file.fileno(), number)
     try:
         _rank(program)
-    except Exception:
-        traceback.print_exc()
+    except Exception:  # which is printed
         sys.exit(1)

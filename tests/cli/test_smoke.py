@@ -42,7 +42,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
     assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
-    of_a_mixture = {"adapted" if name.endswith("sft_lora") else "plain"}
+    of_a_mixture = {"adapted" if name.endswith(("sft_lora", "sft_qlora")) else "plain"}
     assert experts == (of_a_mixture if name.startswith("qwen3_30b_a3b") else set())
 
 
