@@ -43,8 +43,8 @@ states, split over the GPUs. With several numbers of GPUs: also tokens/s a GPU r
 same work and the same configuration.
 
 ```bash
-liger-trainer bench training --model llama3-8b --gpus 4 --batch 8 --length 4096,8192,16384,32768
-liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,4 --batch 8 --length 4096 --providers liger_trainer
+liger-trainer bench training --model llama3-8b --gpus 2 --batch 8 --length 4096,8192,16384,32768
+liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,2 --batch 8 --length 4096 --providers liger_trainer
 ```"""
 
 

@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from liger_trainer.patching.experts_formula import layout_of
 from liger_trainer.patching.probe import full_shape, only_argument
+from liger_trainer.quantized_experts import declared_weights
 
 NO_EXPERTS = "no experts with stacked weights, as a dense model and one with a list of experts have none"
 
@@ -211,7 +212,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _num_experts(module: Any) -> int:
     """Experts of the layer, of all processes: the module's own number is of this process where they are split."""
-    shapes = (full_shape(parameter) for parameter in module.parameters(recurse=False))
+    shapes = (full_shape(weight) for weight in declared_weights(module).values())
     stacked = next((shape[0] for shape in shapes if len(shape) == 3), None)
     return module.num_experts if stacked is None else stacked
 

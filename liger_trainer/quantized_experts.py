@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.kernels._autocast import as_autocast
 from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
@@ -24,6 +25,8 @@ QUANT_TYPES = ("nf4", "fp4")
 
 class FourBits(nn.Module):
     """The parametrisation of one stacked weight: makes its 4 bits floating.
+
+    What bitsandbytes keeps of the blocks are frozen parameters: buffers DDP would send at every forward.
 
     Args:
         state: bitsandbytes' quantisation state.
@@ -38,17 +41,25 @@ class FourBits(nn.Module):
         statistics = {"absmax": state.absmax, "code": state.code}
         if state.nested:
             inner = state.state2
-            statistics |= {"inner_code": inner.code, "inner_absmax": inner.absmax, "offset": state.offset}
+            statistics |= {"inner_code": inner.code, "inner_absmax": inner.absmax, "offset": state.offset.view(1)}
         for name, tensor in statistics.items():
-            self.register_buffer(name, tensor)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """The weight, (experts, ...), in the dtype that it was quantised from; it has no gradient."""
-        absmax, code, *nested = self.buffers()
-        inner = NestedAbsmax(nested[0], nested[1], nested[2].view(1), self.nested_blocksize) if nested else None
+        absmax, code, *nested = (parameter.data for parameter in self.parameters())
+        inner = NestedAbsmax(nested[0], nested[1], nested[2], self.nested_blocksize) if nested else None
         rows = self.shape[0] * self.shape[1]
         weight = NF4Weight(packed, absmax, code, (rows, self.shape[2]), self.blocksize, inner)
         return nf4_dequantize(weight, self.dtype).view(self.shape)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FourBits:
+        """Moves with the model; a cast changes the dtype that is handed out, as the statistics belong to the bits."""
+        for parameter in self.parameters():
+            moved = fn(parameter.data)
+            parameter.data = moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)
+        self.dtype = fn(self.code.new_empty(0, dtype=self.dtype)).dtype
+        return self
 
 
 def quantize_experts(
@@ -58,13 +69,14 @@ def quantize_experts(
 
     It takes bitsandbytes, and a model of which `from_pretrained` has quantised the rest, or not. Weights go to `device`
     one by one, so of a model in the host's memory a GPU never holds more than one of them in 16 bits. Adapters on them
-    are made before, as PEFT nests those of weights in 4 bits otherwise, and they would not load on other models::
+    are made, or loaded, before: on weights in 4 bits PEFT finds none of their names::
 
         model = get_peft_model(model, LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
         quantize_experts(model)
 
     They run in our operator alone (`apply_liger_kernel`, our trainers), and are merged into the model in 16 bits, on
-    which `PeftModel.from_pretrained` loads them.
+    which `PeftModel.from_pretrained` loads them. Adapters are all that is saved: `save_pretrained` of the model itself
+    leaves out what its experts are.
 
     Args:
         model: With stacked weights, (experts, ...), called `gate_up_proj` or `up_proj`, and `down_proj`.
@@ -76,7 +88,8 @@ def quantize_experts(
         How many weights were quantised.
 
     Raises:
-        ValueError: for an unknown `quant_type`, or a model without stacked experts.
+        ValueError: for an unknown `quant_type`, a model without stacked experts, one whose adapters are merged, and
+            weights of more numbers than bitsandbytes counts.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -88,6 +101,11 @@ def quantize_experts(
             f"`model`, {type(model).__name__}, has no experts with stacked weights in 16 or 32 bits "
             f"({', '.join(PARAMETERS)}); `load_in_4bit` quantises linear layers."
         )
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise ValueError("`model` has merged adapters; call its `unmerge_adapter()` first.")
+    largest = max(module._parameters[name].numel() for module, name in found)  # type: ignore[union-attr]
+    if largest >= 2**31:
+        raise ValueError(f"`model` has a weight of {largest} numbers; bitsandbytes quantises fewer than 2**31 at once.")
     for module, name in found:
         weight = module._parameters[name]
         assert weight is not None
@@ -96,12 +114,22 @@ def quantize_experts(
         )
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         parametrize.register_parametrization(module, name, FourBits(state), unsafe=True)  # another shape and dtype
-    wrapper: Any
-    for wrapper in model.modules():
-        if hasattr(wrapper, "get_delta_weight") and four_bits(wrapper.get_base_layer()):
-            # PEFT would add them to the floating weight that it reads, and which goes: lost, without a word.
-            wrapper.merge = _refuse_to_merge
+    _leave_adapters_to_us(model)
     return len(found)
+
+
+def _leave_adapters_to_us(model: nn.Module) -> None:
+    """Makes PEFT refuse what it would get wrong without a word, on the instances of this model.
+
+    It merges into the floating weight that it reads, which is gone then; and its own forward puts an adapter on the
+    parametrised weight at every call, and never takes it off (0.21.2).
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_check_merge_allowed"):
+            module._check_merge_allowed = _refuse_to_merge
+        if hasattr(module, "_activate_lora") and four_bits(module.get_base_layer()):
+            module._activate_lora = _refuse_to_activate
 
 
 def _refuse_to_merge(*args: Any, **kwargs: Any) -> None:
@@ -111,12 +139,46 @@ def _refuse_to_merge(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    if active_adapters:
+        raise RuntimeError(
+            "Adapters on experts in 4 bits run in our operator alone, as PEFT's own forward is wrong for them. Call "
+            "`apply_liger_kernel(model)` or train with a trainer of liger_trainer, with `experts` and `lora` left on; "
+            "take hooks off the experts; without autocast, give them hidden states in their own dtype."
+        )
+    return contextlib.nullcontext()
+
+
+def check_adapted(model: nn.Module) -> None:
+    """Checks that no adapter was meant for experts that were in 4 bits already, where PEFT makes none.
+
+    Raises:
+        ValueError: naming it.
+    """
+    experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
+    wrapped = {
+        (path.replace(".base_layer", ""), wrapper.parameter_name, adapter)
+        for path, wrapper in model.named_modules()
+        if hasattr(wrapper, "_activate_lora")
+        for adapter in wrapper.lora_A
+    }
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        for target in getattr(config, "target_parameters", None) or ():
+            for path, weights in experts.items():
+                meant = [name for name in weights if f"{path}.{name}".endswith(f".{target}")]
+                if any((path, name, adapter) not in wrapped for name in meant):
+                    raise ValueError(
+                        f"The adapter {adapter!r} names {target!r}, but {path} was in 4 bits when it was made, and has "
+                        "none. Make or load adapters first, and call `quantize_experts` after."
+                    )
+
+
 def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The modules that hold stacked weights of experts in a floating dtype, and the names of these."""
     for module in model.modules():
         for name in PARAMETERS:
             weight = module._parameters.get(name)
-            if weight is not None and weight.dim() == 3:
+            if weight is not None and weight.dim() == 3 and weight.is_floating_point():
                 yield module, name
 
 
@@ -139,14 +201,18 @@ class _Again(NamedTuple):
 
     module: nn.Module
     name: str
+    dtype: torch.dtype
 
 
 @contextlib.contextmanager
 def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
     """The weights `names` of `module`, floating, which a backward of what runs in here keeps in 4 bits."""
-    weights, quantised = [getattr(module, name) for name in names], four_bits(module)
+    quantised = four_bits(module)
+    weights = [getattr(module, name) for name in names]
+    if quantised:  # what an operator would make of them is a copy that is not known for what it is
+        weights = [as_autocast(weight) if name in quantised else weight for name, weight in zip(names, weights)]
     again = {
-        (weight.data_ptr(), weight.shape, weight.stride()): _Again(module, name)
+        (weight.data_ptr(), weight.shape, weight.stride()): _Again(module, name, weight.dtype)
         for name, weight in zip(names, weights)
         if name in quantised
     }
@@ -161,7 +227,7 @@ def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[tor
         return pack_rest(saved) if one is None else one
 
     def unpack(kept: Any) -> torch.Tensor:
-        return getattr(kept.module, kept.name) if isinstance(kept, _Again) else unpack_rest(kept)
+        return getattr(kept.module, kept.name).to(kept.dtype) if isinstance(kept, _Again) else unpack_rest(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield weights

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TRAINERS = ("sft", "causal_lm")
-"""Those that need no copy of the adapters as a reference, for which PEFT finds no weights in 4 bits."""
+"""Those that are given a model with adapters as it is. Others would make a second adapter of it as the reference, for
+which PEFT finds no weights in 4 bits, or are not tried."""
 
 
 def check_experts_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig) -> None:
@@ -56,16 +57,26 @@ def quantises_experts(recipe: Recipe, name: str) -> bool:
 
 
 def load_in_4_bits(recipe: Recipe, name: str, peft_config: PeftConfig) -> Any:
-    """The model in `name` with new adapters, all but them, embedding, head, norms and routers in 4 bits."""
+    """The model in `name` with new adapters, all but them, embedding, head, norms and routers in 4 bits.
+
+    Raises:
+        RecipeError: for a `chat_template_path`, whose new tokens TRL trains of adapters that it makes itself.
+    """
     from peft import get_peft_model
     from transformers import AutoConfig
 
     from liger_trainer.quantized_experts import quantize_experts, stacked_weights
 
+    if getattr(recipe.training, "chat_template_path", None):
+        raise RecipeError(
+            f"{recipe.source}: `chat_template_path` is {recipe.training.chat_template_path!r}, but tokens that it adds "  # type: ignore[attr-defined]
+            "would not be trained with experts in 4 bits; leave it out for the tokenizer's own template."
+        )
     revision, trusted = recipe.model.model_revision, recipe.get("trust_remote_code")
+    more = getattr(recipe.training, "model_init_kwargs", None) or {}
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     model = model_class(config).from_pretrained(
-        name, trust_remote_code=trusted, **{**model_kwargs(recipe), "device_map": {"": "cpu"}}
+        name, trust_remote_code=trusted, **{**model_kwargs(recipe), **more, "device_map": {"": "cpu"}}
     )
     adapted, device = get_peft_model(model, peft_config), recipe.training.device
     if any(stacked_weights(adapted)):  # those in lists of linear layers are in 4 bits

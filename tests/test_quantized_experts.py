@@ -13,7 +13,10 @@ from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, quantize_experts
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.quantized_experts import FourBits, four_bits
+from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
+from liger_trainer.trainers.trainer import LigerTrainer
 from tests.quantised import library
 from tests.tiny_models import TINY_MODELS
 
@@ -119,7 +122,28 @@ def test_without_adapters_the_model_runs_as_it_is():
         torch.testing.assert_close(quantised(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_backward_keeps_four_bits(monkeypatch):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_backward_keeps_four_bits(autocast):
+    """No weight that was made floating, or cast, is among what autograd saves."""
+    _, quantised = whole_and_quantised("qwen3_moe")
+    apply_liger_kernel(quantised)
+    config, saved = quantised.config, []
+
+    def pack(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        _, gradients = step(quantised)
+    experts, hidden, intermediate = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    assert not {(experts, 2 * intermediate, hidden), (experts, hidden, intermediate)} & set(saved)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+def test_the_backward_makes_weights_again(monkeypatch):
     """Nothing that was made floating in the forward lives until the backward, which makes it again."""
     _, quantised = whole_and_quantised("qwen3_moe")
     apply_liger_kernel(quantised)
@@ -173,25 +197,62 @@ def test_adapters_load_on_the_plain_model(tmp_path):
 
 def test_what_peft_would_get_wrong_is_an_error():
     _, quantised = whole_and_quantised("qwen3_moe")
+    with pytest.raises(RuntimeError, match="Adapters on experts in 4 bits run in our operator alone"):
+        step(quantised)
     apply_liger_kernel(quantised)
-    experts = next(module for module in quantised.modules() if four_bits(module))
-    experts.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="on the Qwen3MoeExperts, which is in 4 bits, cannot run as one operator"):
+    step(quantised)
+    next(module for module in quantised.modules() if four_bits(module)).register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="take hooks off the experts"):
         step(quantised)
 
 
-def test_merging_is_refused():
-    """PEFT's own would lose the adapters without a word."""
+def test_merging_is_refused_and_leaves_all_adapters():
     _, quantised = whole_and_quantised("qwen3_moe")
+    before = {name: parameter.clone() for name, parameter in quantised.named_parameters()}
     with pytest.raises(RuntimeError, match="Adapters cannot be merged into experts in 4 bits"):
-        copy.deepcopy(quantised).merge_adapter()
+        quantised.merge_adapter()
     with pytest.raises(RuntimeError, match="on the model in 16 bits, and merge there"):
         quantised.merge_and_unload()
+    after = dict(quantised.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_cast_leaves_the_bits_alone():
+    _, quantised = whole_and_quantised("qwen3_moe")
+    experts = next(module for module in quantised.modules() if four_bits(module))
+    exact = experts.gate_up_proj
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        quantised.to(dtype)
+        assert torch.equal(experts.gate_up_proj, exact.to(dtype))
+
+
+def test_adapters_that_were_made_too_late_are_an_error(tmp_path):
+    model = TINY_MODELS["qwen3_moe"](**FIELDS)
+    quantize_experts(model)
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=NAMES))
+    args = LigerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", kernel_report=False)
+    with pytest.raises(ValueError, match="was in 4 bits when it was made, and has none"):
+        LigerTrainer(model, args)
+
+
+def test_a_trainer_takes_the_right_order_and_no_sharding(tmp_path, monkeypatch):
+    args = LigerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", kernel_report=False)
+    trainer = LigerTrainer(whole_and_quantised("qwen3_moe")[1], args)
+    assert any(row.kernel == "moe_experts (adapters)" for row in trainer.kernel_report)
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    with pytest.raises(ValueError, match="are not split, and the launch splits it with DeepSpeed"):
+        check_experts_in_4_bits(trainer)
 
 
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="`quant_type` is 'int4'; it must be one of nf4, fp4"):
         quantize_experts(TINY_MODELS["qwen3_moe"](), "int4")
+    merged = with_adapters("qwen3_moe")
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="`model` has merged adapters"):
+        quantize_experts(merged)
     for model in (nn.Linear(2, 2), whole_and_quantised("qwen3_moe")[1]):
         with pytest.raises(ValueError, match="has no experts with stacked weights in 16 or 32 bits"):
             quantize_experts(model)

@@ -36,21 +36,9 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     """The forward that is bound to a `ParamWrapper`."""
     adapted = None if kwargs or not args else _adapted_experts(self, x)  # without choices: every expert on every token
     if adapted is None:
-        _check_left_to_peft(self)
         return type(self).forward(self, x, *args, **kwargs)
     run, experts, adapters = adapted
     return run(experts, x, *args, adapters)
-
-
-def _check_left_to_peft(module: Any) -> None:
-    """Raises RuntimeError for adapters on weights in 4 bits, which PEFT 0.21 puts on them and never takes off."""
-    _, experts = _unwrapped(module)
-    if four_bits(experts) and not (module.disable_adapters or module.merged):
-        raise RuntimeError(
-            f"The adapters on the {class_of(experts).__name__}, which is in 4 bits, cannot run as one operator here, "
-            "and PEFT's own forward is wrong for such weights. Take hooks and other adapters off it, or train with "
-            "experts in 16 bits."
-        )
 
 
 def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:

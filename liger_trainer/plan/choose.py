@@ -110,6 +110,7 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
         fixed_batch=inputs.batch_is_fixed,
         experts=inputs.shared_experts,
+        whole=bool(values["load_in_4bit"] and inputs.run.parameters.groups["experts"].elements),
     )
     return (_row(inputs.run, setting, room) for setting in settings)
 

@@ -100,7 +100,14 @@ def exchanged_bytes(setting: Setting, parameters: Parameters, shape: LayerShape)
 
 
 def candidates(
-    gpus: int, batch: int, accumulation: int, quantised: bool, tiles: bool, fixed_batch: bool = False, experts: int = 0
+    gpus: int,
+    batch: int,
+    accumulation: int,
+    quantised: bool,
+    tiles: bool,
+    fixed_batch: bool = False,
+    experts: int = 0,
+    whole: bool = False,
 ) -> Iterator[Setting]:
     """All settings worth a look; each keeps the samples of an optimizer step.
 
@@ -112,8 +119,9 @@ def candidates(
         tiles: Whether the model has gated MLPs to tile.
         fixed_batch: Whether the batch stays what it is.
         experts: Of a layer, those that GPUs can share; 0 for none.
+        whole: Whether every GPU must have all of the model, as with experts in 4 bits.
     """
-    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)]
+    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1)] if whole else [("ddp", 1), ("zero2", 1)]
     if gpus > 1 and not quantised:
         sizes = [size for size in range(2, gpus + 1) if experts and gpus % size == experts % size == 0]
         strategies += [("fsdp2", 1), *(("expert_parallel", size) for size in sizes)]

@@ -29,6 +29,7 @@ from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
 from liger_trainer.trainers.converted_checkpoints import ConvertedCheckpointsMixin
+from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
@@ -78,6 +79,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         self._check_split_once()
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
+        check_experts_in_4_bits(self)
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
         self._own_callback(MemoryCallback)

@@ -180,3 +180,11 @@ def test_the_command_in_the_comment_takes_what_it_says(configs, method):
     written = make_plan(inputs, 8, 80 * GB).written
     assert written.fits
     assert f"{written.memory.total / 2**30:.0f} GiB a GPU by liger-trainer plan" in comment
+
+
+def test_experts_in_4_bits_are_proposed_whole(configs):
+    options = ["--model_name_or_path", configs["qwen3_30b_a3b"]]
+    inputs = read_inputs("qwen3_30b_a3b_sft_qlora", options, 4)
+    for room in (80 * GB, 24 * GB):
+        plan = make_plan(inputs, 4, room)
+        assert {row.setting.strategy for row in plan.rows} == {"ddp"}
