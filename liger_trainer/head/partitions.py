@@ -52,15 +52,15 @@ def _handing_out(parameters: list[nn.Parameter]) -> Callable:
 
 
 def _called_with(module: nn.Module, forward: Callable, hidden: torch.Tensor) -> Any:
-    """``module(hidden)``, hooks and all, with `forward` in the place of the module's own."""
-    own = module.__dict__.get("forward")
+    """``module(hidden)`` with `forward` in the place of the module's own, and DeepSpeed's hooks alone."""
+    own = {name: module.__dict__[name] for name in ("forward", *_HOOKS) if name in module.__dict__}
     module.__dict__["forward"] = forward
+    module.__dict__.update((name, _of_deepspeed(own[name], True)) for name in _HOOKS)
     try:
         return nn.Module.__call__(module, hidden)  # a ParameterDict has one of its own
     finally:
         del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
+        module.__dict__.update(own)
 
 
 def _copy_on(module: Any, lent: _Lent) -> Any:
@@ -71,10 +71,11 @@ def _copy_on(module: Any, lent: _Lent) -> Any:
         name: None if child is None else _copy_on(child, lent) for name, child in module._modules.items()
     }
     for name in _HOOKS:
-        hooks = getattr(module, name)
-        twin.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_deepspeed(hook))
+        twin.__dict__[name] = _of_deepspeed(getattr(module, name), False)
     return twin
 
 
-def _is_of_deepspeed(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+def _of_deepspeed(hooks: Any, whether: bool) -> Any:
+    """Those of `hooks` that are DeepSpeed's, or the others."""
+    modules = {key: getattr(hook, "__module__", None) or "" for key, hook in hooks.items()}
+    return type(hooks)((key, hook) for key, hook in hooks.items() if modules[key].startswith("deepspeed.") == whether)
