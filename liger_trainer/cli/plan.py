@@ -47,9 +47,12 @@ def _size(text: str) -> int:
     from liger_trainer.configs.kernel_config import parse_bytes
 
     try:
-        return parse_bytes(text, "--gpu_memory")
+        size = parse_bytes(text, "--gpu_memory")
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 80GB or 24GiB") from None
+    if size < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give a size with its unit, such as 80GB or 24GiB")
+    return size
 
 
 def plan(arguments: Namespace, options: Sequence[str]) -> int:
