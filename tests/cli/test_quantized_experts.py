@@ -100,6 +100,7 @@ def test_resumes_to_the_same_weights(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"chat_template_path": "qwen3_training"}, "`chat_template_path` is .*, but tokens that it adds would not be"),
         ({"trainer": "dpo"}, "has experts, which train in 4 bits with `trainer` sft and causal_lm, not with dpo"),
         (
             {"use_liger_kernel": False},
