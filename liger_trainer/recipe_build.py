@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_data import text_blocks
-from liger_trainer.recipe_experts import load_in_4_bits, quantises_experts
+from liger_trainer.recipe_experts import with_experts_in_4_bits
 from liger_trainer.recipe_file import RecipeError
 from liger_trainer.recipe_model import model_class, model_kwargs, model_source
 from liger_trainer.recipe_rewards import load_reward_functions
@@ -35,10 +35,8 @@ def build_trainer(
 
     args: Any = recipe.training
     model: Any = model_source(recipe, tokenizer, resumed)
-    peft_config = get_peft_config(_with_task_type(recipe))
-    if isinstance(model, str) and peft_config is not None and quantises_experts(recipe, model):
-        model, peft_config = load_in_4_bits(recipe, model, peft_config), None
-    elif isinstance(model, str):
+    model, peft_config = with_experts_in_4_bits(recipe, model, get_peft_config(_with_task_type(recipe)))
+    if isinstance(model, str):
         # Without a device map of its own, ORPO and CPO would spread the model over the devices.
         kwargs = {"device_map": None, **model_kwargs(recipe), **(args.model_init_kwargs or {})}
         args.model_init_kwargs = kwargs
@@ -96,10 +94,8 @@ def _build_causal_lm(
     from liger_trainer.trainers.trainer import LigerTrainer
 
     model: Any = model_source(recipe, tokenizer, resumed)
-    peft_config = get_peft_config(recipe.model)
-    if isinstance(model, str) and peft_config is not None and quantises_experts(recipe, model):
-        model, peft_config = load_in_4_bits(recipe, model, peft_config), None
-    elif isinstance(model, str):
+    model, peft_config = with_experts_in_4_bits(recipe, model, get_peft_config(recipe.model))
+    if isinstance(model, str):
         trusted = recipe.get("trust_remote_code")
         config = AutoConfig.from_pretrained(model, revision=recipe.model.model_revision, trust_remote_code=trusted)
         model = model_class(config).from_pretrained(model, trust_remote_code=trusted, **model_kwargs(recipe))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_model import count_experts, model_class, model_kwargs
+from liger_trainer.recipe_model import count_experts, model_class, model_kwargs, splits_of_launch
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -22,14 +22,12 @@ TRAINERS = ("sft", "causal_lm")
 which PEFT finds no weights in 4 bits, or are not tried."""
 
 
-def check_experts_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig) -> None:
+def check_loading_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig) -> None:
     """Checks that a recipe with `load_in_4bit` can quantise the experts of a model of `config`, if it has any.
 
     Raises:
         RecipeError: if it cannot.
     """
-    from accelerate.utils import parse_flag_from_env
-
     if not count_experts(config):
         return
     given = f"{source}: `load_in_4bit` is true and the model ({config.get_text_config().model_type}) has experts"
@@ -38,46 +36,45 @@ def check_experts_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig
             f"{given}, which train in 4 bits with `trainer` {' and '.join(TRAINERS)}, not with {trainer}; set "
             "`load_in_4bit: false`."
         )
-    for flag, way in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if parse_flag_from_env(flag):
-            raise RecipeError(
-                f"{given}, which are not split in 4 bits, but the launch splits the model with {way}; launch it on one "
-                "GPU, or with `--accelerate_config ddp`."
-            )
+    if (way := splits_of_launch()) is not None:
+        raise RecipeError(
+            f"{given}, which are not split in 4 bits, but the launch splits the model with {way}; launch it on one "
+            "GPU, or with `--accelerate_config ddp`."
+        )
 
 
-def quantises_experts(recipe: Recipe, name: str) -> bool:
-    """Whether the model in `name` has experts and `recipe` wants 4 bits."""
-    from transformers import AutoConfig
+def with_experts_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig | None) -> tuple[Any, PeftConfig | None]:
+    """What a trainer is given in the place of `model` and `peft_config` where `recipe` wants experts in 4 bits.
 
-    if not recipe.model.load_in_4bit:
-        return False
-    revision, trusted = recipe.model.model_revision, recipe.get("trust_remote_code")
-    return count_experts(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)) > 0
-
-
-def load_in_4_bits(recipe: Recipe, name: str, peft_config: PeftConfig) -> Any:
-    """The model in `name` with new adapters, all but them, embedding, head, norms and routers in 4 bits.
+    That is a model with new adapters, and no configuration of some: all but them, embedding, head, norms and routers is
+    in 4 bits. Else it is what is given.
 
     Raises:
-        RecipeError: for a `chat_template_path`, whose new tokens TRL trains of adapters that it makes itself.
+        RecipeError: for a `chat_template_path`, as TRL trains the tokens that it adds with adapters of its own making.
     """
-    from peft import get_peft_model
     from transformers import AutoConfig
+
+    if not isinstance(model, str) or peft_config is None or not recipe.model.load_in_4bit:
+        return model, peft_config
+    trusted = recipe.get("trust_remote_code")
+    config = AutoConfig.from_pretrained(model, revision=recipe.model.model_revision, trust_remote_code=trusted)
+    if not count_experts(config):
+        return model, peft_config
+    if (template := getattr(recipe.training, "chat_template_path", None)) is not None:
+        raise RecipeError(
+            f"{recipe.source}: `chat_template_path` is {template!r}, but tokens that it adds would not be trained with "
+            "experts in 4 bits; leave it out for the tokenizer's own template."
+        )
+    kwargs = {**model_kwargs(recipe), **(getattr(recipe.training, "model_init_kwargs", None) or {})}
+    loading = {**kwargs, "trust_remote_code": trusted, "device_map": {"": "cpu"}}
+    return _adapted(recipe, model_class(config).from_pretrained(model, **loading), peft_config), None
+
+
+def _adapted(recipe: Recipe, model: Any, peft_config: PeftConfig) -> Any:
+    from peft import get_peft_model
 
     from liger_trainer.quantized_experts import quantize_experts, stacked_weights
 
-    if getattr(recipe.training, "chat_template_path", None):
-        raise RecipeError(
-            f"{recipe.source}: `chat_template_path` is {recipe.training.chat_template_path!r}, but tokens that it adds "  # type: ignore[attr-defined]
-            "would not be trained with experts in 4 bits; leave it out for the tokenizer's own template."
-        )
-    revision, trusted = recipe.model.model_revision, recipe.get("trust_remote_code")
-    more = getattr(recipe.training, "model_init_kwargs", None) or {}
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    model = model_class(config).from_pretrained(
-        name, trust_remote_code=trusted, **{**model_kwargs(recipe), **more, "device_map": {"": "cpu"}}
-    )
     adapted, device = get_peft_model(model, peft_config), recipe.training.device
     if any(stacked_weights(adapted)):  # those in lists of linear layers are in 4 bits
         quantize_experts(adapted, recipe.model.bnb_4bit_quant_type, recipe.model.use_bnb_nested_quant, device)

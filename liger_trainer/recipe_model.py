@@ -78,24 +78,29 @@ def check_model(recipe: Recipe) -> None:
     if recipe.recipe.expert_parallel_size > 1:
         _check_experts(recipe, found)
     if recipe.model.load_in_4bit:
-        from liger_trainer.recipe_experts import check_experts_in_4_bits
+        from liger_trainer.recipe_experts import check_loading_in_4_bits
 
-        check_experts_in_4_bits(recipe.source, recipe.recipe.trainer, found)
+        check_loading_in_4_bits(recipe.source, recipe.recipe.trainer, found)
 
 
 def _check_experts(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Checks that the experts of `config` can be split over `expert_parallel_size` of the processes."""
-    from accelerate.utils import parse_flag_from_env
-
     size = recipe.recipe.expert_parallel_size
     check_expert_count(recipe.source, size, config)
-    for flag, way in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if parse_flag_from_env(flag):
-            raise RecipeError(
-                f"{recipe.source}: `expert_parallel_size` is {size}, which splits the whole model, but the launch "
-                f"splits it with {way}; launch it with `--accelerate_config ddp`, or set `expert_parallel_size: 1`."
-            )
+    if (way := splits_of_launch()) is not None:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, which splits the whole model, but the launch splits "
+            f"it with {way}; launch it with `--accelerate_config ddp`, or set `expert_parallel_size: 1`."
+        )
     expert_parallel_config(recipe)
+
+
+def splits_of_launch() -> str | None:
+    """With what this launch splits a model; None where it does not."""
+    from accelerate.utils import parse_flag_from_env
+
+    ways = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+    return next((way for flag, way in ways.items() if parse_flag_from_env(flag)), None)
 
 
 def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,32 +78,19 @@ class ExpertsFormula(NamedTuple):
             adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
         """
         with kept_in_4_bits(experts, self.weights) as weights:
-            run = self._normed_sum if self.normed else self._sum
-            return run(experts, weights, hidden, top_k_index, top_k_weights, adapters or {})
-
-    def _normed_sum(
-        self,
-        experts: Any,
-        weights: Sequence[torch.Tensor],
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        adapters: Mapping[str, Sequence[ExpertLoRA]],
-    ) -> torch.Tensor:
-        """Each choice is a token of its own for `moe_experts`; torch norms and sums the results."""
-        tokens, top_k = top_k_index.shape
-        rows = hidden.repeat_interleave(top_k, 0), top_k_index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
-        normed = getattr(experts, NORM)(self._sum(experts, weights, *rows, adapters)).view(tokens, top_k, -1)
-        return (top_k_weights.to(normed.dtype).unsqueeze(1) @ normed).squeeze(1).to(hidden.dtype)
+            weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})
+            if self.normed:
+                return _normed_sum(weighted_sum, getattr(experts, NORM), hidden, top_k_index, top_k_weights)
+            return weighted_sum(hidden, top_k_index, top_k_weights)
 
     def _sum(
         self,
         experts: Any,
         weights: Sequence[torch.Tensor],
+        adapters: Mapping[str, Sequence[ExpertLoRA]],
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        adapters: Mapping[str, Sequence[ExpertLoRA]],
     ) -> torch.Tensor:
         """The weighted sum of each token's experts."""
         first, down, *biases = weights
@@ -135,6 +123,20 @@ class ExpertsFormula(NamedTuple):
     def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
         """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
         return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
+
+
+def _normed_sum(
+    weighted_sum: Callable[..., torch.Tensor],
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Each choice is a token of its own for `weighted_sum`; torch norms and sums the results."""
+    tokens, top_k = index.shape
+    rows = hidden.repeat_interleave(top_k, 0), index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
+    normed = norm(weighted_sum(*rows)).view(tokens, top_k, -1)
+    return (weights.to(normed.dtype).unsqueeze(1) @ normed).squeeze(1).to(hidden.dtype)
 
 
 def layout_of(experts: Any) -> ExpertsFormula | str | None:

@@ -140,10 +140,10 @@ def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, 
 
 
 def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source: Path) -> None:
-    from liger_trainer.recipe_experts import check_experts_in_4_bits
+    from liger_trainer.recipe_experts import check_loading_in_4_bits
 
     if values["load_in_4bit"]:
-        check_experts_in_4_bits(source, values["trainer"], config)
+        check_loading_in_4_bits(source, values["trainer"], config)
 
 
 def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:

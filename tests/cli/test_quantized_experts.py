@@ -119,7 +119,7 @@ def test_what_is_refused(folder, changes, message):
 
 def test_a_launch_that_splits_the_model_is_refused(folder, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    from liger_trainer.recipe_experts import check_experts_in_4_bits
+    from liger_trainer.recipe_experts import check_loading_in_4_bits
 
     with pytest.raises(RecipeError, match="the launch splits the model with DeepSpeed; launch it on one GPU"):
-        check_experts_in_4_bits(folder, "sft", TINY_MODELS["qwen3_moe"]().config)
+        check_loading_in_4_bits(folder, "sft", TINY_MODELS["qwen3_moe"]().config)

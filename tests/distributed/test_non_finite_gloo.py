@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
@@ -49,13 +50,9 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    return failures_of(_worker)
+    return failures_of(partial(run_gloo_cases, CASES))
 
 
 @pytest.mark.parametrize("case", CASES)

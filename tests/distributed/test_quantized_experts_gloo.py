@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -49,12 +50,5 @@ def _is_one_process(rank: int) -> None:
     assert not any(list(module.buffers()) for module in experts)  # which DDP would send at every forward
 
 
-CASES = {"gradients": _is_one_process}
-
-
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
 def test_two_processes_train_as_one() -> None:
-    assert not failures_of(_worker)
+    assert not failures_of(partial(run_gloo_cases, {"gradients": _is_one_process}))

@@ -75,7 +75,7 @@ def test_gradients_are_as_exact_as_those_on_16_bits():
         assert errors[0] <= 1.2 * errors[1] + 1e-6, name
 
 
-def test_no_floating_weight_is_kept_and_nothing_waits():
+def test_no_floating_weight_is_kept_and_reading_one_does_not_wait():
     ids = torch.randint(0, 512, (1, TOKENS), device="cuda")
     quantised = adapted()
     weight = sum(p.nbytes for name, p in quantised.named_parameters() if "experts" in name and p.dim() == 3)

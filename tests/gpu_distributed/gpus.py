@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed.nodes import free_port, nodes_of, run_nodes
 
-needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU, or one for each process")
+needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 
 
 def results_of(module: str, folder: Path, processes: int = 2, **environment: str) -> list[dict[str, Any]]:
@@ -38,6 +40,19 @@ def join_group() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl", device_id=torch.device("cuda", gpu))
     return dist.get_rank()
+
+
+def failures_in(checks: Mapping[str, Callable[[int], object]], rank: int) -> dict[str, Any]:
+    """Runs `checks` on all ranks, one after another: how each failed here, empty where it did not."""
+    found = {}
+    for name, check in checks.items():
+        try:
+            check(rank)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        dist.barrier()
+    return found
 
 
 def write_results(folder: str, results: dict[str, Any]) -> None:

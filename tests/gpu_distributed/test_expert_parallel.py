@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import traceback
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ pytest.importorskip("transformers.distributed")
 from liger_trainer.kernels.moe_experts import moe_experts
 from liger_trainer.patching.expert_parallel import run_exchanged
 from tests.distributed.test_expert_parallel import MODELS, ROWS, model_is_that_of_one_process, rows_are_those_of_one
-from tests.gpu_distributed.gpus import join_group, needs_gpu, results_of, write_results
+from tests.gpu_distributed.gpus import failures_in, join_group, needs_gpu, results_of, write_results
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_expert_parallel import check_logs, train
 from tests.trainers.tiny import logged, tokenizer
@@ -68,14 +67,7 @@ CHECKS: dict[str, Any] = {
 def work(folder: str) -> None:
     """What both ranks run."""
     rank = join_group()
-    results: dict[str, Any] = {}
-    for name, check in CHECKS.items():
-        try:
-            check(rank)
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-        dist.barrier()
+    results = failures_in(CHECKS, rank)
     results["kept"] = _kept(folder)
     for name in TRAINERS:
         results[f"trainer: {name}"] = logged(train(name, folder, True, True, name, use_cpu=False))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ pytest.importorskip("transformers.distributed")
 from tests.distributed.test_expert_parallel import ROWS, model_is_that_of_one_process, rows_are_those_of_one
 from tests.distributed.test_mesh_gloo import CASES as GLOO_CASES
 from tests.distributed.test_mesh_gloo import RANKS
-from tests.gpu_distributed.gpus import join_group, needs_gpu, results_of, write_results
+from tests.gpu_distributed.gpus import failures_in, join_group, needs_gpu, results_of, write_results
 
 pytestmark = needs_gpu
 
@@ -52,14 +51,7 @@ CASES: dict[str, Callable[[int], None]] = {
 def work(folder: str) -> None:
     """What all ranks run."""
     rank = join_group()
-    results: dict[str, Any] = {"processes": dist.get_world_size(), "backend": dist.get_backend()}
-    for name, check in CASES.items():
-        try:
-            check(rank)
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-        dist.barrier()
+    results = {"processes": dist.get_world_size(), "backend": dist.get_backend(), **failures_in(CASES, rank)}
     write_results(folder, results)
     dist.destroy_process_group()
 

@@ -188,3 +188,14 @@ def test_experts_in_4_bits_are_proposed_whole(configs):
     for room in (80 * GB, 24 * GB):
         plan = make_plan(inputs, 4, room)
         assert {row.setting.strategy for row in plan.rows} == {"ddp"}
+
+
+def test_the_comment_of_the_quantised_mixture_says_what_is_planned(configs):
+    recipe = "qwen3_30b_a3b_sft_qlora"
+    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"]], 1)
+    written = make_plan(inputs, 1, 32 * GB).written
+    memory, comment = written.memory, find_recipe(recipe).read_text().partition("if __import__")[0]
+    assert written.fits
+    assert f"weights and adapters are {memory.weights / 2**30:.0f} GiB" in comment
+    assert f"gradients and states of the adapters {(memory.gradients + memory.optimizer) / 2**30:.0f};" in comment
+    assert f"{memory.total / 2**30:.0f} GiB by liger-trainer plan" in comment
