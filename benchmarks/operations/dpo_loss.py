@@ -87,7 +87,7 @@ def trl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, 
     return loss(completions(hidden, weight), ref)
 
 
-@provider("dpo_loss", "liger_trainer", logits_memory="512MiB")
+@provider("dpo_loss", "liger_trainer", retain_logits_memory="4GiB")
 @provider("dpo_loss", "liger_trainer")
 def ours(
     hidden: Tensor,
@@ -95,10 +95,22 @@ def ours(
     ref_hidden: Tensor,
     ref_weight: Tensor,
     target: Tensor,
-    logits_memory: str = "1GiB",
+    retain_logits_memory: str | None = None,
 ) -> Tensor:
+    """What `LigerDPOTrainer` runs: TRL's formula on log-probabilities that are computed without logits."""
     from liger_trainer.configs.kernel_config import parse_bytes
+    from liger_trainer.functional import linear_log_probs
+
+    with torch.no_grad():
+        ref = linear_log_probs(ref_hidden, ref_weight, target).sum(-1)
+    kept = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
+    return loss(linear_log_probs(hidden, weight, target, retain_memory=kept).sum(-1), ref)
+
+
+@provider("dpo_loss", "liger_trainer LigerFusedLinearDPOLoss")
+def fused(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, target: Tensor) -> Tensor:
+    """The loss for training loops of one's own: gradients in the forward, no logits computed again."""
     from liger_trainer.losses import LigerFusedLinearDPOLoss
 
-    dpo = LigerFusedLinearDPOLoss(logits_memory=parse_bytes(logits_memory))
+    dpo = LigerFusedLinearDPOLoss()
     return dpo(weight, hidden, target, ref_input=ref_hidden, ref_weight=ref_weight)[0]

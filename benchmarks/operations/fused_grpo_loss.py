@@ -114,7 +114,7 @@ def trl(
     return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
 
 
-@provider("fused_grpo_loss", "liger_trainer", logits_memory="512MiB")
+@provider("fused_grpo_loss", "liger_trainer", retain_logits_memory="4GiB")
 @provider("fused_grpo_loss", "liger_trainer")
 def ours(
     hidden: Tensor,
@@ -124,11 +124,30 @@ def ours(
     advantages: Tensor,
     old_log_probs: Tensor,
     ref_log_probs: Tensor,
-    logits_memory: str = "1GiB",
+    retain_logits_memory: str | None = None,
 ) -> Tensor:
+    """What `LigerGRPOTrainer` runs: TRL's formula on log-probabilities that are computed without logits."""
     from liger_trainer.configs.kernel_config import parse_bytes
+    from liger_trainer.functional import linear_log_probs
+
+    kept = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
+    now = linear_log_probs(hidden, weight, completion_ids, retain_memory=kept)
+    return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+
+
+@provider("fused_grpo_loss", "liger_trainer LigerFusedLinearGRPOLoss")
+def fused(
+    hidden: Tensor,
+    weight: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+) -> Tensor:
+    """The loss for training loops of one's own: gradients in the forward, no logits computed again."""
     from liger_trainer.losses import LigerFusedLinearGRPOLoss
 
-    grpo = LigerFusedLinearGRPOLoss(logits_memory=parse_bytes(logits_memory))
     policies = {"old_per_token_logps": old_log_probs, "ref_per_token_logps": ref_log_probs}
+    grpo = LigerFusedLinearGRPOLoss()
     return grpo(hidden, weight, completion_ids, completion_mask, advantages, **policies)[0]
