@@ -29,6 +29,7 @@ from tests.trainers.tiny import (
 from tests.trainers.vision import PROCESSORS, dialogues, pairs, prompts
 
 TOLERANCE = 1e-5
+HALF_TOLERANCE = 2**-8  # one unit of bf16: CPUs with and without bf16 instructions round gradients to different neighbours
 BASE = {
     **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
 }  # fmt: skip
@@ -160,14 +161,16 @@ def liger_trainer_of(kind: str) -> Any:
 
 
 def assert_same_logs(stock: Any, ours: Any, but: tuple[str, ...] = ()) -> None:
-    """Every logged number, but what measures time."""
+    """Every logged number, but what measures time; relative to the precision of the weights."""
     expected, got = logged(stock), logged(ours)
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in stock.model.parameters())
+    relative = HALF_TOLERANCE if half else TOLERANCE
     assert len(expected) == len(got)
     assert len(expected) >= 3
     for left, right in zip(expected, got):
         assert left.keys() == right.keys()
         for key in left.keys() - {"step_time", "eval_step_time", *but}:
-            assert right[key] == pytest.approx(left[key], abs=TOLERANCE, rel=TOLERANCE, nan_ok=True), key
+            assert right[key] == pytest.approx(left[key], abs=TOLERANCE, rel=relative, nan_ok=True), key
 
 
 def assert_parity(kind: str, output_dir: Any, model: str, naive: bool = False, **case: Any) -> tuple[Any, Any]:
