@@ -66,6 +66,12 @@ def _valid(student: torch.Tensor, labels: torch.Tensor | None, options: Divergen
     return labels != options.ignore_index
 
 
+def logits_reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The logits of a head as the divergences take them, which is not rounded to half precision."""
+    dtype = compute_dtype(hidden)
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
 def divergence_of_logits_reference(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -127,8 +133,8 @@ def linear_jsd_reference(
         *(divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale),
         *(teacher_softcap, teacher_logit_scale, 0.0, ignore_index),
     )
-    student = F.linear(student_hidden, student_weight, student_bias)[..., :vocab_size]
-    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)[..., :vocab_size]
+    student = logits_reference(student_hidden, student_weight, student_bias)[..., :vocab_size]
+    teacher = logits_reference(teacher_hidden, teacher_weight, teacher_bias)[..., :vocab_size]
     return divergence_of_logits_reference(student, teacher, labels, options, **reduction)
 
 
@@ -141,10 +147,12 @@ def divergence_rows_torch_(
     student_bias: torch.Tensor | None,
     teacher_bias: torch.Tensor | None,
     coefficient: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> None:
     """The row kernel's passes (`_divergence_rows`) in plain torch, for devices without Triton and for float64.
 
-    It fills `stats`, and with a `coefficient` overwrites `student` with the gradient of its logits times it.
+    It fills `stats`, and with a `coefficient` leaves the gradient of the student's logits times it in `out`, which may
+    lie in their memory, else over `student`.
     """
     dtype = compute_dtype(student)
     x, y = student.to(dtype), teacher.to(dtype)
@@ -190,4 +198,4 @@ def divergence_rows_torch_(
     gradient *= (coefficient * (options.student_logit_scale / temperature)).expand(valid.shape).unsqueeze(-1)
     if options.student_softcap is not None:
         gradient *= 1.0 - (raw / options.student_softcap).square()
-    student.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0))
+    (student if out is None else out).copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0))

@@ -33,6 +33,8 @@ def divergence_row_kernel(
     t_ptr,
     t_stride,
     t_width,
+    gradient_ptr,
+    gradient_stride,
     vocab_size,
     s_bias_ptr,
     t_bias_ptr,
@@ -72,6 +74,7 @@ def divergence_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row * s_stride
     t_ptr += row * t_stride
+    gradient_ptr += row * gradient_stride
     lanes = tl.arange(0, BLOCK)
     tiles = tl.cdiv(s_width, BLOCK)
 
@@ -86,8 +89,8 @@ def divergence_row_kernel(
             if GRADIENT:
                 for start in tl.range(0, s_width, BLOCK):
                     columns = start + lanes
-                    zeros = tl.zeros([BLOCK], dtype=s_ptr.dtype.element_ty)
-                    tl.store(s_ptr + columns, zeros, mask=columns < s_width)
+                    zeros = tl.zeros([BLOCK], dtype=gradient_ptr.dtype.element_ty)
+                    tl.store(gradient_ptr + columns, zeros, mask=columns < s_width)
             return
 
     s_peaks = tl.full([BLOCK], LOWEST, tl.float32)
@@ -198,6 +201,7 @@ def divergence_row_kernel(
         if HARD:
             hard_coefficient = tl.where(in_range, hard_coefficient, float("nan"))
         for tile in tl.range(0, tiles, num_stages=STAGES):
+            # `gradient_memory` knows which way this goes.
             columns = (tile if DIVERGENCE == "jsd" else tiles - 1 - tile) * BLOCK + lanes
             zs, slope = _scores(s_ptr, s_bias_ptr, columns, s_width, vocab_size, s_inner, s_outer, S_SOFTCAP, S_BIAS)
             if DIVERGENCE == "probs_kl":
@@ -221,5 +225,6 @@ def divergence_row_kernel(
                 gradient += hard_coefficient * (tl.exp2(zs * temperature - hard_lse) - hit)
             if S_SOFTCAP:
                 gradient *= slope
-            gradient = gradient.to(s_ptr.dtype.element_ty)
-            tl.store(s_ptr + columns, gradient, mask=columns < s_width)
+            if gradient_ptr.dtype.element_ty != s_ptr.dtype.element_ty:
+                tl.debug_barrier()  # threads write over logits of this tile, and of earlier ones, that others load
+            tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < s_width)

@@ -12,7 +12,11 @@ with it the sums that KL(t || s) or KL(s || t) needs, so the last pass can alrea
 logits. The JSD is not linear in the normalisers and takes one pass more for KL(s || m) and KL(t || m). Every pass goes
 the other way than the one before, as its last tiles are still in cache.
 
-Bytes moved for N rows of V logits of b bytes in both models: 5 * N*V*b with gradient (jsd 7), less what is in L2.
+The gradient of fp32 logits may be written in half precision, into the half of their memory that the last pass has read
+by then (`gradient_memory`): the low half where it goes up the columns, the high half where it goes down.
+
+Bytes moved for N rows of V logits of b bytes in both models and a gradient of g: N*V * (4*b + g), jsd N*V * (6*b + g),
+less what is in L2.
 """
 
 from __future__ import annotations
@@ -28,6 +32,14 @@ from liger_trainer.kernels._logit_transform import transform_factors
 from liger_trainer.kernels.runtime import on_device, use_triton
 
 
+def gradient_memory(logits: torch.Tensor, dtype: torch.dtype, divergence: str) -> torch.Tensor:
+    """The memory of whole rows of logits as that of their gradient in `dtype`, as wide or half as wide."""
+    if dtype == logits.dtype:
+        return logits
+    low, high = logits.view(dtype).chunk(2, 1)
+    return low if divergence == "jsd" else high
+
+
 def divergence_rows_(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -39,8 +51,9 @@ def divergence_rows_(
     coefficient: torch.Tensor | None = None,
     student_width: int | None = None,
     teacher_width: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Fills `stats`; with a `coefficient` it also overwrites `student` with the gradient of its logits times it.
+    """Fills `stats`; with a `coefficient` it also writes the student's gradient times it to `out`, else over `student`.
 
     Args:
         student: `(N, V)` logits, last stride 1.
@@ -54,9 +67,11 @@ def divergence_rows_(
         student_width: Columns of memory each row of `student` owns, at least V (the default); those from V on are
             scratch.
         teacher_width: Columns of memory each row of `teacher` owns.
+        out: `(N, V)`, rows of the `gradient_memory` of the student's logits; they own `student_width` columns too.
     """
+    out = student if out is None else out
     if not use_triton(student):
-        divergence_rows_torch_(student, teacher, labels, stats, options, student_bias, teacher_bias, coefficient)
+        divergence_rows_torch_(student, teacher, labels, stats, options, student_bias, teacher_bias, coefficient, out)
         return
     tokens, vocab_size = student.shape
     if tokens == 0:
@@ -72,6 +87,8 @@ def divergence_rows_(
             teacher,
             teacher.stride(0),
             teacher_width or vocab_size,
+            out,
+            out.stride(0),
             vocab_size,
             student_bias,
             teacher_bias,

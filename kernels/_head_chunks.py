@@ -29,11 +29,17 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def chunk_rows(
-    hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, weight_gradient: bool, unit: int = 1
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    logits_memory: int,
+    weight_gradient: bool,
+    unit: int = 1,
+    class_bytes: int | None = None,
 ) -> int:
     """Tokens of a chunk: as many as `logits_memory` bytes hold, spread evenly over the chunks.
 
-    Tokens that must not be parted come as units of `unit` tokens; then it is 0 where not even one unit fits.
+    A class of a token takes `class_bytes`, by default one logit of the dtype of `hidden`. Tokens that must not be
+    parted come as units of `unit` tokens; then it is 0 where not even one unit fits.
 
     A budget of many tokens may be exceeded by a sixth where that makes their number a multiple of 512, and is otherwise
     rounded down to one of 256: the tiles of a matmul that run side by side are then all full.
@@ -43,7 +49,8 @@ def chunk_rows(
     that is summed as block floating point needs no such accumulator.
     """
     tokens, hidden_size = hidden.shape
-    rows = max(1, logits_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * hidden.element_size()))
+    class_bytes = class_bytes or hidden.element_size()
+    rows = max(1, logits_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * class_bytes))
     if rows >= MANY_ROWS and unit <= ROW_MULTIPLE:
         rows = round_up(rows, 512) if 6 * round_up(rows, 512) <= 7 * rows else rows // 256 * 256
     elif rows >= ROW_MULTIPLE and unit <= ROW_MULTIPLE and 2 * (rows % ROW_MULTIPLE) < ROW_MULTIPLE:
@@ -51,7 +58,7 @@ def chunk_rows(
     if weight_gradient and hidden.element_size() == 2 and not sums_in_block_floating_point(weight):
         few = -(-tokens // MAX_HALF_CHUNKS)
         few = round_up(few, ROW_MULTIPLE) if few >= ROW_MULTIPLE else few
-        if rows < few <= rows + hidden_size:
+        if rows < few and class_bytes * (few - rows) <= 2 * hidden_size:
             rows = few
     units, most = tokens // unit, rows // unit
     if most == 0:

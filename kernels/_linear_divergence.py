@@ -3,16 +3,18 @@
 For hidden states X `(N, H)` and head W `(V, H)` of the student and those of the teacher, which may have another hidden
 size, and a divergence L of their logits (`_divergence_options`):
 
-    for each chunk of tokens:   Z = X_c @ W.T,  T = X_teacher_c @ W_teacher.T     into two buffers
-                                Z = dL/dZ              in place, one kernel (`_divergence_rows`)
-                                dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
+    for each chunk of tokens:   Z = X_c @ W.T,  T = X_teacher_c @ W_teacher.T     into two buffers, fp32
+                                dZ = dL/dZ             over Z, in the dtype of X, one kernel (`_divergence_rows`)
+                                dX_c = dZ @ W          dW += dZ.T @ X_c         dbias += sum of the rows of dZ, fp32
 
-four matmuls, three for a frozen student head. The gradients come with the forward, and the backward has only the
-upstream gradient to apply (`_rescale`), as in `linear_cross_entropy`, with which this shares chunk plan and sums.
+four matmuls, three for a frozen student head. The logits keep the matmul's fp32: where student and teacher nearly
+agree, dZ is a difference of nearly equal numbers, and rounding the logits to half precision would put it off by several
+percent. The gradients come with the forward, and the backward has only the upstream gradient to apply (`_rescale`), as
+in `linear_cross_entropy`, with which this shares chunk plan and sums.
 
-Bytes moved besides the matmuls' own, b bytes an element: at most 5 N*V*b for the row kernel (jsd 7) and 2*V*H*b for
-each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are dX, dW and
-dbias.
+Bytes moved besides the matmuls' own, b bytes an element of X: at most N*V*(16 + b) for the row kernel (jsd 24 + b) and
+2*V*H*b for each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are
+dX, dW and dbias.
 
 The public functions are in `linear_jsd` and, for a teacher given as probabilities, `linear_kl_div`.
 """
@@ -31,15 +33,20 @@ from liger_trainer.kernels._divergence_options import (
     DivergenceStats,
     check_divergence_options,
 )
-from liger_trainer.kernels._divergence_rows import divergence_rows_
+from liger_trainer.kernels._divergence_rows import divergence_rows_, gradient_memory
 from liger_trainer.kernels._head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
 from liger_trainer.kernels._loss_checks import check_labels_on_cpu, check_logits_memory, check_num_items, check_tokens
 from liger_trainer.kernels._matmul_precision import fp32_reductions
 from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels._weight_gradient import WeightGradientSum
+from liger_trainer.kernels._weight_gradient import WeightGradientSum, matmul_into, multiplies_into_fp32
 
 _TENSORS = 10  # of the operator's arguments
 _FUNCTIONS = "linear_jsd, linear_kl, linear_kl_div and linear_cosine_distance"
+
+
+def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """That of the products with a head: fp32 where half precision is multiplied into it, else as `hidden` is."""
+    return compute_dtype(hidden) if multiplies_into_fp32(hidden.device) else hidden.dtype
 
 
 def _run_chunks(
@@ -63,23 +70,25 @@ def _run_chunks(
     if tokens == 0:
         return d_hidden, d_weight.zero_(), d_bias.zero_()
     head = weight[:vocab_size]
-    if teacher_weight is not None:  # the two buffers share the budget by the size of their elements
-        logits_memory = logits_memory * hidden.element_size() // (hidden.element_size() + given.element_size())
-    rows = chunk_rows(hidden, head, max(1, logits_memory), needs.weight)
+    dtype, teacher_dtype = _logits_dtype(hidden), _logits_dtype(given)
+    class_bytes = dtype.itemsize + (0 if teacher_weight is None else teacher_dtype.itemsize)
+    rows = chunk_rows(hidden, head, logits_memory, needs.weight, class_bytes=class_bytes)
     width = round_up(vocab_size, COLUMN_MULTIPLE)
-    buffer = hidden.new_empty(rows, width)
-    teacher_buffer = given.new_empty(rows if teacher_weight is not None else 0, width)
+    buffer = hidden.new_empty(rows, width, dtype=dtype)
+    gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
+    teacher_buffer = given.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
     weight_sum = WeightGradientSum(d_weight[:vocab_size], -(-tokens // rows)) if needs.weight else None
     bias_total = d_bias.new_zeros(min(d_bias.shape[0], vocab_size), dtype=compute_dtype(hidden))
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         part = hidden[start:stop]
-        logits = torch.mm(part, head.t(), out=buffer[: stop - start, :vocab_size])
+        logits, gradient = (memory[: stop - start, :vocab_size] for memory in (buffer, gradient_buffer))
+        matmul_into(logits, part, head.t())
         if teacher_weight is None:
             target, target_width = given[start:stop, :vocab_size], vocab_size
         else:
             target, target_width = teacher_buffer[: stop - start, :vocab_size], width
-            torch.mm(given[start:stop], teacher_weight[:vocab_size].t(), out=target)
+            matmul_into(target, given[start:stop], teacher_weight[:vocab_size].t())
         divergence_rows_(
             logits,
             target,
@@ -91,15 +100,16 @@ def _run_chunks(
             None if not any(needs) else coefficient[start:stop] if coefficient.dim() else coefficient,
             width,
             target_width,
+            gradient,
         )
         if needs.hidden:
-            torch.mm(logits, head, out=d_hidden[start:stop])
+            torch.mm(gradient, head, out=d_hidden[start:stop])
         if weight_sum is not None:
-            weight_sum.add(logits, part)
+            weight_sum.add(gradient, part)
         if needs.bias:
-            bias_total += logits.sum(0, dtype=bias_total.dtype)
-        del logits, target
-    del buffer, teacher_buffer
+            bias_total += gradient.sum(0, dtype=bias_total.dtype)
+        del logits, gradient, target
+    del buffer, gradient_buffer, teacher_buffer
     if weight_sum is not None:
         weight_sum.finish()
     d_weight[vocab_size:].zero_()

@@ -252,6 +252,8 @@ def multiplies_into_fp32(device: torch.device) -> bool:
 
 def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
     """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision."""
+    if out.device.type == "cpu":  # no matmul there sums half precision into fp32
+        left, right = left.to(out.dtype), right.to(out.dtype)
     if out.dtype == left.dtype:
         if add:
             torch.addmm(out, left, right, out=out)
@@ -264,10 +266,7 @@ def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add:
         else:
             torch.mm(left, right, out_dtype=out.dtype, out=out)
         return
-    # No matmul sums half precision into fp32 here. On the CPU the operands are widened; elsewhere the product is
-    # rounded to half precision, but the sum is not.
-    if out.device.type == "cpu":
-        left, right = left.to(out.dtype), right.to(out.dtype)
+    # No matmul sums half precision into fp32 here: the product is rounded to half precision, but the sum is not.
     product = torch.mm(left, right)
     if add:
         out.add_(product)

@@ -230,6 +230,7 @@ def linear_cross_entropy(
 
     Loss and options are those of `cross_entropy`. The logits are rounded to the dtype of `hidden`, as ``nn.Linear``
     rounds them, the loss computed from them in fp32 and the gradients in the forward; double backward is an error.
+    (`linear_jsd`, whose gradient is a difference of two nearly equal distributions, keeps its logits in fp32.)
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.

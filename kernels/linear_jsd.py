@@ -94,9 +94,10 @@ def linear_jsd(
 
     With s and t the softmax of the two models' logits at the temperature and ``m = (1 - beta) * s + beta * t``, a
     token's divergence is ``beta * KL(t || m) + (1 - beta) * KL(s || m)``; `beta` 0 stands for ``KL(t || s)`` and 1 for
-    ``KL(s || t)`` (arXiv 2306.13649, as in TRL and Liger; no factor of ``temperature**2``). Logits are
-    ``hidden @ weight.T`` rounded to the dtype of `hidden`, and the rest is fp32. The gradients are computed in the
-    forward; double backward is an error. The teacher gets no gradient.
+    ``KL(s || t)`` (arXiv 2306.13649, as in TRL and Liger; no factor of ``temperature**2``). Logits and all
+    that is computed from them are fp32; the gradient of the logits is rounded once, to the dtype of `hidden`, for its
+    matmuls. On AMD and Intel GPUs the logits of a half-precision head are rounded as well. The gradients are computed
+    in the forward; double backward is an error. The teacher gets no gradient.
 
     Args:
         student_hidden: `(..., H)` of fp16, bf16, fp32 or float64.
@@ -122,9 +123,9 @@ def linear_jsd(
         vocab_size: Compares only the first so many classes; for heads of one vocabulary with different padding. By
             default both heads must have the same number of rows.
         outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
-        logits_memory: Bytes for the two chunks of logits, 1 GiB by default. Half-precision weight gradients of more
-            than 8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where bigger buffers are cheaper than
-            that sum, they exceed this.
+        logits_memory: Bytes for the two chunks of fp32 logits, 1 GiB by default. Half-precision weight gradients of
+            more than 8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where bigger buffers are cheaper
+            than that sum, they exceed this.
         expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. Where it
             comes exactly so, the backward does not touch the gradients; otherwise it passes over them once.
 

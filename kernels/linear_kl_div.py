@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
-from liger_trainer.kernels._divergence_reference import divergence_of_logits_reference
+from liger_trainer.kernels._divergence_reference import divergence_of_logits_reference, logits_reference
 from liger_trainer.kernels._linear_divergence import reduced_divergence
 from liger_trainer.kernels._loss_checks import check_head
 
@@ -38,8 +37,8 @@ def linear_kl_div(
     """``KL(target || softmax(z))`` for probabilities `target` and the logits z of an LM head, one chunk at a time.
 
     A token's divergence is ``sum_c target[c] * (log(max(target[c], eps)) - log_softmax(z / temperature)[c])``; `target`
-    is taken as it is, summing to 1 or not, and gets no gradient. The gradients are computed in the forward, in three
-    matmuls (two for a frozen head); double backward is an error.
+    is taken as it is, summing to 1 or not, and gets no gradient. Logits are fp32, as in `linear_jsd`. The gradients are
+    computed in the forward, in three matmuls (two for a frozen head); double backward is an error.
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
@@ -60,7 +59,7 @@ def linear_kl_div(
         token_weights: `(...)`, floating, factors of the token losses, not differentiated.
         vocab_size: Compares only the first so many classes.
         outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
-        logits_memory: Bytes for the chunk of logits, as in `linear_cross_entropy`.
+        logits_memory: Bytes for the chunk of fp32 logits, 512 MiB by default, as in `linear_jsd`.
         expected_grad: The upstream gradient to expect in the backward, as in `linear_cross_entropy`.
 
     Returns:
@@ -126,5 +125,5 @@ def linear_kl_div_reference(
     )
     reduction = "sum" if reduction == "sum" else "mean"
     return divergence_of_logits_reference(
-        F.linear(hidden, weight, bias), target, labels, options, reduction, **normaliser
+        logits_reference(hidden, weight, bias), target, labels, options, reduction, **normaliser
     )

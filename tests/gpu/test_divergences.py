@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceStats
 from liger_trainer.kernels._divergence_reference import linear_jsd_reference
+from liger_trainer.kernels._divergence_rows import divergence_rows_, gradient_memory
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.linear_jsd import linear_jsd
 from liger_trainer.kernels.linear_kl_div import linear_kl_div
@@ -45,20 +47,58 @@ def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_gradients_are_no_further_from_float64_than_eager_bf16(beta: float, softcap: float | None) -> None:
+def test_gradients_are_as_close_to_float64_as_rounded_gradients(beta: float, softcap: float | None) -> None:
     student, teacher, labels = _heads(512, 1024, 768, 128256, scale=3.0)
     options: dict[str, Any] = {"beta": beta, "temperature": 1.5, "student_softcap": softcap, "teacher_softcap": softcap}
     doubles = [tensor.detach().double().requires_grad_() for tensor in student]
     exact_loss = linear_jsd_reference(*doubles, *(tensor.double() for tensor in teacher), labels, **options)
     exact = torch.autograd.grad(exact_loss, doubles)
-    eager = torch.autograd.grad(linear_jsd_reference(*student, *teacher, labels, **options), student)
     loss = linear_jsd(*student, *teacher, labels, **options)
     ours = torch.autograd.grad(loss, student)
     assert abs(loss.item() - exact_loss.item()) < 1e-3 * (1.0 + exact_loss.item())
-    for mine, theirs, truth in zip(ours, eager, exact):
-        assert _error(mine, truth) <= 1.05 * _error(theirs, truth)
+    for mine, truth in zip(ours, exact):
+        assert _error(mine, truth) < 4e-3  # bf16 rounds once in the logits' gradient and once here: 1.7e-3 each
     again = torch.autograd.grad(linear_jsd(*student, *teacher, labels, **options), student)
     assert all(first.equal(second) for first, second in zip(ours, again))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("near", [False, True])
+def test_logits_are_not_rounded_to_half_precision(dtype: torch.dtype, beta: float, near: bool) -> None:
+    """As Liger's test_logits_projection_is_not_rounded_to_input_dtype has it, and with a teacher near the student."""
+    tokens, size, vocab = 256, 1024, 32000
+    generator = torch.Generator("cuda").manual_seed(0)
+    hiddens = [torch.randn(tokens, size, generator=generator, device="cuda").to(dtype) for _ in range(2)]
+    scale = (10.0 if beta == 0.5 else 30.0) / size**0.5
+    weights = [torch.randn(vocab, size, generator=generator, device="cuda") * scale for _ in range(2)]
+    student = [hiddens[0].requires_grad_(), weights[0].to(dtype).requires_grad_()]
+    teacher = [hiddens[1], weights[1].to(dtype)]
+    if near:
+        teacher = [hiddens[0].detach(), (weights[0] + weights[1] / 100).to(dtype)]
+    doubles = [tensor.detach().double().requires_grad_() for tensor in student]
+    exact_loss = linear_jsd_reference(*doubles, *(tensor.double() for tensor in teacher), beta=beta, reduction="sum")
+    exact = torch.autograd.grad(exact_loss, doubles)
+    ours = torch.autograd.grad(linear_jsd(*student, *teacher, beta=beta, reduction="sum"), student)
+    for mine, truth in zip(ours, exact):
+        assert _error(mine, truth) < 5e-3
+        assert float((mine.double() - truth).abs().max() / truth.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "cosine"])
+def test_gradient_within_the_memory_of_the_logits_overwrites_nothing_that_is_still_read(divergence: str) -> None:
+    tokens, vocab = 4096, 128256
+    options = DivergenceOptions(divergence, 0.5, 1.0, 1.0, 0.0, None, 1.0, None, 1.0, 0.0, IGNORE)
+    logits, teacher = (3 * torch.randn(2, tokens, vocab, device="cuda")).unbind()
+    rounded, one = logits.clone(), torch.ones((), device="cuda")
+    stats = DivergenceStats.allocate(logits, tokens, False, False)
+    divergence_rows_(rounded, teacher, None, stats, options, None, None, one)
+    rounded = rounded.to(torch.bfloat16)
+    for _ in range(5):
+        buffer = logits.clone()
+        out = gradient_memory(buffer, torch.bfloat16, divergence)
+        divergence_rows_(buffer, teacher, None, stats, options, None, None, one, out=out)
+        assert out.equal(rounded)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +162,7 @@ def test_peak_memory_is_two_buffers_and_gradients(frozen: bool) -> None:
     before = torch.cuda.memory_allocated()
     (2.0 * linear_jsd(*student, *teacher, labels)).backward()
     peak = torch.cuda.max_memory_allocated() - before
-    buffers, d_hidden = 2 * 2048 * vocab * 2, 2 * tokens * size
+    buffers, d_hidden = 2 * 1024 * vocab * 4, 2 * tokens * size
     d_weight = 0 if frozen else 2 * vocab * size
     assert peak <= buffers + d_hidden + d_weight + 4 * MIB
     assert torch.cuda.memory_allocated() - before <= d_hidden + d_weight + 4 * MIB

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from liger_trainer.kernels import elementwise_divergence
 from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceStats
 from liger_trainer.kernels._divergence_reference import divergence_of_logits_reference, divergence_rows_torch_
-from liger_trainer.kernels._divergence_rows import divergence_rows_
+from liger_trainer.kernels._divergence_rows import divergence_rows_, gradient_memory
 from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.linear_jsd import linear_jsd
 from liger_trainer.kernels.runtime import INTERPRETED, use_triton
@@ -148,6 +148,29 @@ def test_half_precision_is_no_worse_than_rounding_the_gradient(
     _assert_close(mine.soft, stats.soft)
     rounding = (exact.to(dtype).double() - exact).norm()
     assert (ours.double() - exact).norm() <= 1.02 * rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 300, 8200, 13000])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
+def test_half_precision_gradient_lies_in_the_memory_of_fp32_logits(
+    device: str, divergence: str, vocab: int, dtype: torch.dtype, options: DivergenceOptions
+) -> None:
+    """Written where the pass has read already: as many tiles as there are, each is the rounded gradient."""
+    student, teacher, labels = _rows(device, 4, vocab, divergence)
+    options, one = options._replace(divergence=divergence), torch.ones((), device=device)
+    width = -(-vocab // 64) * 64
+    buffer = torch.full((4, width), float("nan"), device=device)
+    buffer[:, :vocab] = student
+    hard = options.hard_weight != 0.0
+    stats, expected = (DivergenceStats.allocate(student, 4, hard, False) for _ in range(2))
+    out = gradient_memory(buffer, dtype, divergence)[:, :vocab]
+    assert out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    divergence_rows_(buffer[:, :vocab], teacher, labels, stats, options, None, None, one, width, None, out)
+    divergence_rows_(student, teacher, labels, expected, options, None, None, one)
+    assert out.equal(student.to(dtype))
+    assert all(ours.equal(theirs) for ours, theirs in zip(stats, expected))
 
 
 def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:

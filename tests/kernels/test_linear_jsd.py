@@ -237,6 +237,34 @@ def test_given_probabilities_may_be_wider_than_what_is_compared() -> None:
     assert not weight.grad[13:].any()
 
 
+LOSSES: dict[str, Any] = {
+    "forward_kl": lambda *heads: linear_jsd(*heads, beta=0.0, reduction="sum"),
+    "reverse_kl": lambda *heads: linear_jsd(*heads, beta=1.0, reduction="sum"),
+    "jsd": lambda *heads: linear_jsd(*heads, beta=0.5, reduction="sum"),
+    "cosine": lambda *heads: linear_cosine_distance(*heads, reduction="sum"),
+    "given": lambda hidden, weight, *teacher: linear_kl_div(
+        hidden, weight, F.linear(*(tensor.double() for tensor in teacher)).softmax(-1), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_not_rounded_to_half_precision(name: str, dtype: torch.dtype) -> None:
+    """The gradient is a difference of two heads that nearly agree, so a rounded logit would be most of it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 64, generator=generator).to(dtype)
+    weight = (torch.randn(300, 64, generator=generator) * 8 / 64**0.5).to(dtype)
+    near = (weight.float() * (1 + torch.randn(300, 64, generator=generator) / 100)).to(dtype)
+    half = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    double = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    ours = torch.autograd.grad(LOSSES[name](*half, hidden, near), half)
+    exact = torch.autograd.grad(LOSSES[name](*double, hidden.double(), near.double()), double)
+    for gradient, truth in zip(ours, exact):
+        assert gradient.dtype == dtype
+        assert (gradient.double() - truth).norm() < 0.005 * truth.norm()
+
+
 def test_retained_graph_gives_the_right_gradient_for_every_upstream_gradient() -> None:
     student, teacher, labels = _case()
     loss = _loss(student, teacher, labels)
@@ -414,7 +442,9 @@ def _row_launches(dtype: torch.dtype, target: str = "sm_90") -> list[Any]:
             capped = plain._replace(student_softcap=5.0, teacher_softcap=7.0, hard_weight=0.5)
             rows = (student[:, :20000], teacher[:, :20000])
             _divergence_rows.divergence_rows_(*rows, None, lean, plain, None, None, torch.ones(()), 20032, 20032)
-            _divergence_rows.divergence_rows_(*rows, labels, full, capped, bias, bias, torch.ones(2), 20032, 20032)
+            memory = _divergence_rows.gradient_memory(student, torch.bfloat16, divergence)[:, :20000]
+            last = (bias, bias, torch.ones(2), 20032, 20032, memory)
+            _divergence_rows.divergence_rows_(*rows, labels, full, capped, *last)
         _divergence_rows.divergence_rows_(*rows, labels, lean, plain)
     return launches
 
