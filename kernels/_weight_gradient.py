@@ -38,7 +38,9 @@ _TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], None]
 """What `launch` is, for any of the kernels."""
 
-_GLUON_TRIED = ("3.6.", "3.7.", "3.9.")  # Tritons whose Gluon kernel has run on a GPU; a kernel of many barriers is not taken on trust
+_GLUON_TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Tritons whose Gluon kernel has run on a GPU; a kernel of many barriers is not taken on trust."""
+
 MAX_HALF_CHUNKS = 8
 """A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
 

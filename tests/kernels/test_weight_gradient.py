@@ -65,6 +65,15 @@ def test_every_chunk_is_added():
         total.finish()
 
 
+def kernel_for(capability, version=triton.__version__):
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.version, "hip", None),
+        mock.patch.object(triton, "__version__", version),
+    ):
+        return launch_for.__wrapped__(torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
@@ -76,22 +85,17 @@ def test_every_chunk_is_added():
     ],
 )
 def test_kernel_of_a_device(capability, expected):
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(triton, "__version__", "3.6.0"),
-    ):
-        assert launch_for.__wrapped__(torch.device("cuda", 0)) is expected
+    assert kernel_for(capability) is expected
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0.0"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_every_triton_of_the_constraints_runs_the_kernel_for_hopper(version):
+    assert kernel_for((9, 0), version) is hopper_launch()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
 def test_a_triton_that_was_not_tried_leaves_hopper_to_the_plain_kernel(version):
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(triton, "__version__", version),
-    ):
-        assert launch_for.__wrapped__(torch.device("cuda", 0)) is launch
+    assert kernel_for((9, 0), version) is launch
 
 
 def test_without_gluon_there_is_no_kernel_for_hopper():
