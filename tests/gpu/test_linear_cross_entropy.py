@@ -184,7 +184,8 @@ def test_cross_entropy_allocates_one_gradient_or_none() -> None:
         loss = cross_entropy(logits, target, **options)
         (gradient,) = torch.autograd.grad(loss, logits)
         peak = torch.cuda.max_memory_allocated() - before
-        assert peak <= allowed * 2 * tokens * vocab + MIB
+        # The allocator hands out whole blocks: it does not split off what is left where that is 1 MiB or less.
+        assert peak <= allowed * (2 * tokens * vocab + MIB) + MIB
         exact = torch.softmax(leaf.detach()[:64].double(), -1) - F.one_hot(target[:64], vocab)
         assert _error(gradient[:64], exact / tokens) < 3e-3
         del logits, loss, gradient
