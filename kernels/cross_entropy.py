@@ -233,8 +233,8 @@ def cross_entropy(
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the loss NaN.
         ignore_index: Tokens with this label give no loss and no gradient, and their logits are not read.
-        reduction: "mean" (over valid tokens, with class weights as in torch: over their weights), "sum", or "none" (0 at ignored tokens).
-            Where every token is ignored the loss is 0, with zero gradients.
+        reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
+            at ignored tokens). Where every token is ignored the loss is 0, with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.

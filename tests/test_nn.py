@@ -214,7 +214,6 @@ def test_z_loss_beside_class_weights(kind, label_smoothing):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_token_scaling(reduction, weighted):
-    # With weights the cross entropy is divided by their sum, as in torch, and the z-loss, which has none, by the tokens.
     class_weights = torch.rand(VOCAB) if weighted else None
     loss_module = LigerFusedLinearCrossEntropyLoss(
         class_weights, reduction=reduction, lse_square_scale=0.01, use_token_scaling=True, return_z_loss=True
