@@ -1,6 +1,7 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
+# make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
@@ -12,10 +13,10 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter peers tables clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -47,6 +48,12 @@ unit: $(VENV)/.installed-test
 
 interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
+
+# LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.
+LIGER_ARCHIVE ?=
+PEERS_FLAGS ?=
+peers: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers.run_liger $(if $(LIGER_ARCHIVE),--archive $(LIGER_ARCHIVE)) $(PEERS_FLAGS)
 
 # Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
 tables: $(VENV)/.installed

@@ -5,8 +5,9 @@ e the label smoothing, is that of ``torch.nn.functional.cross_entropy`` plus the
 
     (1 - e) * w[t] * (lse - z[t])  +  e / V * sum_c w[c] * (lse - z[c])  +  z_loss * lse**2
 
-The loss is the sum over valid tokens divided by the normaliser: the sum of w[t] for "mean", 1 for "sum", `num_items`
-where it is given.
+The loss is the sum over valid tokens divided by the normaliser: their number for "mean", 1 for "sum", `num_items` where
+it is given. For "mean" the weights w are first divided by their mean over the labels (`checked_class_weights`), so that
+the cross entropy is divided by the sum of w[t] as in torch, and the z-loss, which has no weights, by the tokens.
 """
 
 from __future__ import annotations
@@ -163,8 +164,16 @@ def check_options(
     check_num_items(num_items)
 
 
-def checked_class_weights(weights: torch.Tensor | None, vocab_size: int, like: torch.Tensor) -> torch.Tensor | None:
-    """`weights` as a contiguous tensor of the computing dtype.
+@torch.no_grad()
+def checked_class_weights(
+    weights: torch.Tensor | None,
+    vocab_size: int,
+    like: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    average: bool,
+) -> torch.Tensor | None:
+    """`weights` as a contiguous tensor of the computing dtype, for an `average` divided by their mean over the labels.
 
     Raises:
         ValueError: If its shape is not ``(vocab_size,)``, its dtype not floating, or its device another one.
@@ -178,17 +187,20 @@ def checked_class_weights(weights: torch.Tensor | None, vocab_size: int, like: t
         )
     if weights.device != like.device:
         raise ValueError(f"`class_weights` is on {weights.device} but the logits on {like.device}; move it there.")
-    return weights.detach().to(compute_dtype(like)).contiguous()
+    weights = weights.to(compute_dtype(like)).contiguous()
+    if not average:
+        return weights
+    valid = target != ignore_index
+    total = torch.where(valid, weights[target.clamp(0, vocab_size - 1)], 0.0).sum()
+    return torch.where(total == 0, 0.0, weights * (valid.sum() / total))
 
 
 @torch.no_grad()
 def inverse_normalizer(
     target: torch.Tensor,
-    vocab_size: int,
     ignore_index: int,
     reduction: str,
     num_items: int | float | torch.Tensor | None,
-    class_weights: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """1 / normaliser as a 0-d tensor on the device of `target`, 0 where the normaliser is 0; no sync."""
@@ -201,11 +213,7 @@ def inverse_normalizer(
     elif num_items is not None:
         total = one * num_items
     elif reduction == "mean":
-        valid = target != ignore_index
-        if class_weights is None:
-            total = valid.sum().to(dtype)
-        else:
-            total = torch.where(valid, class_weights[target.clamp(0, vocab_size - 1)], 0.0).sum()
+        total = (target != ignore_index).sum().to(dtype)
     else:
         return one
     return torch.where(total == 0, 0.0, 1.0 / total)

@@ -78,13 +78,12 @@ def cross_entropy_reference(
     """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     vocab_size = logits.shape[-1]
-    class_weights = checked_class_weights(class_weights, vocab_size, logits)
+    average = reduction == "mean" and num_items is None
+    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
     stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
     if reduction == "none":
         return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(
-        target, vocab_size, ignore_index, reduction, num_items, class_weights, compute_dtype(logits)
-    )
+    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
     return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)
 
 

@@ -102,9 +102,7 @@ def divergence_of_logits_reference(
     if num_items is None and reduction == "mean" and labels is None:
         num_items = flat.shape[0]
     tokens = flat if labels is None else labels
-    return losses.sum() * inverse_normalizer(
-        tokens, vocab_size, options.ignore_index, reduction, num_items, None, dtype
-    )
+    return losses.sum() * inverse_normalizer(tokens, options.ignore_index, reduction, num_items, dtype)
 
 
 def linear_jsd_reference(

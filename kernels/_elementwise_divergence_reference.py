@@ -53,5 +53,5 @@ def row_scale(x: torch.Tensor, labels: torch.Tensor | None, reduction: str, igno
     num_items = x.numel() // x.shape[-1] if labels is None and reduction != "sum" else None
     counted = x if labels is None else labels
     name = "sum" if reduction == "sum" else "mean"
-    scale = inverse_normalizer(counted, x.shape[-1], ignore_index, name, num_items, None, compute_dtype(x))
+    scale = inverse_normalizer(counted, ignore_index, name, num_items, compute_dtype(x))
     return scale / x.shape[-1] if reduction == "mean" else scale

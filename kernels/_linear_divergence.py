@@ -227,7 +227,7 @@ def reduced_divergence(
     if labels is None and reduction == "mean" and num_items is None:
         num_items = flat.shape[0]
     counted = flat if labels is None else labels
-    scale = inverse_normalizer(counted, vocab_size, options.ignore_index, reduction, num_items, None, dtype)
+    scale = inverse_normalizer(counted, options.ignore_index, reduction, num_items, dtype)
     enabled = torch.is_grad_enabled()
     needs = [enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     loss, _, _, _, soft, nll, entropy = _linear_divergence(

@@ -233,11 +233,11 @@ def cross_entropy(
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the loss NaN.
         ignore_index: Tokens with this label give no loss and no gradient, and their logits are not read.
-        reduction: "mean" (over valid tokens, or over their class weights), "sum", or "none" (0 at ignored tokens).
-            Where every token is ignored the loss is 0, with zero gradients.
+        reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
+            at ignored tokens). Where every token is ignored the loss is 0, with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
-        z_loss: Factor of ``lse**2`` for each valid token; not weighted by class.
+        z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
         temperature: Divides the logits after the soft-cap, more than 0.
@@ -283,16 +283,15 @@ def cross_entropy(
             class_weights,
             outputs,
         )
-    class_weights = checked_class_weights(class_weights, vocab_size, logits)
+    average = reduction == "mean" and num_items is None
+    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
     rows, labels = row_view(logits), target.reshape(-1).contiguous()
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     inplace = inplace and needs_gradient and not torch.compiler.is_compiling() and _may_overwrite(logits)
     scale = None
     if reduction != "none":
-        scale = inverse_normalizer(
-            target, vocab_size, ignore_index, reduction, num_items, class_weights, compute_dtype(logits)
-        )
+        scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
     if scale is None or not needs_gradient or not (rows.is_contiguous() if inplace else expected_grad is not None):
         stats = RowStats(*_forward(rows, labels, class_weights, *options, *extras, inplace))
         loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale

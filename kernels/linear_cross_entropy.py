@@ -239,11 +239,12 @@ def linear_cross_entropy(
             looking at it would stall the device, it makes the loss NaN.
         bias: `(V,)`, floating.
         ignore_index: Tokens with this label give no loss and no gradient.
-        reduction: "mean" (over valid tokens, or over their class weights), "sum", or "none" (0 at ignored tokens; the
-            backward then recomputes the logits). Where every token is ignored the loss is 0, with zero gradients.
+        reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
+            at ignored tokens; the backward then recomputes the logits). Where every token is ignored the loss is 0, with
+            zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
-        z_loss: Factor of ``lse**2`` for each valid token; not weighted by class.
+        z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
         temperature: Divides the logits after the soft-cap, more than 0.
@@ -267,14 +268,15 @@ def linear_cross_entropy(
     check_options(options, reduction, num_items, outputs)
     check_linear(hidden, weight, target, bias, logits_memory)
     vocab_size, dtype = weight.shape[0], compute_dtype(hidden)
-    class_weights = checked_class_weights(class_weights, vocab_size, hidden)
+    average = reduction == "mean" and num_items is None
+    class_weights = checked_class_weights(class_weights, vocab_size, hidden, target, ignore_index, average)
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     grad_enabled = torch.is_grad_enabled()
     needs = [grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     scale = None
     if reduction != "none":
-        scale = inverse_normalizer(labels, vocab_size, ignore_index, reduction, num_items, class_weights, dtype)
+        scale = inverse_normalizer(labels, ignore_index, reduction, num_items, dtype)
     if scale is None or not any(needs):
         stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, *options, logits_memory, *extras))
         loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale

@@ -118,7 +118,7 @@ def vocab_parallel_cross_entropy(
     loss = stats.loss
     if torch.is_grad_enabled() and logits_shard.requires_grad:
         loss = attach_logits(loss, rows, labels, stats.nll, stats.lse, *options, *shard)
-    return _reduced(loss, stats, target, options, reduction, num_items, outputs, place.vocab_size)
+    return _reduced(loss, stats, target, options, reduction, num_items, outputs)
 
 
 def _reduced(
@@ -129,11 +129,10 @@ def _reduced(
     reduction: str,
     num_items: int | torch.Tensor | None,
     outputs: Sequence[str],
-    vocab_size: int,
 ) -> torch.Tensor | CrossEntropyOutput:
     if reduction == "none":
         return with_outputs(loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(target, vocab_size, options.ignore_index, reduction, num_items, None, loss.dtype)
+    scale = inverse_normalizer(target, options.ignore_index, reduction, num_items, loss.dtype)
     return with_outputs(loss.sum() * scale, outputs, stats, target, options, scale)
 
 
@@ -223,7 +222,7 @@ def vocab_parallel_linear_cross_entropy(
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
     stats, _ = _linear_rows(hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, place)
-    return _reduced(stats.loss, stats, target, options, reduction, num_items, outputs, place.vocab_size)
+    return _reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
 
 
 def vocab_parallel_linear_log_probs(

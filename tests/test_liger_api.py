@@ -185,3 +185,33 @@ def test_auto_model_does_not_trust_remote_code(monkeypatch):
     )
     AutoLigerKernelForCausalLM.from_pretrained("somebody/model", rms_norm=False, revision="main")
     assert seen == {"revision": "main"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_token_scaling": True},
+        {"label_smoothing": 0.1},
+        {"lse_square_scale": 1e-4},
+        {"ce_weight": torch.ones(8)},
+        {"return_predicted_tokens": True, "return_token_accuracy": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_ligers_loss_are_refused_by_name(options, training):
+    """Hugging Face's loss takes any keyword and drops it, so the loss would be another than the caller asked for."""
+    model = TINY_MODELS["llama"]().train(training)
+    function("llama")(model=model)
+    inputs = tiny_batch("llama", model)
+    with pytest.raises(ValueError, match=", ".join(f"`{name}`" for name in options)):
+        model(**inputs, **options)
+    off = {name: None if isinstance(value, torch.Tensor) else type(value)() for name, value in options.items()}
+    assert torch.equal(model(**inputs, **off).loss, model(**inputs).loss)
+
+
+def test_an_option_of_the_users_own_loss_is_not_refused():
+    model = TINY_MODELS["llama"]()
+    function("llama")(model=model)
+    model.loss_function = lambda logits, labels, vocab_size, label_smoothing, **kwargs: torch.tensor(label_smoothing)
+    assert model(**tiny_batch("llama", model), label_smoothing=0.5).loss == 0.5

@@ -194,6 +194,23 @@ def test_softcap_z_loss_and_outputs(kind, reduction):
     torch.testing.assert_close(only.token_accuracy, right)
 
 
+@pytest.mark.parametrize("kind", ["logits", "fused"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_z_loss_beside_class_weights(kind, label_smoothing):
+    """As Liger's: the cross entropy is divided by the sum of the weights, the z-loss, which has none, by the tokens."""
+    class_weights = 3.0 * torch.rand(VOCAB)
+    options = {"weight": class_weights, "lse_square_scale": 0.1, "label_smoothing": label_smoothing}
+    hidden, weight, bias, target = head()
+    output = both(options | {"return_z_loss": True})[kind](hidden, weight, target, bias)
+    logits = F.linear(hidden, weight, bias)
+    z_loss = 0.1 * logits.logsumexp(-1)[target != -100].square().mean()
+    expected = z_loss + F.cross_entropy(logits, target, class_weights, label_smoothing=label_smoothing)
+    torch.testing.assert_close(output.z_loss, z_loss)
+    torch.testing.assert_close(output.loss, expected)
+    ours = gradients(output.loss, hidden, weight, bias)
+    torch.testing.assert_close(ours, gradients(expected, hidden, weight, bias))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_token_scaling(reduction, weighted):
@@ -210,8 +227,8 @@ def test_token_scaling(reduction, weighted):
     nll = F.cross_entropy(logits, target, weight=class_weights, reduction="none") * probability
     if reduction != "none":
         counted = valid.float() if class_weights is None else class_weights[target.where(valid, 0)] * valid
-        divisor = counted.sum() if reduction == "mean" else 1
-        z_loss, nll = z_loss.sum() / divisor, nll.sum() / divisor
+        divisors = (valid.sum(), counted.sum()) if reduction == "mean" else (1, 1)
+        z_loss, nll = z_loss.sum() / divisors[0], nll.sum() / divisors[1]
     torch.testing.assert_close(output.loss, nll + z_loss)
     torch.testing.assert_close(output.z_loss, z_loss)
     ours = gradients(output.loss, hidden, weight, bias)
@@ -241,6 +258,7 @@ def test_rotary():
     full = liger_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), torch.arange(5))
     torch.testing.assert_close(full, functional.rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)))
     torch.testing.assert_close(liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=8), full)
+    torch.testing.assert_close(liger_rotary_pos_emb(q, k, cos[0], sin[0], rotary_dim=8), full)
     partial = liger_rotary_pos_emb(q, k, cos, sin)
     torch.testing.assert_close(partial[0][..., 4:], q[..., 4:])
     swapped = liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)

@@ -21,7 +21,7 @@ from liger_trainer.head.context import forward_context
 from liger_trainer.head.lm_head import is_sharded, through_owner, version_of, whole_parameter
 from liger_trainer.head.partitions import is_partitioned, lend
 from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
-from liger_trainer.kernels._cross_entropy_options import inverse_normalizer
+from liger_trainer.kernels._cross_entropy_options import checked_class_weights, inverse_normalizer
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
 
@@ -167,6 +167,11 @@ def chunked_cross_entropy(
     class_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of deferred `logits` `(..., V)`, whose head is no plain linear, a chunk at a time."""
+    hidden = logits.recorded.hidden
+    target = target.to(hidden.device)
+    class_weights = checked_class_weights(
+        class_weights, logits.meta.shape[-1], hidden, target, ignore_index, average=reduction == "mean"
+    )
 
     def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
         return [cross_entropy(rows, labels, ignore_index, "none", None, label_smoothing, class_weights=class_weights)]
@@ -174,11 +179,7 @@ def chunked_cross_entropy(
     (loss,) = chunked_rows(logits, target, losses)
     if reduction == "none":
         return loss
-    target = target.to(loss.device)
-    vocab_size = logits.meta.shape[-1]
-    if class_weights is not None:
-        class_weights = class_weights.to(loss.dtype)
-    return loss.sum() * inverse_normalizer(target, vocab_size, ignore_index, reduction, None, class_weights, loss.dtype)
+    return loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
 
 
 def chunked_log_probs(

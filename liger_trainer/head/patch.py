@@ -33,6 +33,7 @@ from liger_trainer.head.lm_head import (
     is_sharded,
     without_adapters,
 )
+from liger_trainer.head.loss_options import refuse_ignored_options
 from liger_trainer.head.probe import TOLERANCE, probe_head
 from liger_trainer.head.recorded import Recorded
 from liger_trainer.head.recorded_chain import RecordedChain
@@ -123,11 +124,14 @@ def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
     The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
-    for evaluation without metrics) or said that a loss follows ([`loss_follows`]). Everything else (generation,
-    metrics, inference) runs as ever.
+    for evaluation without metrics, with labels or with a loss of its own) or said that a loss follows
+    ([`loss_follows`]). Everything else (generation, metrics, inference) runs as ever.
 
     Args:
         native: The forward of the model's class.
+
+    Raises:
+        ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
     """
     names = tuple(inspect.signature(native).parameters)[1:]
 
@@ -138,7 +142,7 @@ def make_model_forward(native: Callable) -> Callable:
 
     def defers(self: nn.Module, has_labels: bool, skip_logits: bool) -> bool:
         if not self.training:
-            return has_labels and skip_logits
+            return skip_logits
         return has_labels or torch.is_grad_enabled()
 
     def run(self: Any, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
@@ -150,6 +154,7 @@ def make_model_forward(native: Callable) -> Callable:
     @functools.wraps(native)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         skip_logits = bool(kwargs.pop("skip_logits", False))
+        refuse_ignored_options(self, names, kwargs)
         has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
         num_items = kwargs.get("num_items_in_batch")
         if not torch.compiler.is_compiling() and does_loss_follow():

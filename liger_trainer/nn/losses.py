@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
+from liger_trainer.kernels._cross_entropy_options import checked_class_weights
 
 
 def _check_loss(label_smoothing: float, reduction: str, softcap: float | None) -> None:
@@ -56,7 +57,10 @@ class _CrossEntropy(nn.Module):
             "token_nll": token_scaling,
         }
         outputs = tuple(name for name, wanted in asked.items() if wanted)
-        weights = self._class_weights
+        weights = None if self._class_weights is None else self._class_weights.to(target.device)
+        if token_scaling and weights is not None:
+            average = self.reduction == "mean"  # which the function is not told: it must not reduce yet
+            weights = checked_class_weights(weights, len(weights), tensors[0], target, self.ignore_index, average)
         result = function(
             *tensors,
             ignore_index=self.ignore_index,
@@ -64,7 +68,7 @@ class _CrossEntropy(nn.Module):
             label_smoothing=self.label_smoothing,
             z_loss=self.lse_square_scale,
             softcap=self.softcap,
-            class_weights=None if weights is None else weights.to(target.device),
+            class_weights=weights,
             outputs=outputs,
         )
         if not outputs:
@@ -87,12 +91,7 @@ class _CrossEntropy(nn.Module):
         total = losses.sum()
         if self.reduction == "sum":
             return total
-        valid = target != self.ignore_index
-        counted = valid.to(losses.dtype)
-        if self._class_weights is not None:
-            counted = counted * self._class_weights.to(losses)[target.where(valid, 0)]
-        divisor = counted.sum()
-        return total / torch.where(divisor > 0, divisor, 1)
+        return total / (target != self.ignore_index).sum().clamp(min=1)
 
 
 class LigerCrossEntropyLoss(_CrossEntropy):

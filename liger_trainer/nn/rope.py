@@ -23,7 +23,7 @@ def liger_rotary_pos_emb(
     Args:
         q: Queries, (batch, heads, seq, head_dim).
         k: Keys, (batch, kv_heads, seq, head_dim).
-        cos: (batch or 1, seq, rotary_dim), or half as wide where its two halves are equal.
+        cos: (batch or 1, seq, rotary_dim) or (seq, rotary_dim), or half as wide where its two halves are equal.
         sin: As `cos`.
         position_ids: No effect: `cos` and `sin` are already those of the positions.
         unsqueeze_dim: Where the heads are: 1, or 2 for (batch, seq, heads, head_dim).
@@ -35,6 +35,8 @@ def liger_rotary_pos_emb(
     Raises:
         ValueError: if `rotary_dim` is neither the width of the tables nor twice that.
     """
+    if cos.dim() == sin.dim() == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
 
 

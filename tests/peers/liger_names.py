@@ -1,0 +1,276 @@
+"""A pytest plugin: `liger_kernel`, imported by Liger's own tests, is made of the names of liger_trainer.
+
+A name of ours is found by itself in `liger_trainer.nn` or `liger_trainer.losses`. `_NAMES` has what Liger's tests call
+beside these: functions of another name or order of arguments here. A test that uses a name of `_ABSENT` is skipped.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import liger_trainer
+from liger_trainer import functional, losses, nn
+from liger_trainer.losses import functional as losses_functional
+from tests.peers.liger_table import DIFFERENCES, TESTS_NOT_APPLICABLE
+
+# Tests of these compare Liger's functions with Liger's autograd.Functions; those of the modules compare with torch.
+_PAIRED = (
+    *("liger_dyt", "liger_fused_add_rms_norm", "liger_fused_linear_jsd", "liger_geglu", "liger_jsd"),
+    *("liger_layer_norm", "liger_modulated_rms_norm", "liger_poly_norm", "liger_qwen2vl_mrope"),
+    *("liger_rms_norm", "liger_rope"),
+    *("LigerCrossEntropyFunction", "LigerDyTFunction", "LigerFusedLinearJSDFunction", "LigerFusedLinearKLDivFunction"),
+    *("LigerGELUMulFunction", "LigerJSDFunction", "LigerModulatedRMSNormFunction", "LigerPolyNormFunction"),
+    *("LigerQwen2VLMRopeFunction", "LigerRopeFunction"),
+)
+_PRIVATE = (
+    *("LigerFusedLinearPPOBase", "_reduce_grpo_loss", "_sparsemax_backward_kernel", "_sparsemax_forward_kernel"),
+    *("calculate_settings", "compute_routing_metadata", "liger_cross_entropy_kernel"),
+)
+_ABSENT = dict.fromkeys(_PAIRED, "Liger's function beside Liger's Function") | dict.fromkeys(_PRIVATE, "Liger's inside")
+
+_LARGEST_ON_CPU = 2**24
+
+
+class _Absent:
+    def __init__(self, name: str) -> None:
+        self._reason = f"{name}: {_ABSENT[name]}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pytest.skip(self._reason)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        pytest.skip(self._reason)
+
+    __getitem__ = __call__  # a Triton kernel is launched with kernel[grid](...)
+
+
+def _function(call: Callable[..., Any]) -> type:
+    """What tests take for a torch.autograd.Function: a class with `apply`."""
+    return type("Function", (), {"apply": staticmethod(call)})
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _version_dispatch(required, before, after, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None):
+    return after(*after_args, **(after_kwargs or {}))  # `required` is far behind what we support
+
+
+def _rms_norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+    return functional.rms_norm(x, weight, eps, offset, casting_mode)
+
+
+def _fused_add_rms_norm(x, residual, weight, eps, offset=0.0, casting_mode="llama", in_place=True):
+    return functional.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+
+def _silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    return functional.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, **options):
+    return _ADAPTED["LigerCrossEntropyLoss"](weight=weight, ignore_index=ignore_index, **options)(input, target)
+
+
+def _linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, *options, chunk_mem_const=1, **named):
+    options = options[:10]  # then what chooses among Liger's backends
+    return nn.LigerFusedLinearCrossEntropyLoss(ce_weight, *options, **named)(weight, input, target, bias)
+
+
+def _linear_cross_entropy_outputs(*args):
+    result = _linear_cross_entropy(*args)
+    return (result.loss, result.z_loss, None, None) if hasattr(result, "loss") else (result, None, None, None)
+
+
+def _linear_kl_div(student_input, student_weight, target, shift_labels=None, **options):
+    return nn.LigerFusedLinearKLDivLoss(**options)(student_input, student_weight, target, shift_labels)
+
+
+def _moe(x, gate_up, down, top_k_index, top_k_weights):
+    return functional.moe_experts(x, top_k_index, top_k_weights, gate_up, down)
+
+
+def _selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
+    length = logits.shape[1] - 1
+    target = input_ids[:, -length:]
+    if mask is not None:
+        target = torch.where(mask[:, -length:] != 0, target, -100)
+    return functional.log_probs(logits[:, :-1], target, temperature=temperature)
+
+
+def _gamma_weights(**arguments):
+    from trl import GRPOTrainer
+
+    return GRPOTrainer.get_gamma_weights(**{"importance_sampling_ratio": None} | arguments)
+
+
+_NAMES: dict[str, Any] = {
+    "infer_device": _device,
+    "infer_comm_backend": lambda: "nccl" if torch.cuda.is_available() else "gloo",
+    "is_npu_available": lambda: False,
+    "is_hip": lambda: torch.version.hip is not None,
+    "get_total_gpu_memory": lambda: torch.cuda.get_device_properties(0).total_memory // 2**30,
+    "transformers_version_dispatch": _version_dispatch,
+    "CrossEntropyOutput": functional.CrossEntropyOutput,
+    "liger_cross_entropy": _cross_entropy,
+    "liger_fused_linear_cross_entropy": _linear_cross_entropy,
+    "LigerFusedLinearCrossEntropyFunction": _function(_linear_cross_entropy_outputs),
+    "liger_fused_linear_kl_div": _linear_kl_div,
+    "LigerRMSNormFunction": _function(_rms_norm),
+    "LigerFusedAddRMSNormFunction": _function(_fused_add_rms_norm),
+    "LigerLayerNormFunction": _function(functional.layer_norm),
+    "liger_swiglu": _silu_mul,
+    "LigerSiLUMulFunction": _function(_silu_mul),
+    "liger_relu_squared": functional.relu_squared,
+    "LigerReLUSquaredFunction": _function(functional.relu_squared),
+    "liger_softmax": functional.softmax,
+    "liger_sparsemax": functional.sparsemax,
+    "liger_multi_token_attention": functional.multi_token_attention,
+    "LigerLlama4RopeFunction": _function(functional.rope_complex),
+    "LigerFusedMoEFunction": _function(_moe),
+    "LigerFusedCETVDFunction": _function(functional.fused_ce_tvd),
+    "fused_selective_log_softmax": _selective_log_softmax,
+    "get_gamma_weights": _gamma_weights,
+}
+
+
+def _cast_to_input(loss: type) -> type:
+    """`loss` whose results have the dtype of the logits, as Liger's have; ours are fp32."""
+
+    class Loss(loss):
+        def forward(self, _input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = super().forward(_input, *args, **kwargs)
+            if not isinstance(result, functional.CrossEntropyOutput):
+                return result.to(_input.dtype)
+            values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+            floats = {key: None if value is None else value.to(_input.dtype) for key, value in values.items()}
+            return functional.CrossEntropyOutput(**floats | {"predicted_tokens": values["predicted_tokens"]})
+
+    return Loss
+
+
+def _with_logits_of_all_tokens(loss: type) -> type:
+    """`loss` that reports the mean of all logits, as Liger's does; ours is over the tokens that count."""
+
+    class Loss(loss):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            result, outputs = super().forward(*args, **kwargs)
+            given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+            logits = given["_input"].detach() @ given["lin_weight"].detach().t()
+            logits = logits if given.get("bias") is None else logits + given["bias"].detach()
+            if "preference_labels" in given:
+                chosen = given["preference_labels"].bool()
+                means = logits[chosen].float().sum(), logits[~chosen].float().sum()
+            else:
+                means = tuple(half.float().mean() for half in logits.chunk(2))
+            return result, (*outputs[:2], *means, *outputs[4:])
+
+    return Loss
+
+
+_ADAPTED: dict[str, Any] = {
+    **{name: _cast_to_input(getattr(nn, name)) for name in ("LigerCrossEntropyLoss", "LigerJSD")},
+    **{
+        f"LigerFusedLinear{name}Loss": _with_logits_of_all_tokens(getattr(losses, f"LigerFusedLinear{name}Loss"))
+        for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
+    },
+}
+
+
+def _find(module: str, name: str) -> Any:
+    if name in _ADAPTED:
+        return _ADAPTED[name]
+    if module.startswith("liger_kernel.chunked_loss"):
+        if name.startswith("LigerFusedLinear") and name.endswith("Function"):
+            kind = name.removeprefix("LigerFusedLinear").removesuffix("Function").lower()
+            return _function(getattr(losses_functional, f"liger_fused_linear_{kind.removesuffix('similarity')}"))
+        for place in (losses, losses_functional):
+            if hasattr(place, name):
+                return getattr(place, name)
+    if name in _ABSENT:
+        return _Absent(name)
+    if name in _NAMES:
+        return _NAMES[name]
+    for place in (nn, liger_trainer):
+        if name in place.__all__:
+            return getattr(place, name)
+    raise AttributeError(f"{module}.{name} is neither ours nor listed in {__name__}.")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes an empty module of every `liger_kernel.*` whose names are looked up in the tables above."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> Any:
+        path_parts = fullname.split(".")
+        deep = len(path_parts) > 3 and "experimental" not in path_parts
+        if path_parts[0] != "liger_kernel" or deep or not path_parts[-1].islower():
+            return None  # of a name that is not found in a module, Python asks whether it is one
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def find(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _find(module.__name__, name)
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+
+
+sys.meta_path.insert(0, _Finder())
+if _device() == "cpu":  # which Liger's tests ask for the size of its memory
+    torch.cpu.get_device_properties = lambda index: types.SimpleNamespace(total_memory=0)  # type: ignore[attr-defined]
+
+
+def _size(item: pytest.Item) -> int:
+    """The product of a case's integer parameters, about how large its tensors are."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return math.prod(value for value in parameters if isinstance(value, int) and value > 1)
+
+
+def pytest_configure() -> None:
+    if _device() == "cpu":
+        utils = importlib.import_module("test.utils")
+        utils.supports_bfloat16 = lambda: True  # which asks for a GPU
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, help="Run every N-th case of each test.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: collections.Counter[str] = collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        if _device() == "cpu" and _size(item) > _LARGEST_ON_CPU:
+            left_out.append(item)
+            continue
+        function = item.nodeid.split("[")[0]
+        if function.split("::")[1] in TESTS_NOT_APPLICABLE:
+            item.add_marker(pytest.mark.skip(reason=TESTS_NOT_APPLICABLE[function.split("::")[1]]))
+        (left_out if seen[function] % config.getoption("--every") else kept).append(item)
+        seen[function] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        for difference in DIFFERENCES:
+            if difference.matches(item.nodeid, _device()):
+                item.add_marker(pytest.mark.xfail(reason=difference.reason, strict=False))

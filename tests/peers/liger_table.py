@@ -1,0 +1,108 @@
+"""Which of Liger's tests apply to liger_trainer, and which of those differ, each with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+VERSION = "0.8.5"
+
+FILES = (
+    "chunked_loss/test_cosine_loss.py",
+    "chunked_loss/test_cpo_loss.py",
+    "chunked_loss/test_dpo_loss.py",
+    "chunked_loss/test_grpo_loss.py",
+    "chunked_loss/test_jsd_loss.py",
+    "chunked_loss/test_kto_loss.py",
+    "chunked_loss/test_orpo_loss.py",
+    "chunked_loss/test_simpo_loss.py",
+    "ops/test_norm_lora_parity.py",
+    "transformers/test_cross_entropy.py",
+    "transformers/test_dyt.py",
+    "transformers/test_embedding.py",
+    "transformers/test_fused_add_rms_norm.py",
+    "transformers/test_fused_ce_tvd.py",
+    "transformers/test_fused_linear_cross_entropy.py",
+    "transformers/test_fused_linear_jsd.py",
+    "transformers/test_fused_linear_kl_div.py",
+    "transformers/test_fused_moe.py",
+    "transformers/test_geglu.py",
+    "transformers/test_group_norm.py",
+    "transformers/test_grpo_loss.py",
+    "transformers/test_jsd.py",
+    "transformers/test_kl_div.py",
+    "transformers/test_layer_norm.py",
+    "transformers/test_llama4_rope.py",
+    "transformers/test_mlp.py",
+    "transformers/test_modulated_rms_norm.py",
+    "transformers/test_multi_token_attention.py",
+    "transformers/test_poly_norm.py",
+    "transformers/test_qwen2vl_mrope.py",
+    "transformers/test_relu_squared.py",
+    "transformers/test_rms_norm.py",
+    "transformers/test_rope.py",
+    "transformers/test_selective_log_softmax_strides.py",
+    "transformers/test_softmax.py",
+    "transformers/test_sparsemax.py",
+    "transformers/test_swiglu.py",
+    "transformers/test_tiled_mlp.py",
+    "transformers/test_transformers.py",
+    "transformers/test_tvd.py",
+)
+
+# Every other test file of Liger's: what is under this path does not apply, and why.
+NOT_APPLICABLE = {
+    "backends": "Liger's registry of backends",
+    "convergence": "no unit tests: they compare whole trainings with models that Liger has rewritten",
+    "cute": "Liger's CuTe kernels",
+    "cutedsl": "Liger's CuTe DSL backend",
+    "cutile": "Liger's cuTile backend",
+    "megatron": "Megatron, which is no part of the Hugging Face stack",
+    "ops": "dispatches among Liger's backends",
+    "triton": "the cache manager of Liger's kernels",
+    "transformers/test_attn_res.py": "attention over depth, which no supported model has",
+    "transformers/test_auto_model.py": "mocks Liger's table of functions",
+    "transformers/test_flex_attention.py": "torch's flex attention, without a name of Liger's",
+    "transformers/test_fused_linear_scaled_cross_entropy.py": "chooses among Liger's backends",
+    "transformers/test_fused_linear_selected_log_probs.py": "Liger's cuTile and CuTe DSL backends",
+    "transformers/test_fused_neighborhood_attention.py": "neighbourhood attention, which no supported model has",
+    "transformers/test_llama4.py": "asserts which objects Liger binds",
+    "transformers/test_mhc.py": "hyper-connections, which no supported model has",
+    "transformers/test_mm_int8int2.py": "an experimental matmul of 2-bit weights",
+    "transformers/test_monkey_patch.py": "asserts which objects Liger binds",
+    "transformers/test_muse_glimmer.py": "asserts which objects Liger binds",
+    "transformers/test_trainer_integration.py": "a private name of Liger's",
+    "transformers/test_utils.py": "how Liger finds the device",
+}
+
+
+# Single tests of `FILES` that do not apply.
+TESTS_NOT_APPLICABLE = {
+    "test_cosine_hard_loss_computed_only_when_used": "counts calls of torch's nll_loss",
+    "test_dtensor_rms_norm": "needs 8 GPUs, and its processes would load Liger's own names",
+    "test_transformers_swiglu_preserves_legacy_function": "chooses among Liger's backends",
+    "test_dtensor_liger_silumul": "needs 8 GPUs, and its processes would load Liger's own names",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A group of tests that fail on liger_trainer on purpose."""
+
+    pattern: str
+    reason: str
+    device: str | None = None
+
+    def matches(self, nodeid: str, device: str) -> bool:
+        """Whether the test `nodeid`, run on `device`, is one of them."""
+        return self.device in (None, device) and re.search(self.pattern, nodeid) is not None
+
+
+DIFFERENCES = (
+    Difference("test_orpo_loss.py::test_correctness", "`nll_target` has to agree with `target` where both count"),
+    Difference("test_(label_smoothing_validation|invalid_loss_type|invalid_reduction)$", "other words in a ValueError"),
+    Difference("test_(triton_)?sequence_level_rejects_unsupported_loss_types", "other words in a ValueError"),
+    Difference(
+        "test_torch_compile_matches_eager", "plain torch, which the compiler may fuse and round otherwise", device="cpu"
+    ),
+)
