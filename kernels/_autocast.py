@@ -13,6 +13,16 @@ def as_autocast(x: torch.Tensor) -> torch.Tensor: ...
 def as_autocast(x: None) -> None: ...
 def as_autocast(x: torch.Tensor | None) -> torch.Tensor | None:
     """`x` as autocast would give it to a linear layer."""
-    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x is None or x.dtype == torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):  # the meta device has none
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def head_as_autocast(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Hidden states, weight and bias of an LM head as autocast would give them to its linear layer."""
+    return as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._autograd import saved_as_is
 from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
@@ -137,6 +138,7 @@ def linear_grouped_loss(
         RuntimeError: In a backward with ``create_graph=True``.
     """
     check_transform(temperature)
+    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     grad_enabled = torch.is_grad_enabled()
     trained = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))

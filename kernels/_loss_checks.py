@@ -51,7 +51,7 @@ def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
         raise ValueError(
             f"{hidden_name} has dtype {hidden.dtype} and {weight_name} {weight.dtype}; both must be the same "
-            "floating dtype, so cast one (under autocast, both) before the call."
+            "floating dtype, so cast one of them, or use autocast."
         )
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(

@@ -190,14 +190,11 @@ def group_norm_reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """`group_norm` through torch's own operator, in fp32 where the dtypes differ."""
+    """`group_norm` through torch's own operator, in fp32, as `layer_norm_reference`."""
     if x.numel() == 0:  # torch gives a weight the gradient NaN
         return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(autocast_dtype(x))
     if weight is None and bias is not None:  # torch has no backward for that
         weight = torch.ones_like(bias)
-    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if len(dtypes) == 1:
-        return torch.group_norm(x, num_groups, weight, bias, eps)
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
     return torch.group_norm(x.to(compute), num_groups, weight, bias, eps).to(autocast_dtype(x))

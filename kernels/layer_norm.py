@@ -138,10 +138,7 @@ def layer_norm_reference(
     bias: torch.Tensor | None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """`layer_norm` through torch's own operator, in fp32 where the dtypes differ."""
-    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if len(dtypes) == 1:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """`layer_norm` through torch's own operator, in fp32: on a CPU, torch sums half-precision gradients as they are."""
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
     return F.layer_norm(x.to(compute), x.shape[-1:], weight, bias, eps).to(autocast_dtype(x))

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._autograd import refuse_double_backward
 from liger_trainer.kernels._cross_entropy_options import (
     OPTIONS_SCHEMA,
@@ -234,7 +235,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        weight: `(V, H)` of the dtype of `hidden`.
+        weight: `(V, H)` of the dtype of `hidden`. Under autocast hidden states, weight and bias of any dtype but
+            float64 are cast to autocast's, as for ``nn.Linear``; a weight of another dtype is copied at each call.
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the loss NaN.
         bias: `(V,)`, floating.
@@ -266,6 +268,7 @@ def linear_cross_entropy(
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
+    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     vocab_size, dtype = weight.shape[0], compute_dtype(hidden)
     average = reduction == "mean" and num_items is None

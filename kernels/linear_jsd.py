@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
 from liger_trainer.kernels._linear_divergence import reduced_divergence
 from liger_trainer.kernels._loss_checks import check_head
@@ -39,8 +40,10 @@ def _of_two_heads(
     expected_grad: float | torch.Tensor | None = None,
 ) -> torch.Tensor | DivergenceOutput:
     """Any divergence of two heads; the other arguments are those of `linear_jsd`."""
-    check_head(student_hidden, student_weight, student_bias, "student_")
-    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    student = head_as_autocast(student_hidden, student_weight, student_bias)
+    teacher = head_as_autocast(teacher_hidden, teacher_weight, teacher_bias)
+    check_head(*student, "student_")
+    check_head(*teacher, "teacher_")
     if student_hidden.shape[:-1] != teacher_hidden.shape[:-1] or student_hidden.device != teacher_hidden.device:
         raise ValueError(
             f"`student_hidden` of shape {tuple(student_hidden.shape)} on {student_hidden.device} and `teacher_hidden` "
@@ -51,8 +54,8 @@ def _of_two_heads(
         *(teacher_softcap, teacher_logit_scale, 0.0, ignore_index),
     )
     return reduced_divergence(
-        (student_hidden, student_weight, student_bias),
-        (teacher_hidden, teacher_weight, teacher_bias),
+        student,
+        teacher,
         labels,
         options,
         common_vocab_size(student_weight.shape[0], teacher_weight.shape[0], vocab_size),
@@ -101,7 +104,8 @@ def linear_jsd(
 
     Args:
         student_hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        student_weight: `(V, H)` of the dtype of `student_hidden`.
+        student_weight: `(V, H)` of the dtype of `student_hidden`; under autocast, here and for the teacher, as in
+            `linear_cross_entropy`.
         teacher_hidden: `(..., H_teacher)`, the same tokens; its dtype may be another.
         teacher_weight: `(V, H_teacher)` of the dtype of `teacher_hidden`.
         labels: `(...)` of int64 or int32; by default every token counts. Where `hard_weight` is 0 a label only says

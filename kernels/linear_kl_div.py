@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
 from liger_trainer.kernels._divergence_reference import divergence_of_logits_reference, logits_reference
 from liger_trainer.kernels._linear_divergence import reduced_divergence
@@ -42,7 +43,7 @@ def linear_kl_div(
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        weight: `(V, H)` of the dtype of `hidden`.
+        weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`.
         target: `(..., V)` probabilities, of any floating dtype.
         labels: `(...)`, or None where every token counts; see `linear_jsd`.
         bias: `(V,)`, floating.
@@ -69,6 +70,7 @@ def linear_kl_div(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
+    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_head(hidden, weight, bias, "student_")
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(f"`reduction` is {reduction!r}; it must be 'batchmean', 'mean' or 'sum'.")

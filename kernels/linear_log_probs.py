@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._cross_entropy_options import (
     OPTIONS_SCHEMA,
     ExtraStats,
@@ -118,7 +119,8 @@ def linear_log_probs(
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        weight: `(V, H)` of the dtype of `hidden`.
+        weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`, with the copy of another
+            dtype kept for the backward.
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the token's outputs NaN.
         bias: `(V,)`, floating.
@@ -143,6 +145,7 @@ def linear_log_probs(
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
+    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     check_retain_memory(retain_memory)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from liger_trainer.kernels._autocast import head_as_autocast
 from liger_trainer.kernels._cross_entropy_options import (
     CrossEntropyOutput,
     ExtraStats,
@@ -191,7 +192,8 @@ def vocab_parallel_linear_cross_entropy(
 
     Args:
         hidden: `(..., H)`, the same on every process.
-        weight_shard: `(V_local, H)` of the dtype of `hidden`, the rows of this process.
+        weight_shard: `(V_local, H)` of the dtype of `hidden`, the rows of this process; under autocast as in
+            `linear_log_probs`.
         target: `(...)` of int64 or int32, ids of the whole vocabulary.
         group: The process group; the default group if None. Process r of it holds the r-th part of the vocabulary.
         bias_shard: `(V_local,)`, floating.
@@ -218,6 +220,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
+    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
     check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
@@ -248,7 +251,8 @@ def vocab_parallel_linear_log_probs(
 
     Args:
         hidden: `(..., H)`, the same on every process.
-        weight_shard: `(V_local, H)` of the dtype of `hidden`, the rows of this process.
+        weight_shard: `(V_local, H)` of the dtype of `hidden`, the rows of this process; under autocast as in
+            `linear_log_probs`.
         target: `(...)` of int64 or int32, ids of the whole vocabulary.
         group: The process group; the default group if None. Process r of it holds the r-th part of the vocabulary.
         bias_shard: `(V_local,)`, floating.
@@ -272,6 +276,7 @@ def vocab_parallel_linear_log_probs(
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
+    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
     check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)

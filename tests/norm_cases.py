@@ -81,3 +81,30 @@ NORMS = {
     "poly_norm": NormCase(functional.poly_norm, poly_norm.poly_norm_reference, lambda s: [(3,), (1,)]),
     "dyt": NormCase(functional.dyt, dyt.dyt_reference, lambda s: [(1,), s[-1:], s[-1:]]),
 }
+
+
+def weight_gradient_errors(add: bool, rows: int, hidden_size: int, device: str) -> tuple[float, float]:
+    """How far RMSNorm's bf16 weight gradient is from float64's of the same numbers, in units of bf16: ours and eager's.
+
+    Half a unit is what rounding once costs. What fp32 loses in a sum of `rows` terms is taken off: it shows where they
+    cancel to almost 0.
+
+    Args:
+        add: Whether the norm is of the sum of two tensors, as it was rounded to bf16.
+        rows: Rows of the input.
+        hidden_size: Their size.
+        device: Where it runs.
+    """
+    x, residual, dy = torch.randn(3, rows, hidden_size, device=device).bfloat16()
+    weight = torch.randn(hidden_size, device=device).bfloat16().requires_grad_()
+    normed = (x + residual if add else x).double()
+    terms = dy.double() * normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6)
+    exact, lost = terms.sum(0), 2**-20 * terms.abs().sum(0)
+    unit = torch.exp2(exact.abs().log2().floor() - 7)
+    results = []
+    for name in ("function", "reference"):
+        call = getattr(NORMS["fused_add_rms_norm" if add else "rms_norm"], name)
+        y = call(x, residual, weight)[0] if add else call(x, weight)
+        (gradient,) = torch.autograd.grad(y, weight, dy)
+        results.append(float((((gradient.double() - exact).abs() - lost) / unit).max()))
+    return results[0], results[1]

@@ -18,6 +18,7 @@ from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_a
 from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
 from tests.accuracy import assert_as_accurate, run
+from tests.norm_cases import weight_gradient_errors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASTINGS = ["llama", "gemma", "olmo2", "none"]
@@ -38,6 +39,13 @@ def test_rms_norm_is_as_accurate_as_eager(device, dtype, casting, shape):
     x = torch.randn(shape, device=device, dtype=dtype) * 2 + 0.5
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
     assert_as_accurate(rms_norm, rms_norm_reference, (x, weight), offset=0.5, casting=casting)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "hidden_size"), [(16, 256), (32, 4096), (300, 1024)])
+def test_weight_gradient_is_rounded_once(device, add, rows, hidden_size):
+    ours, _ = weight_gradient_errors(add, rows, hidden_size, device)
+    assert ours <= 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

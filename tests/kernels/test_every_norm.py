@@ -60,6 +60,21 @@ def test_references_are_the_formulas():
     torch.testing.assert_close(poly_norm(x, torch.tensor([0.2, 0.3, -0.4]), torch.tensor(0.5)), mixed)
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_half_precision_gradients_are_rounded_once_on_a_cpu(name):
+    """A sum over thousands of rows kept in bf16 would stop growing."""
+    tensors = NORMS[name].arguments((8, 64, 512) if name == "group_norm" else (8, 1024, 64), "cpu", torch.bfloat16)
+    doubles = [tensor.double().requires_grad_() for tensor in tensors]
+    gradients = []
+    for function, leaves in ((NORMS[name].function, tensors), (NORMS[name].reference, doubles)):
+        result = function(*(leaf.requires_grad_() for leaf in leaves))
+        y = result[0] if isinstance(result, tuple) else result
+        upstream = (torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16()
+        gradients.append(torch.autograd.grad(y, leaves, upstream.to(y.dtype)))
+    for ours, exact in zip(*gradients):
+        assert (ours.double() - exact).norm() < 2**-8 * exact.norm()
+
+
 def test_group_norm_of_nothing_has_gradients_of_zero():
     weight, bias = torch.ones(2, 4, requires_grad=True)
     y = group_norm(torch.zeros(2, 4, 0), 2, weight, bias)

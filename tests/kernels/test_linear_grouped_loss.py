@@ -197,16 +197,6 @@ def test_under_activation_checkpointing(reentrant: bool) -> None:
     assert calls.call_count == (1 + GROUPS if reentrant else 2 * GROUPS)
 
 
-def test_autocast_changes_nothing() -> None:
-    *leaves, target = _case(torch.float32)
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = _run(*leaves, target).loss
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
 def test_inside_a_compiled_function() -> None:
     *leaves, target = _case(torch.float32)
     torch._dynamo.reset()

@@ -290,16 +290,6 @@ def test_under_activation_checkpointing(reentrant: bool) -> None:
     torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
 
 
-def test_autocast_changes_nothing() -> None:
-    *leaves, target = _case()
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = _loss(_run, *leaves, target)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("trained", [(0,), (0, 1, 2)])
 def test_double_backward_is_refused(trained: tuple[int, ...]) -> None:
     *leaves, target = _case()
