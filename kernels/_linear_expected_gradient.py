@@ -39,11 +39,11 @@ def log_probs_with_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies, differentiable, and predicted ids of `(N, H)` hidden states; each `(N,)`.
 
-    Entropies and ids are empty where they are not asked for. `expected_grad` is of the log-probabilities.
+    Entropies and ids are empty where they are not asked for; `expected_grad` is that of `linear_log_probs`.
     """
     one = torch.ones((), dtype=compute_dtype(hidden), device=hidden.device)
     with torch.no_grad():
-        expected = expected_gradient(-expected_grad, one, hidden.dtype, normalised=False)
+        expected = expected_gradient(expected_grad, one, hidden.dtype, normalised=False)
         _, *made, nll, lse, entropies, ids = loss_and_gradients(
             hidden, weight, target, bias, None, one, expected, *options, logits_memory, entropy, predicted, *needs
         )

@@ -135,8 +135,7 @@ def head_log_probs(
         temperature: Divides the logits.
         retain_memory: Bytes of logits kept for the backward; one chunk by default.
         ignore_index: Label of the positions to leave out.
-        expected_grad: The one upstream gradient that all log-probabilities are expected to get; not used for a split
-            head, whose logits are kept or recomputed for any.
+        expected_grad: As of `linear_log_probs`; not used for a split head, whose logits are kept or recomputed.
 
     Returns:
         As `linear_log_probs`.

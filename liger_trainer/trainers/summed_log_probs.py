@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from liger_trainer.head.deferred_logits import unwrapped
 from liger_trainer.kernels._autograd import one_number
@@ -49,6 +50,4 @@ class _SignedPart(torch.autograd.Function):
         number = one_number(grad)
         if number is not None:
             return (ctx.sign * number).expand(ctx.shape), None, None
-        whole = grad.new_zeros(ctx.shape)
-        torch.mul(grad, ctx.sign, out=whole[:, : grad.shape[1]])
-        return whole, None, None
+        return F.pad(ctx.sign * grad, (0, ctx.shape[1] - grad.shape[1])), None, None

@@ -47,9 +47,8 @@ class StatisticsOptions:
 
     @property
     def expected_grad(self) -> float | torch.Tensor | None:
-        """The upstream gradient of every log-probability, inside a loss that weighs them alike; None elsewhere."""
-        of_sum = expected_gradient("sum") if self.uniform_gradient else None
-        return None if of_sum is None else -of_sum
+        """The gradient to expect for the summed loss, while one that weighs all labels alike is computed; else None."""
+        return expected_gradient("sum") if self.uniform_gradient else None
 
 
 class TokenStatistics(NamedTuple):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
 import pytest
 import torch
+import trl.trainer.sft_trainer as trl_sft_trainer
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.kernels import _linear_expected_gradient as expected_gradients
+from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from tests.trainers.parity import lora
+from tests.trainers.parity import lora, naive_fused_head
 from tests.trainers.tiny import COMMON, gemma2, llama, mixtral, text_dataset, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,21 +103,28 @@ class Gradients(TrainerCallback):
         self.steps.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
 
 
-def train(bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case: Any) -> tuple[list[float], list[dict]]:
-    """The losses and gradients of two steps with a trainer of these bases."""
+def build(bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case: Any) -> Any:
+    """A trainer of these bases that takes two steps."""
     model, peft_config = case.pop("model", llama)(), case.pop("peft_config", None)
-    config = LigerSFTConfig if LigerSFTTrainer in bases else SFTConfig
+    ours, naive = LigerSFTTrainer in bases, case.pop("naive", False)
+    config = LigerSFTConfig if ours else SFTConfig
     defaults = {**COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0}
     args = config(output_dir=str(tmp_path), optim="sgd", **{**defaults, **case})
     trainer_class: Any = types.new_class("Own", bases)
     if of_outputs is not None:
         trainer_class.of_outputs = staticmethod(of_outputs)
-    gradients = Gradients()
     torch.manual_seed(0)
-    trainer = trainer_class(
-        model, args, train_dataset=text_dataset(), processing_class=tokenizer(), peft_config=peft_config,
-        callbacks=[gradients],
-    )  # fmt: skip
+    head = own_fused_head(trl_sft_trainer, naive_fused_head) if naive and not ours else contextlib.nullcontext()
+    with head:
+        return trainer_class(
+            model, args, train_dataset=text_dataset(), processing_class=tokenizer(), peft_config=peft_config
+        )
+
+
+def train(bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case: Any) -> tuple[list[float], list[dict]]:
+    """The losses and gradients of the steps of such a trainer."""
+    trainer, gradients = build(bases, tmp_path, of_outputs, **case), Gradients()
+    trainer.add_callback(gradients)
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], gradients.steps
 
@@ -135,6 +146,7 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"model": gemma2},
     "moe": {"model": mixtral},
     "lora": {"peft_config": lora()},
+    "lora on the head": {"peft_config": lora("q_proj", "lm_head"), "naive": True},  # TRL's own head refuses
     "saved head": {"peft_config": lora("q_proj", modules_to_save=["lm_head"])},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     "checkpointing": {"gradient_checkpointing": True},
@@ -152,7 +164,7 @@ def test_own_loss(loss: str, case: str, tmp_path: Any) -> None:
     assert_same(ours, stock, tolerance)
 
 
-@pytest.mark.parametrize("case", ["plain", "softcap", "lora", "bf16 autocast"])
+@pytest.mark.parametrize("case", ["plain", "softcap", "lora", "lora on the head", "bf16 autocast"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_more_than_the_loss_of_the_trainer(loss: str, case: str, tmp_path: Any) -> None:
     """Where the gradients at the head were made in the forward, for the trainer's own loss alone."""
@@ -161,6 +173,18 @@ def test_more_than_the_loss_of_the_trainer(loss: str, case: str, tmp_path: Any) 
     stock = train((MoreThanTheirs, SFTTrainer), tmp_path / "stock", LOSSES[loss], **options)
     ours = train((MoreThanTheirs, LigerSFTTrainer), tmp_path / "ours", LOSSES[loss], **options)
     assert_same(ours, stock, tolerance)
+
+
+@pytest.mark.parametrize("own", [OwnLoss, MoreThanTheirs])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_bf16_is_no_further_from_fp32_than_eager(loss: str, own: type, tmp_path: Any) -> None:
+    """Eager is TRL's trainer on logits that torch builds under autocast."""
+    runs = [
+        train((own, base), tmp_path, LOSSES[loss], bf16=bf16, naive=True)[1][0]
+        for base, bf16 in ((SFTTrainer, False), (SFTTrainer, True), (LigerSFTTrainer, True))
+    ]
+    exact, theirs, ours = (torch.cat([gradient.flatten() for gradient in run.values()]) for run in runs)
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -201,3 +225,22 @@ def test_the_trainers_own_loss_neither_waits_nor_recomputes(case: str, ways: lis
 def test_a_loss_with_entropy_recomputes_without_a_look_at_the_values(ways: list[str], tmp_path: Any) -> None:
     train((MoreThanTheirs, LigerSFTTrainer), tmp_path, entropy_alone)
     assert ways == ["recomputed_gradients"] * 2
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_distributed_data_parallel(unused: bool, ways: list[str], tmp_path: Any) -> None:
+    """Which puts a node of its own behind the outputs where it looks for unused parameters."""
+    trainer = build((LigerSFTTrainer,), tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=9).backward()
+    expected = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    trainer.model.zero_grad()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(trainer.model, find_unused_parameters=unused)
+        trainer.compute_loss(model, dict(batch), num_items_in_batch=9).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+    assert ways == []
