@@ -1,4 +1,4 @@
-"""What an operator says when its gradient is itself differentiated, and how it keeps what it saves where it is.
+"""What operators do alike beside their gradients: refuse a second one, keep what they save, know an expanded number.
 
 Most backwards here are operators of their own without a derivative. Where the first gradient is right on its own, it
 stays available with ``create_graph=True`` and only its derivative is refused (`refuse_second_derivative`). Where a
@@ -60,3 +60,14 @@ def saved_as_is() -> contextlib.AbstractContextManager:
     if not enabled:  # inside torch.func, where none are on
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def one_number(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The number that is every element of `tensor`, 0-d, where the strides show that it is one; None elsewhere.
+
+    That is the gradient of a sum, which autograd expands to the shape of what was summed and does not write out.
+    """
+    expanded = all(stride == 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride()))
+    if not expanded or tensor.numel() == 0:
+        return None
+    return tensor[(0,) * tensor.dim()]

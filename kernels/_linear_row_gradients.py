@@ -87,23 +87,40 @@ def _attach_backward(
     ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     gradients: list[torch.Tensor | None] = [None, None, None]
-    given = grad if grad is not None else grad_entropy
-    if given is not None:
-        refuse_double_backward("linear_log_probs")
+    if grad is not None or grad_entropy is not None:
         unit_gradient, *saved = ctx.saved_tensors
         needs = Needs(*(ctx.needs_input_grad[index] for index in (2, 3, 5)))
-        if unit_gradient.dim() == 2 and grad_entropy is None:
-            gradients[0] = _scaled_rows(unit_gradient, given, saved[2] != ctx.options[0], saved[0])
+        if unit_gradient.dim() == 2 and grad is not None and grad_entropy is None:
+            refuse_double_backward("linear_log_probs")
+            gradients[0] = _scaled_rows(unit_gradient, grad, saved[2] != ctx.options[0], saved[0])
         else:
-            grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
-            retain = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
-            compute = _gradients if retain else _gradients_
-            computed = compute(grad, grad_entropy, *saved, *ctx.options, *needs)
-            gradients = [gradient if need else None for gradient, need in zip(computed, needs)]
+            gradients = recomputed_gradients(grad, grad_entropy, (*saved, *ctx.options), needs)
             if ctx.group and gradients[0] is not None:
                 gradients[0] = _all_reduce(gradients[0], ctx.group)
     d_hidden, d_weight, d_bias = gradients
     return (None, None, d_hidden, d_weight, None, d_bias, *(None,) * 14)
+
+
+def recomputed_gradients(
+    grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, arguments: tuple[Any, ...], needs: Needs
+) -> list[torch.Tensor | None]:
+    """dX, dW and dbias, None where not needed, for upstream gradients of which at least one is there; in a backward.
+
+    Args:
+        grad: Upstream gradient of the token losses.
+        grad_entropy: Upstream gradient of the entropies.
+        arguments: Those of the operators above, from `hidden` to `vocab_size`.
+        needs: The gradients.
+    """
+    refuse_double_backward("linear_log_probs")
+    given = grad if grad is not None else grad_entropy
+    assert given is not None
+    if grad is None:
+        grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given)
+    retain = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
+    compute = _gradients if retain else _gradients_
+    computed = compute(grad, grad_entropy, *arguments, *needs)
+    return [gradient if need else None for gradient, need in zip(computed, needs)]
 
 
 def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

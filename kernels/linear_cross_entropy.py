@@ -54,7 +54,7 @@ from liger_trainer.kernels._rescale import expected_gradient, rescaled_gradients
     "bool weight_gradient, bool bias_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _forward(
+def loss_and_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
@@ -83,7 +83,7 @@ def _forward(
     return (stats.loss.sum() * scale, *gradients, *stats[1:])
 
 
-@_forward.register_fake
+@loss_and_gradients.register_fake
 def _(hidden: Any, weight: Any, target: Any, bias: Any, class_weights: Any, scale: Any, *rest: Any) -> Any:
     *_, entropy, predicted, hidden_gradient, weight_gradient, bias_gradient = rest
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
@@ -108,7 +108,7 @@ def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[tor
     return (d_hidden, d_weight, None, d_bias, *(None,) * 15)
 
 
-_forward.register_autograd(_forward_backward, setup_context=_forward_setup)
+loss_and_gradients.register_autograd(_forward_backward, setup_context=_forward_setup)
 
 
 @torch.library.custom_op(
@@ -286,7 +286,7 @@ def linear_cross_entropy(
         return with_outputs(loss, outputs, stats, target, options, scale)
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
-    loss, _, _, _, *tokens = _forward(
+    loss, _, _, _, *tokens = loss_and_gradients(
         flat, weight, labels, bias, class_weights, scale, expected, *options, logits_memory, *extras, *needs
     )
     return with_outputs(loss, outputs, RowStats(tokens[0], *tokens), target, options, scale)

@@ -7,7 +7,9 @@ For hidden states X `(N, H)`, head W `(V, H)` and labels t, with z the transform
 
 for upstream gradients g of the log-probabilities and e of the entropies, which any loss may give: supervised,
 preference or policy. Its backward is exact in the cheapest of the three ways of `_linear_rows`: logits kept up to a
-budget, recomputed beyond it, or, for a frozen head, a gradient of size (N, H) made in the forward.
+budget, recomputed beyond it, or, for a frozen head, a gradient of size (N, H) made in the forward. For a loss that is
+expected to weigh all tokens alike the gradients are those of the summed loss, made in the forward
+(`_linear_expected_gradient`).
 
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
 2*V*H*b for every chunk after the first, to accumulate dW. Saved for the backward are the inputs, two to three fp32
@@ -30,6 +32,8 @@ from liger_trainer.kernels._cross_entropy_options import (
     check_options,
     compute_dtype,
 )
+from liger_trainer.kernels._head_chunks import Needs
+from liger_trainer.kernels._linear_expected_gradient import log_probs_with_gradients
 from liger_trainer.kernels._linear_row_gradients import attach_gradients
 from liger_trainer.kernels._linear_rows import (
     allocate_kept,
@@ -105,6 +109,7 @@ def linear_log_probs(
     outputs: Sequence[str] = (),
     logits_memory: int = 512 * 2**20,
     retain_memory: int | None = None,
+    expected_grad: float | torch.Tensor | None = None,
 ) -> torch.Tensor | LogProbsOutput:
     """Log-probability of each target under ``softmax(transform(hidden @ weight.T + bias))``, one chunk at a time.
 
@@ -134,6 +139,13 @@ def linear_log_probs(
             sum, the buffer exceeds this.
         retain_memory: Bytes of logits kept for the backward: 2 * N * V bytes in half precision keep all of them and
             are fastest, 0 keeps none. By default one chunk, whose memory the forward and the backward need anyway.
+        expected_grad: For a loss that weighs all tokens alike: the gradient to expect for the sum of the negative
+            log-probabilities, as of `linear_cross_entropy`, a number or a 0-d tensor. The gradients are then made in
+            the forward, in three matmuls without kept logits, and handed over by a backward whose upstream gradient is
+            one number, this or another. Any other backward recomputes the logits and is as right. That it is one
+            number is known of the gradient of a sum; elsewhere the host waits for the device to learn it. None (the
+            default) where tokens weigh differently. Not used with "mean_logit" and "sum_squared_probs", nor under
+            `torch.compile`.
 
     Returns:
         fp32 log-probabilities (float64 for float64 inputs) shaped as `target`; with `outputs` a `LogProbsOutput`.
@@ -150,10 +162,19 @@ def linear_log_probs(
     check_retain_memory(retain_memory)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     grad_enabled = torch.is_grad_enabled()
-    needs = [grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
-    frozen_head = needs == [True, False, False]
-    keep = kept_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
+    needs = Needs(*(grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
+    is_known = expected_grad is not None and target.numel() > 0 and not torch.compiler.is_compiling()
+    if is_known and any(needs) and not any(asked[2:]):
+        chosen, entropy, predicted = log_probs_with_gradients(
+            flat, weight, labels, bias, options, logits_memory, *asked[:2], needs, expected_grad
+        )
+        unused = flat.new_empty(0)
+        return log_probs_with_outputs(
+            chosen, entropy, predicted, unused, unused, labels, ignore_index, outputs, target.shape
+        )
+    frozen_head = needs == (True, False, False)
+    keep = kept_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
     with torch.no_grad():
         nll, lse, entropy, predicted, mean_logit, squares, kept, unit_gradient = _rows(
             flat, weight, labels, bias, *options, logits_memory, keep, *asked, frozen_head
@@ -164,7 +185,7 @@ def linear_log_probs(
             0, weight.shape[0], "",
         )  # fmt: skip
     return log_probs_with_outputs(
-        nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
+        0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
     )
 
 

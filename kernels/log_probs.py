@@ -175,12 +175,12 @@ def log_probs(
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
     nll, entropy, _, predicted, mean_logit, squares = _rows(row_view(logits), labels, *options, *asked)
     return log_probs_with_outputs(
-        nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
+        0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
     )
 
 
 def log_probs_with_outputs(
-    nll: torch.Tensor,
+    log_probs: torch.Tensor,
     entropy: torch.Tensor,
     predicted: torch.Tensor,
     mean_logit: torch.Tensor,
@@ -191,10 +191,9 @@ def log_probs_with_outputs(
     shape: torch.Size,
 ) -> torch.Tensor | LogProbsOutput:
     """The log-probabilities alone, or with the asked `outputs`, all of `shape`."""
-    log_probs = (0.0 - nll).view(shape)
     if not outputs:
-        return log_probs
-    result = LogProbsOutput(log_probs)
+        return log_probs.view(shape)
+    result = LogProbsOutput(log_probs.view(shape))
     if "entropy" in outputs:
         result.entropy = entropy.view(shape)
     if "top1" in outputs:

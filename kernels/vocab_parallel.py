@@ -283,5 +283,5 @@ def vocab_parallel_linear_log_probs(
     stats, extra = _linear_rows(hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, place)
     labels = target.reshape(-1)
     return log_probs_with_outputs(
-        stats.loss, stats.entropy, stats.predicted, *extra, labels, ignore_index, outputs, target.shape
+        0.0 - stats.loss, stats.entropy, stats.predicted, *extra, labels, ignore_index, outputs, target.shape
     )

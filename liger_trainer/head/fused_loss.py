@@ -14,7 +14,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_log_probs, vocab_parallel_loss
 from liger_trainer.kernels._autograd import saved_as_is
-from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.log_probs import LogProbsOutput
@@ -76,7 +76,7 @@ def deferred_cross_entropy(
     return head_loss(input, target, **options).to(dtype)
 
 
-def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
+def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor:
     """The loss of deferred `logits` by the kernels: fused with the head, or on logits built for it alone.
 
     Args:
@@ -86,18 +86,17 @@ def head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
         options: Of the kernels; soft-cap, scale, memory and the expected gradient are added here.
 
     Returns:
-        What the kernel returns: the loss, or a `CrossEntropyOutput` where `outputs` are asked for.
+        The loss.
     """
     call, hidden, form = logits.recorded.call, logits.recorded.hidden, logits.recorded.chain.fused_form()
     options |= {"softcap": form.softcap, "logit_scale": form.logit_scale}
     target = target.to(hidden.device)
     logits.recorded.check()
     of_call = vocab_parallel_loss if isinstance(call, VocabParallelCall) else _whole_head_loss
-    result = of_call(logits, target, **options)
-    loss = result.loss if isinstance(result, CrossEntropyOutput) else result
+    loss = of_call(logits, target, **options)
+    assert isinstance(loss, torch.Tensor)
     call.has_loss = call.has_loss or loss.requires_grad
-    loss = through_owner(call.head, loss)
-    return dataclasses.replace(result, loss=loss) if isinstance(result, CrossEntropyOutput) else loss
+    return through_owner(call.head, loss)
 
 
 def _whole_head_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
@@ -125,6 +124,7 @@ def head_log_probs(
     temperature: float = 1.0,
     retain_memory: int | None = None,
     ignore_index: int = -100,
+    expected_grad: float | torch.Tensor | None = None,
 ) -> LogProbsOutput:
     """Log-probabilities of deferred `logits` and their statistics, for a loss that may weigh them in any way.
 
@@ -135,6 +135,7 @@ def head_log_probs(
         temperature: Divides the logits.
         retain_memory: Bytes of logits kept for the backward; one chunk by default.
         ignore_index: Label of the positions to leave out.
+        expected_grad: As of `linear_log_probs`; not used for a split head, whose logits are kept or recomputed.
 
     Returns:
         As `linear_log_probs`.
@@ -149,8 +150,11 @@ def head_log_probs(
         "outputs": outputs,
         "retain_memory": retain_memory,
     }
-    of_call = vocab_parallel_log_probs if isinstance(call, VocabParallelCall) else _whole_head_log_probs
-    result = of_call(logits, target.to(hidden.device), **options)
+    target = target.to(hidden.device)
+    if isinstance(call, VocabParallelCall):
+        result = vocab_parallel_log_probs(logits, target, **options)
+    else:
+        result = _whole_head_log_probs(logits, target, expected_grad=expected_grad, **options)
     assert isinstance(result, LogProbsOutput)
     call.has_loss = call.has_loss or result.log_probs.requires_grad
     entropy = None if result.entropy is None else through_owner(call.head, result.entropy)

@@ -26,6 +26,7 @@ from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, u
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.patch import forward_layers, native_forward, tells_its_head
 from liger_trainer.patching.binding import is_ours
+from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
@@ -182,10 +183,13 @@ def fused_output(
     target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
     statistics = token_statistics(logits, target, options)
     mask = target != options.ignore_index
-    if shift_labels is None:
-        without_last = {name: field[:, :-1] for name, field in statistics._asdict().items() if field is not None}
-        statistics = TokenStatistics(**without_last)
+    if shift_labels is None:  # the last position has no label
         mask = mask[:, :-1]
+    length = mask.shape[1]
+    fields = {name: field[:, :length] for name, field in statistics._asdict().items() if field is not None}
+    if options.expected_grad is not None and not torch.compiler.is_compiling():
+        fields["log_probs"] = SummedLogProbs.of(statistics.log_probs, length)
+    statistics = TokenStatistics(**fields)
 
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
     loss = -statistics.log_probs.sum() / torch.as_tensor(count, device=mask.device).clamp(min=1)

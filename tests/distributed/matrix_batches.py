@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.head.context import expected_loss_gradient
 from tests.distributed.matrix_models import SIZES
 
 IGNORE = -100
@@ -139,5 +140,6 @@ def product_loss(model: Any, batch: Batch, loss: Loss, items: torch.Tensor) -> t
     """`loss` as the trainers ask a patched model for it."""
     if loss.options is None:
         return model(**batch, num_items_in_batch=items).loss
-    outputs = model(**batch, fused_lm_head=True)
+    with expected_loss_gradient(1.0 / items):
+        outputs = model(**batch, fused_lm_head=True)
     return loss.of_tokens(outputs.log_probs, outputs.entropy, outputs.label_mask, batch) / items

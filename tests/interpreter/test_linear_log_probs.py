@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,7 +19,14 @@ from liger_trainer.kernels.runtime import use_triton
 
 IGNORE = -100
 ALL_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
-WAYS = {"kept": (True, 2**20), "recomputed": (True, 0), "unit": (False, 0)}  # head trained, bytes kept
+WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
+    # head trained, options
+    "kept": (True, {"retain_memory": 2**20}),
+    "recomputed": (True, {"retain_memory": 0}),
+    "unit": (False, {"retain_memory": 0}),
+    "expected": (True, {"expected_grad": 1.0}),
+    "expected of a frozen head": (False, {"expected_grad": 1.0}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +50,10 @@ def _gradients(result: Any, leaves: list[torch.Tensor], entropy: bool, **options
     if entropy:
         loss = loss + (result.entropy * factors.square()).sum()
     return torch.autograd.grad(loss, leaves, **options)
+
+
+def _sum_gradients(result: Any, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(-result.log_probs.sum() / 3, leaves)
 
 
 def _assert_equal(ours: Any, exact: Any) -> None:
@@ -97,12 +109,12 @@ def test_vocabularies_of_one_and_of_many_tiles(device: str, vocab: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_worse_than_eager(device: str, dtype: torch.dtype, way: str) -> None:
     hidden, weight, target = (t.to(dtype) if t.is_floating_point() else t for t in _case(device, 48, 32, 500))
-    head_trained, retain = WAYS[way]
+    head_trained, options = WAYS[way]
     leaves = [hidden.requires_grad_(), weight.requires_grad_(head_trained)]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     results = [
-        linear_log_probs(*leaves, target, outputs=("entropy",), logits_memory=16 * 512 * 2, retain_memory=retain),
+        linear_log_probs(*leaves, target, outputs=("entropy",), logits_memory=16 * 512 * 2, **options),
         linear_log_probs_reference(*leaves, target, outputs=("entropy",)),
         linear_log_probs_reference(*doubles, target, outputs=("entropy",)),
     ]
@@ -116,17 +128,32 @@ def test_half_precision_is_no_worse_than_eager(device: str, dtype: torch.dtype, 
         assert (mine - truth).norm() <= 1.1 * (theirs - truth).norm()
 
 
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("expected", [1.0, 1 / 3])
+def test_an_expected_gradient_against_float64(device: str, expected: float, head_trained: bool) -> None:
+    hidden, weight, target = _case(device, 9, 16, 200)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(head_trained)]
+    doubles = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    options: dict[str, Any] = {"softcap": 2.0, "temperature": 0.7, "outputs": ("entropy",)}
+    wanted, exacts = ([leaf for leaf in group if leaf.requires_grad] for group in (leaves, doubles))
+    for gradients_of in (_sum_gradients, functools.partial(_gradients, entropy=True)):
+        ours = linear_log_probs(*leaves, target, logits_memory=4096, expected_grad=expected, **options)
+        exact = linear_log_probs_reference(*doubles, target, **options)
+        for gradient, exact_gradient in zip(gradients_of(ours, wanted), gradients_of(exact, exacts)):
+            _assert_equal(gradient, exact_gradient)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_are_equal_bit_for_bit(device: str, way: str) -> None:
     hidden, weight, target = _case(device, 9, 16, 200)
-    head_trained, retain = WAYS[way]
+    head_trained, options = WAYS[way]
     runs = []
     for _ in range(2):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(head_trained)]
-        result = linear_log_probs(*leaves, target, outputs=ALL_OUTPUTS, logits_memory=4096, retain_memory=retain)
+        result = linear_log_probs(*leaves, target, outputs=("entropy",), logits_memory=4096, **options)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         first = _gradients(result, wanted, True, retain_graph=True)
-        runs.append((result.log_probs, result.sum_squared_probs, *first))
+        runs.append((result.log_probs, result.entropy, *first))
         torch.testing.assert_close(_gradients(result, wanted, True), first)
     assert all(one.equal(other) for one, other in zip(*runs))
 

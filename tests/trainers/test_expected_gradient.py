@@ -1,11 +1,10 @@
 """The fused loss is told exactly the gradient that arrives, so that no pass rescales its gradients."""
 
 import pytest
-import torch
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.head import fused_loss
+from liger_trainer.kernels import _linear_expected_gradient, linear_cross_entropy
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
@@ -14,16 +13,13 @@ from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokeniz
 @pytest.fixture
 def told_and_got(monkeypatch):
     pairs = []
-    original = fused_loss.linear_cross_entropy
+    for module in (_linear_expected_gradient, linear_cross_entropy):  # log-probabilities, and a loss
 
-    def spy(*args, expected_grad=None, **kwargs):
-        result = original(*args, expected_grad=expected_grad, **kwargs)
-        loss = getattr(result, "loss", result)
-        if loss.requires_grad and expected_grad is not None:  # None is told by the probe at construction
-            loss.register_hook(lambda grad: pairs.append((torch.as_tensor(expected_grad), grad.clone())))
-        return result
+        def spy(gradients, upstream, expected, function, original=module.rescaled_gradients):
+            pairs.append((expected.clone(), upstream.clone()))
+            return original(gradients, upstream, expected, function)
 
-    monkeypatch.setattr(fused_loss, "linear_cross_entropy", spy)
+        monkeypatch.setattr(module, "rescaled_gradients", spy)
     return pairs
 
 
@@ -34,7 +30,9 @@ def test_trainer(accumulation, smoothing, told_and_got, tmp_path):
         output_dir=str(tmp_path),
         **{**COMMON, "gradient_accumulation_steps": accumulation, "label_smoothing_factor": smoothing},
     )
-    LigerTrainer(llama(), args, train_dataset=token_rows()).train()
+    trainer = LigerTrainer(llama(), args, train_dataset=token_rows())
+    told_and_got.clear()  # of the probes
+    trainer.train()
     assert len(told_and_got) == 3 * accumulation
     assert all(told.item() == got.item() for told, got in told_and_got)
 
@@ -49,6 +47,8 @@ def test_sft_trainer(accumulation, smoothing, told_and_got, tmp_path):
         gradient_checkpointing=False,
         **{**COMMON, "gradient_accumulation_steps": accumulation, "label_smoothing_factor": smoothing},
     )
-    LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer()).train()
+    trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
+    told_and_got.clear()  # of the probes
+    trainer.train()
     assert len(told_and_got) == 3 * accumulation
     assert all(told.item() == got.item() for told, got in told_and_got)

@@ -30,7 +30,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.trainers.rebound import rebound_trl
 from tests.trainers.parity import assert_same_logs
-from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, tokenizer
+from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, llama, tokenizer
 
 TRAINERS = {
     "distillation": (DistillationTrainer, DistillationConfig, LigerDistillationTrainer, LigerDistillationConfig),
@@ -381,3 +381,19 @@ def test_no_logits_of_all_tokens_are_ever_allocated(kind, adapter, tmp_path):
     assert largest(True) <= 2 * budget < tokens_by_vocab / 3
     if kind == "gkd" and not adapter:
         assert largest(False) >= tokens_by_vocab  # what this can see
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path):
+    """TRL rounds the teacher's log-probabilities to bf16, so that its probabilities do not sum to 1 (README)."""
+    folder = str(tmp_path / "model")
+    llama().to(torch.bfloat16).save_pretrained(folder)
+    losses = []
+    for ours in (False, True):
+        trainer = build("gkd", ours, tmp_path, model=lambda: folder, teacher=lambda: folder, beta=beta)
+        assert trainer.teacher_model.dtype == torch.bfloat16
+        assert trainer.model.dtype == torch.float32
+        losses.append(gradients(trainer, masked_batch("gkd"), torch.tensor(17))[0])
+    assert losses[0].abs() > 1e-4
+    assert losses[1].abs() < 1e-6

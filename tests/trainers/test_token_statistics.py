@@ -1,15 +1,17 @@
-"""Per-token statistics, and the view that gives a summed loss's gradient to them."""
+"""Per-token statistics of logits, deferred or not, with a gradient that is expected or not."""
 
 import contextlib
+import functools
 import sys
 import types
 
 import pytest
 import torch
 
+from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, _PerToken, token_statistics
+from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 from tests.trainers.tiny import gemma2, llama
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -40,41 +42,17 @@ def test_from_built_logits():
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
-def summed_view(logits, labels):
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    return _PerToken.apply(nll.sum(), nll.detach(), labels, -100)
+WEIGHTS = {
+    "alike": (torch.ones(2, 9), None),
+    "different": (torch.arange(18.0).view(2, 9), None),
+    "alike with entropy": (torch.ones(2, 9), torch.ones(2, 9)),
+    "different with entropy": (torch.arange(18.0).view(2, 9), torch.arange(18.0).view(2, 9).flip(1)),
+}
 
 
-def test_view_of_a_sum_gives_its_gradient():
-    logits, labels = problem()
-    logits.requires_grad_()
-    log_probs = summed_view(logits, labels)
-    (got,) = torch.autograd.grad(-log_probs.sum() / 8 * 3, logits)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 8 * 3
-    (expected,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(got, expected)
-
-
-def test_view_of_a_sum_refuses_unequal_weights():
-    logits, labels = problem()
-    logits.requires_grad_()
-    log_probs = summed_view(logits, labels)
-    (got,) = torch.autograd.grad((log_probs * torch.arange(10.0).view(2, 5)).sum(), logits)
-    assert got.isnan().any()
-
-
-def test_view_of_a_sum_does_not_look_at_ignored_positions_and_takes_none():
-    logits, labels = problem()
-    logits.requires_grad_()
-    (got,) = torch.autograd.grad((summed_view(logits, labels) * (labels != -100)).sum(), logits)
-    assert got.isfinite().all()
-    assert got.any()
-    labels = torch.full_like(labels, -100)
-    (got,) = torch.autograd.grad(summed_view(logits, labels).sum(), logits)
-    assert not got.any()
-
-
-@pytest.mark.parametrize("build", [llama, gemma2])
+@pytest.mark.parametrize("build", [llama, gemma2, functools.partial(llama, tie_word_embeddings=True)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("expected_grad", [None, 1.0, 0.2])
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,7 +63,7 @@ def test_view_of_a_sum_does_not_look_at_ignored_positions_and_takes_none():
         StatisticsOptions(("log_probs", "mean_logits"), uniform_gradient=True),
     ],
 )
-def test_deferred_logits(options, build):
+def test_deferred_logits(options, expected_grad, weights, build):
     plain, fused = build(), build()
     apply_liger_kernel(fused, {"logits_memory": 128 * 4 * 5})
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -95,11 +73,12 @@ def test_deferred_logits(options, build):
     for model, kind in ((plain, torch.Tensor), (fused, DeferredLogits)):
         logits = model.train()(ids).logits
         assert type(logits) is kind
-        got = token_statistics(logits, labels, options)
-        weights = torch.ones(2, 9) if options.of_summed_loss else torch.arange(18.0).view(2, 9)
-        loss = (got.log_probs * weights).sum() / 5
-        if got.entropy is not None and not options.of_summed_loss:
-            loss = loss + (got.entropy * weights.flip(1)).sum()
+        with expected_loss_gradient(expected_grad):
+            got = token_statistics(logits, labels, options)
+        of_log_probs, of_entropy = WEIGHTS[weights]
+        loss = (got.log_probs * of_log_probs).sum() / 5
+        if got.entropy is not None and of_entropy is not None:
+            loss = loss + (got.entropy * of_entropy).sum()
         loss.backward()
         results.append((got, dict(model.named_parameters())))
     (expected, expected_parameters), (got, parameters) = results
@@ -136,7 +115,8 @@ def test_zero3_gathers_the_head_again_for_the_backward(uniform_gradient, monkeyp
     assert type(logits) is DeferredLogits
     model.lm_head.weight.ds_id, model.lm_head.weight.ds_status = 0, types.SimpleNamespace(name="AVAILABLE")
     model.lm_head.pre_bwd_fn = PreBackwardFunctionForModule
-    statistics = token_statistics(logits, ids.roll(-1, 1), StatisticsOptions(uniform_gradient=uniform_gradient))
+    with expected_loss_gradient(1.0):
+        statistics = token_statistics(logits, ids.roll(-1, 1), StatisticsOptions(uniform_gradient=uniform_gradient))
     assert not asked
     statistics.log_probs.sum().backward()
     assert asked == ["backward"]
