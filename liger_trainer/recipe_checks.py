@@ -15,7 +15,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "max_length": 1,
+    "max_length": 2,  # a token has a target only where another follows it
     "max_completion_length": 1,
     "num_generations": 2,
     "num_generations_eval": 1,
@@ -36,6 +36,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "label_smoothing": 0,
     "router_aux_loss_coef": 0,
 }
+_SEED = (0, 2**32 - 1)  # what NumPy takes
 _ABOVE_ZERO = ("temperature", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
 _ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
@@ -66,6 +67,10 @@ def _allowed(key: str, value: Any) -> str | None:
         return f"{_AT_LEAST[key]} or more"
     if key in _ABOVE_ZERO and not value > 0:
         return "above 0"
+    if key in ("seed", "data_seed") and not _SEED[0] <= value <= _SEED[1]:
+        return f"from {_SEED[0]} to {_SEED[1]}"
+    if key == "test_split_size" and not 0 <= value < 1:
+        return "a share of the data, 0 or more and below 1"
     if key == "max_steps" and value != -1 and value < 1:
         return "1 or more, or -1 for the steps of `num_train_epochs`"
     if key in _ONE_OF and value not in _ONE_OF[key]:

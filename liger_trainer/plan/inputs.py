@@ -104,9 +104,7 @@ def read_inputs(
 
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    from liger_trainer.recipe_model import read_config
+    from liger_trainer.recipe_config import make_config, read_config
 
     name, settings = values["model_name_or_path"], values["model_config"]
     if (name is None) == (settings is None):
@@ -116,10 +114,7 @@ def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
         trusted = bool(values.get("trust_remote_code"))
         return read_config(name, "`model_name_or_path`", values["model_revision"], trusted)
     settings = json.loads(settings) if isinstance(settings, str) else dict(settings)
-    try:
-        config = AutoConfig.for_model(**settings)
-    except Exception as error:  # a configuration class checks its values in its own way
-        raise RecipeError(f"{source}: `model_config`: {error}") from error
+    config = make_config(settings, f"{source}: `model_config`")
     if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
         config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
     return config
@@ -158,7 +153,7 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     import torch
     from trl import ModelConfig, get_peft_config
 
-    from liger_trainer.recipe_model import model_class
+    from liger_trainer.recipe_config import model_class
 
     dtype = values["dtype"]
     if dtype in (None, "auto"):
