@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_config import model_class
 from liger_trainer.recipe_data import text_blocks
 from liger_trainer.recipe_experts import with_experts_in_4_bits
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_config import model_class
 from liger_trainer.recipe_model import model_kwargs, model_source
 from liger_trainer.recipe_rewards import load_reward_functions
 

@@ -63,6 +63,15 @@ def read_config(name: str, key: str, revision: str = "main", trust_remote_code: 
         raise RecipeError(f"{given} cannot be loaded: {first_line(error)} {advice}") from error
 
 
+def published_config(name: str, revision: str = "main") -> PreTrainedConfig | None:
+    """The configuration that comes with the package for a model of the shipped recipes; None for any other model."""
+    from liger_trainer.published_configs import PUBLISHED
+
+    if name not in PUBLISHED or revision != "main" or Path(name).exists():
+        return None
+    return make_config(PUBLISHED[name], name)
+
+
 def _check_sizes(settings: Mapping[str, Any], given: str) -> None:
     """Refuses sizes that are no counts: a configuration class divides by some of them, and takes others as they are."""
     for key, value in settings.items():

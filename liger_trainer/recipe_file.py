@@ -22,8 +22,10 @@ class TrainingError(RecipeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says first, as a sentence; some go on for pages. A line with a colon at its end goes
-    on in the next."""
+    """What an error of a library says first, as a sentence; some go on for pages.
+
+    A line that ends in a colon goes on in the next.
+    """
     lines = (str(error).strip() or type(error).__name__).splitlines()
     text = lines[0].rstrip()
     for line in lines[1:]:

@@ -32,6 +32,12 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
 
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
+    try:
+        folder.exists()
+    except (OSError, ValueError) as error:  # too long, or where this user may not look
+        raise RecipeError(
+            f"`output_dir` {str(folder)!r} cannot be used: {getattr(error, 'strerror', error)}; give another one."
+        ) from error
     resume = _resume(recipe, folder)
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")

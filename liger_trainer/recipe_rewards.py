@@ -106,10 +106,8 @@ def _import(name: str) -> Callable[..., Any]:
         raise RecipeError(
             f"`reward_funcs`: {name!r} names no module that can be imported (looked in {here} too): {error}. {_ALLOWED}"
         ) from error
-    except Exception as error:
-        raise RecipeError(
-            f"`reward_funcs`: importing {module_name!r} raised {type(error).__name__}: {error}."
-        ) from error
+    except (Exception, SystemExit) as error:  # a script may end the process
+        raise RecipeError(f"`reward_funcs`: importing {module_name!r} raised {error!r}.") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [

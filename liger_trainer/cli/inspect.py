@@ -46,11 +46,10 @@ def plan(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe_config import check_generative, model_class
+    from liger_trainer.recipe_config import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
-    check_generative(config, f"The model: {model!r}")
     with torch.device("meta"):
         built = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return dataclasses.replace(apply_liger_kernel(built, switches), remarks=())  # of the missing weights: on purpose
@@ -58,8 +57,8 @@ def plan(
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
+    from liger_trainer.recipe_config import make_config, published_config, read_config
     from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe_config import make_config, read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
@@ -69,4 +68,4 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
             settings = json.loads(settings) if isinstance(settings, str) else settings
             return make_config(settings, f"{model}: `model_config`")
         model = str(values.get("model_name_or_path"))
-    return read_config(model, "The model", trust_remote_code=trust_remote_code)
+    return published_config(model) or read_config(model, "The model", trust_remote_code=trust_remote_code)

@@ -48,6 +48,7 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     Path("my_rewards.py").write_text(REWARDS)
     Path("broken_rewards.py").write_text("import no_such_package\n")
+    Path("leaving_rewards.py").write_text("import sys\nsys.exit()\n")
 
     def write(trainer, row, **changes):
         values = {
@@ -144,6 +145,7 @@ def test_columns_are_renamed(recipe, capsys):
     [
         ("no_such_module:f", "'no_such_module:f' names no module that can be imported"),
         ("broken_rewards:f", "importing 'broken_rewards' failed: No module named 'no_such_package'"),
+        ("leaving_rewards:f", "importing 'leaving_rewards' raised SystemExit()."),
         ("my_rewards:accuracy", "'my_rewards' has no `accuracy`; it has crash, short, strict, narrow, silent."),
         ("my_rewards:NUMBER", "'my_rewards:NUMBER' is int, not a function. Write `package.module:function`"),
         ("my_rewards:strict", "a function in `reward_funcs` needs `gold`"),
