@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_file import RecipeError, first_line
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,8 @@ def _allowed(key: str, value: Any) -> str | None:
         return f"from {_SEED[0]} to {_SEED[1]}"
     if key == "test_split_size" and not 0 <= value < 1:
         return "a share of the data, 0 or more and below 1"
+    if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
+        return "pairs such as 'beta1=0.9, beta2=0.95'"
     if key == "max_steps" and value != -1 and value < 1:
         return "1 or more, or -1 for the steps of `num_train_epochs`"
     if key in _ONE_OF and value not in _ONE_OF[key]:
@@ -112,6 +117,26 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             "true` for LoRA.",
             source,
         )
+
+
+def check_schedule(training: TrainingArguments, source: Path) -> None:
+    """Checks that the learning rate's schedule can be made, which the Trainer does after all else.
+
+    Raises:
+        RecipeError: if `lr_scheduler_kwargs` is not what `lr_scheduler_type` takes.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
+    try:
+        get_scheduler(kind, stand_in, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{source}: `lr_scheduler_type: {getattr(kind, 'value', kind)}` cannot be used with `lr_scheduler_kwargs` "
+            f"{options}: {first_line(error)}"
+        ) from error
 
 
 def split_obstacle(values: Mapping[str, Any]) -> str | None:

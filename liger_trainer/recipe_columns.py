@@ -108,7 +108,7 @@ def _check_column(rows: Dataset, name: str, trainer: str) -> None:
                 f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number}, not "
                 f"{words}."
             )
-        problem = _turns_problem(value, trainer) if list in wanted and isinstance(value, list) else None
+        problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
 

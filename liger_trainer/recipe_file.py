@@ -24,14 +24,14 @@ class TrainingError(RecipeError):
 def first_line(error: BaseException) -> str:
     """What an error of a library says first, as a sentence; some go on for pages.
 
-    A line that ends in a colon goes on in the next.
+    A first line that ends in a colon goes on to the end of its sentence.
     """
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    text = lines[0].rstrip()
-    for line in lines[1:]:
-        if not text.endswith(":"):
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    text = lines[0]
+    for line in lines[1:] if text.endswith(":") else []:
+        text = f"{text} {line}"
+        if line.endswith("."):
             break
-        text = f"{text} {line.strip()}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

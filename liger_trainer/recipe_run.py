@@ -11,6 +11,7 @@ import yaml
 
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import build_trainer, check_target_parameters, check_vocabulary
+from liger_trainer.recipe_checks import check_schedule
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_experts import check_adapted_experts
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
@@ -45,6 +46,7 @@ def run_recipe(recipe: Recipe) -> Trainer:
 
 def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; the metrics are those of training and of the last evaluation."""
+    from jinja2 import TemplateError
     from transformers import set_seed
 
     from liger_trainer.trainers.batch_check import BatchError
@@ -58,6 +60,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    check_schedule(args, recipe.source)
     check_model(recipe)
     check_reward_models(recipe.more)
     checkpoint = prepare_output_dir(recipe)
@@ -70,6 +73,11 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     except RecipeError:
         raise
+    except TemplateError as error:
+        raise RecipeError(
+            f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It is that of "
+            "`chat_template_path`, or else the tokenizer's."
+        ) from error
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)

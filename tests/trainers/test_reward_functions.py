@@ -76,7 +76,7 @@ def test_a_batch_that_fails_as_a_whole():
         ([1.0, float("nan"), None], "returned nan for sample 1 of 3"),
         (torch.tensor([1.0, torch.nan, 0.0]), "returned nan for sample 1 of 3"),
         (["nan", 1.0, 1.0], "returned 'nan' for sample 0 of 3"),
-        ([1.0, 1.0, -1e39], "returned -1e+39 for sample 2 of 3"),  # an infinity in the fp32 of TRL
+        ([1.0, 1.0, -1e39], r"returned -1e\+39 for sample 2 of 3"),  # an infinity in the fp32 of TRL
     ],
 )
 def test_what_is_returned(returned, message):
