@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "steps_per_generation": 1,
     "generation_batch_size": 1,
     "lora_r": 1,
+    "lora_alpha": 1,
+    "top_k": 0,
     "sample_tokens": 1,
     "expert_parallel_size": 1,
     "learning_rate": 0,
@@ -36,11 +39,12 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "desirable_weight": 0,
     "undesirable_weight": 0,
     "epsilon": 0,
+    "epsilon_high": 0,
     "label_smoothing": 0,
     "router_aux_loss_coef": 0,
 }
 _SEED = (0, 2**32 - 1)  # what NumPy takes
-_ABOVE_ZERO = ("temperature", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
+_ABOVE_ZERO = ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
 _ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
     "scale_rewards": ("group", "batch", "none", True, False),
@@ -76,10 +80,26 @@ def _allowed(key: str, value: Any) -> str | None:
         return "a share of the data, 0 or more and below 1"
     if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
         return "pairs such as 'beta1=0.9, beta2=0.95'"
+    if key in ("top_p", "min_p") and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if key == "lora_target_modules" and (wrong := _pattern_problem(value)) is not None:
+        return f"names of modules, or a regular expression ({wrong})"
     if key == "max_steps" and value != -1 and value < 1:
         return "1 or more, or -1 for the steps of `num_train_epochs`"
     if key in _ONE_OF and value not in _ONE_OF[key]:
         return "one of " + ", ".join(repr(choice) for choice in _ONE_OF[key])
+    return None
+
+
+def _pattern_problem(names: Any) -> str | None:
+    """What is wrong with the regular expression that PEFT takes a single name for; None where nothing is."""
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str):
+        return None
+    try:
+        re.compile(name)
+    except re.error as error:
+        return str(error)
     return None
 
 

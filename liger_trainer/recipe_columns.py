@@ -102,15 +102,21 @@ def _check_column(rows: Dataset, name: str, trainer: str) -> None:
     if nulls:
         raise RecipeError(f"The column `{name}` holds nothing (null) in {nulls} rows; remove or fill them.")
     wanted, words = _KINDS.get(name, ((str,), "text"))
+    first = rows[0][name]
     for number, value in enumerate(_values(rows, name)):
         if not isinstance(value, wanted):
             raise RecipeError(
                 f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number}, not "
                 f"{words}."
             )
+        if type(value) is not type(first):
+            held = f"{type(first).__name__} in row 0 and {type(value).__name__} in row {number}"
+            raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
         problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
+    if name == "label" and not set(rows.unique(name)) <= {0, 1}:
+        raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
 
 
 def _values(rows: Dataset, name: str) -> Iterator[Any]:

@@ -76,7 +76,11 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
     elif data.dataset_name in BUILT_IN:
         loaded = BUILT_IN[data.dataset_name]()
     elif data.dataset_name and any((Path(data.dataset_name) / file).is_file() for file in _SAVED):
-        loaded = load_from_disk(data.dataset_name)
+        try:
+            loaded = load_from_disk(data.dataset_name)
+        except (OSError, ValueError, TypeError) as error:
+            folder = f"the folder {data.dataset_name!r}"
+            raise RecipeError(f"`dataset_name`: {folder} cannot be read: {first_line(error)} Save it again.") from error
     else:
         name = data.dataset_name or recipe.mixture.datasets[0].path
         try:

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import TemplateError
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_build import build_trainer, check_target_parameters, check_vocabulary
+from liger_trainer.recipe_build import (
+    build_trainer,
+    check_prompts,
+    check_target_parameters,
+    check_targets,
+    check_vocabulary,
+    template_error,
+)
 from liger_trainer.recipe_checks import check_schedule
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_experts import check_adapted_experts
@@ -46,7 +54,6 @@ def run_recipe(recipe: Recipe) -> Trainer:
 
 def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; the metrics are those of training and of the last evaluation."""
-    from jinja2 import TemplateError
     from transformers import set_seed
 
     from liger_trainer.trainers.batch_check import BatchError
@@ -74,13 +81,12 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     except RecipeError:
         raise
     except TemplateError as error:
-        raise RecipeError(
-            f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It is that of "
-            "`chat_template_path`, or else the tokenizer's."
-        ) from error
+        raise template_error(recipe, error) from error
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
+    check_targets(recipe, trainer)
+    check_prompts(recipe, trainer, train)
     check_target_parameters(recipe, trainer)
     check_adapted_experts(recipe, trainer.model)
     _check_launch(recipe, trainer)

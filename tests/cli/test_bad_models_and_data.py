@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from liger_trainer.cli import main
 from tests.cli.test_bad_input import TINY, recipe, refused, rows  # noqa: F401 (a fixture among them)
@@ -205,7 +206,7 @@ def test_fsdp_as_transformers_has_it(recipe, capsys, monkeypatch, spelling):  # 
     ("kind", "options", "words"),
     [
         ("cosine_with_min_lr", None, "One of min_lr or min_lr_rate should be set"),
-        ("cosine", {"min_lr": 1e-6}, "got an unexpected keyword argument 'min_lr'"),
+        ("cosine", {"min_lr": 0.5}, "got an unexpected keyword argument 'min_lr'"),
     ],
 )
 def test_a_schedule_that_cannot_be_made(recipe, capsys, kind, options, words):  # noqa: F811
@@ -242,3 +243,23 @@ def test_a_chat_template_that_fails(recipe, capsys, template, words):  # noqa: F
 
 def test_a_name_with_a_nul(recipe, capsys):  # noqa: F811
     assert "cannot be made: embedded null byte; give another one." in refused(capsys, recipe(output_dir="a\0b"))
+
+
+def test_rows_without_a_second_token(recipe, capsys):  # noqa: F811
+    message = refused(capsys, recipe(trainer="sft", data_files=rows(*[{"text": ""}] * 8)))
+    assert "no row has more than 1 token, so there is nothing to learn" in message
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no folder of data"])
+def test_saved_data_that_is_damaged(recipe, capsys, damage):  # noqa: F811
+    Dataset.from_list([{"text": "a b c"}] * 999).save_to_disk("saved")
+    file = next(Path("saved").glob("*.arrow"))
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:4000])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        Path("saved/state.json").unlink()
+    message = refused(capsys, recipe(data_files=None, dataset_name="saved"))
+    assert "`dataset_name`: the folder 'saved' cannot be read: " in message
+    assert message.endswith(" Save it again.")
