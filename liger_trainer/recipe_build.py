@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_config import model_class
 from liger_trainer.recipe_data import text_blocks
 from liger_trainer.recipe_experts import with_experts_in_4_bits
-from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_model import model_class, model_kwargs, model_source
+from liger_trainer.recipe_file import RecipeError, first_line
+from liger_trainer.recipe_model import model_kwargs, model_source
 from liger_trainer.recipe_rewards import load_reward_functions
 
 if TYPE_CHECKING:
@@ -125,6 +128,50 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
         raise RecipeError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's "
             "own tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
+        )
+
+
+def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
+    """Refuses a chat template that cannot be applied to the first prompt; trainers that generate first try in a step.
+
+    Raises:
+        RecipeError: saying what the template says.
+    """
+    row = next(iter(train)) if recipe.kind.data == "prompt" else {}
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list) or {"image", "images"} & set(row):  # TRL adds pictures to the turns
+        return
+    processor: Any = trainer.processing_class
+    options = getattr(trainer.args, "chat_template_kwargs", None) or {}
+    try:
+        processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, ValueError) as error:
+        raise template_error(recipe, error) from error
+
+
+def template_error(recipe: Recipe, error: Exception) -> RecipeError:
+    """What a chat template that fails is told with."""
+    return RecipeError(
+        f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It is that of "
+        "`chat_template_path`, or else the tokenizer's."
+    )
+
+
+def check_targets(recipe: Recipe, trainer: Trainer) -> None:
+    """Refuses rows of one token or none, which have no next token to learn and train nothing.
+
+    Raises:
+        RecipeError: if there are no others.
+    """
+    rows: Any = trainer.train_dataset
+    if not hasattr(rows, "data") or "input_ids" not in rows.column_names:  # streamed, or prepared as batches are made
+        return
+    import pyarrow.compute as pc
+
+    longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py()
+    if longest is not None and longest < 2:
+        raise RecipeError(
+            f"{recipe.source}: no row has more than {longest} token, so there is nothing to learn; check the data."
         )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_file import RecipeError, first_line
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +19,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "max_length": 1,
+    "max_length": 2,  # a token has a target only where another follows it
     "max_completion_length": 1,
     "num_generations": 2,
     "num_generations_eval": 1,
@@ -23,6 +27,8 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "steps_per_generation": 1,
     "generation_batch_size": 1,
     "lora_r": 1,
+    "lora_alpha": 1,
+    "top_k": 0,
     "sample_tokens": 1,
     "expert_parallel_size": 1,
     "learning_rate": 0,
@@ -33,10 +39,12 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "desirable_weight": 0,
     "undesirable_weight": 0,
     "epsilon": 0,
+    "epsilon_high": 0,
     "label_smoothing": 0,
     "router_aux_loss_coef": 0,
 }
-_ABOVE_ZERO = ("temperature", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
+_SEED = (0, 2**32 - 1)  # what NumPy takes
+_ABOVE_ZERO = ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
 _ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
     "scale_rewards": ("group", "batch", "none", True, False),
@@ -66,10 +74,32 @@ def _allowed(key: str, value: Any) -> str | None:
         return f"{_AT_LEAST[key]} or more"
     if key in _ABOVE_ZERO and not value > 0:
         return "above 0"
+    if key in ("seed", "data_seed") and not _SEED[0] <= value <= _SEED[1]:
+        return f"from {_SEED[0]} to {_SEED[1]}"
+    if key == "test_split_size" and not 0 <= value < 1:
+        return "a share of the data, 0 or more and below 1"
+    if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
+        return "pairs such as 'beta1=0.9, beta2=0.95'"
+    if key in ("top_p", "min_p") and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if key == "lora_target_modules" and (wrong := _pattern_problem(value)) is not None:
+        return f"names of modules, or a regular expression ({wrong})"
     if key == "max_steps" and value != -1 and value < 1:
         return "1 or more, or -1 for the steps of `num_train_epochs`"
     if key in _ONE_OF and value not in _ONE_OF[key]:
         return "one of " + ", ".join(repr(choice) for choice in _ONE_OF[key])
+    return None
+
+
+def _pattern_problem(names: Any) -> str | None:
+    """What is wrong with the regular expression that PEFT takes a single name for; None where nothing is."""
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str):
+        return None
+    try:
+        re.compile(name)
+    except re.error as error:
+        return str(error)
     return None
 
 
@@ -107,6 +137,26 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             "true` for LoRA.",
             source,
         )
+
+
+def check_schedule(training: TrainingArguments, source: Path) -> None:
+    """Checks that the learning rate's schedule can be made, which the Trainer does after all else.
+
+    Raises:
+        RecipeError: if `lr_scheduler_kwargs` is not what `lr_scheduler_type` takes.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
+    try:
+        get_scheduler(kind, stand_in, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{source}: `lr_scheduler_type: {getattr(kind, 'value', kind)}` cannot be used with `lr_scheduler_kwargs` "
+            f"{options}: {first_line(error)}"
+        ) from error
 
 
 def split_obstacle(values: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
@@ -69,7 +69,7 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
             found = ("prompt", *found)
         for name in found:
-            _check_column(rows, name)
+            _check_column(rows, name, recipe.recipe.trainer)
         _check_alike(rows, [name for name in found if name in SPOKEN])
 
 
@@ -97,16 +97,53 @@ def _reward_columns(recipe: Recipe) -> list[str]:
     return sorted({name for function in functions for name in needed_columns(function)})
 
 
-def _check_column(rows: Dataset, name: str) -> None:
+def _check_column(rows: Dataset, name: str, trainer: str) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` holds nothing (null) in {nulls} rows; remove or fill them.")
     wanted, words = _KINDS.get(name, ((str,), "text"))
     first = rows[0][name]
-    if not isinstance(first, wanted):
-        raise RecipeError(
-            f"The column `{name}` holds {type(first).__name__}, such as {str(first)[:40]!r}, not {words}."
-        )
+    for number, value in enumerate(_values(rows, name)):
+        if not isinstance(value, wanted):
+            raise RecipeError(
+                f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number}, not "
+                f"{words}."
+            )
+        if type(value) is not type(first):
+            held = f"{type(first).__name__} in row 0 and {type(value).__name__} in row {number}"
+            raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
+        problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
+        if problem is not None:
+            raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
+    if name == "label" and not set(rows.unique(name)) <= {0, 1}:
+        raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
+
+
+def _values(rows: Dataset, name: str) -> Iterator[Any]:
+    """The values of a column: the first alone where Arrow gives all of them its type."""
+    from datasets import Value
+
+    one_type = name == "input_ids" or isinstance(rows.features[name], Value)
+    for batch in (rows.select(range(1)) if one_type else rows).select_columns(name).iter(1000):
+        yield from batch[name]
+
+
+def _turns_problem(turns: list[Any], trainer: str) -> str | None:
+    """What is wrong with a conversation; None where nothing is."""
+    roles = ("role", "from") if trainer == "sft" else ("role",)  # TRL reads the other name there
+    if not turns:
+        return "no turns"
+    for turn in turns:
+        if not isinstance(turn, dict):
+            return f"a list with {type(turn).__name__} ({str(turn)[:40]!r})"
+        if not any(isinstance(turn.get(role), str) for role in roles):
+            return f"a turn without `role` ({str(turn)[:60]})"
+        said = {key: value for key, value in turn.items() if key not in roles and value is not None}
+        if not said:  # a call of a tool may be all there is
+            return f"a turn without `content` ({str(turn)[:60]})"
+        if not isinstance(said.get("content", ""), (str, list)):
+            return f"a turn whose `content` is {type(said['content']).__name__} ({str(turn)[:60]})"
+    return None
 
 
 def _check_alike(rows: Dataset, names: list[str]) -> None:

@@ -47,9 +47,13 @@ def _load_files(files: list[str], key: str) -> Any:
     if None in kinds or len(kinds) != 1:
         raise RecipeError(f"`{key}` is {files}; give files of one kind out of {', '.join(_BUILDERS)}.")
     try:
-        return load_dataset(kinds.pop(), data_files=files, split="train")
+        loaded = load_dataset(kinds.pop(), data_files=files, split="train")
+        loaded.data.validate(full=True)  # the reader of JSON lines takes text that is no UTF-8
     except Exception as error:  # datasets raises its own kinds, chained to what the file's reader says
-        raise RecipeError(f"`{key}`: {files} cannot be read: {error.__cause__ or error}.") from error
+        reason = first_line(error.__cause__ or error)
+        hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
+        raise RecipeError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
+    return loaded
 
 
 def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
@@ -72,7 +76,11 @@ def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
     elif data.dataset_name in BUILT_IN:
         loaded = BUILT_IN[data.dataset_name]()
     elif data.dataset_name and any((Path(data.dataset_name) / file).is_file() for file in _SAVED):
-        loaded = load_from_disk(data.dataset_name)
+        try:
+            loaded = load_from_disk(data.dataset_name)
+        except (OSError, ValueError, TypeError) as error:
+            folder = f"the folder {data.dataset_name!r}"
+            raise RecipeError(f"`dataset_name`: {folder} cannot be read: {first_line(error)} Save it again.") from error
     else:
         name = data.dataset_name or recipe.mixture.datasets[0].path
         try:
@@ -113,7 +121,12 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
                 "`dataset_test_split`, `eval_data_files` or `test_split_size` (such as 0.05), or "
                 '`eval_strategy: "no"`.'
             )
-        parts = train.train_test_split(test_size=size, seed=recipe.training.data_seed or recipe.training.seed)
+        try:
+            parts = train.train_test_split(test_size=size, seed=recipe.training.data_seed or recipe.training.seed)
+        except ValueError as error:
+            raise RecipeError(
+                f"`test_split_size` is {size}, which cannot be taken of {len(train)} rows: {first_line(error)}"
+            ) from error
         train, evaluation = parts["train"], parts["test"]
     return _prepared(train, recipe), _prepared(evaluation, recipe) if evaluated else None
 
@@ -130,7 +143,8 @@ def _texts(rows: Iterable[dict[str, Any]], field: str | None) -> Iterable[str]:
     for row in rows:
         for name in (field,) if field in row else SPOKEN:
             value = row.get(name) or ()
-            yield from (value,) if isinstance(value, str) else (turn["content"] for turn in value)
+            said = (value,) if isinstance(value, str) else (turn.get("content", turn.get("value")) for turn in value)
+            yield from (text for text in said if isinstance(text, str))
 
 
 def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTrainedTokenizerBase:

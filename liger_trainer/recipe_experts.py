@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_config import model_class
 from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_model import count_experts, model_class, model_kwargs, splits_of_launch
+from liger_trainer.recipe_model import count_experts, model_kwargs, splits_of_launch
 
 if TYPE_CHECKING:
     from peft import PeftConfig

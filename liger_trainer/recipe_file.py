@@ -22,8 +22,16 @@ class TrainingError(RecipeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says first, as a sentence; some go on for pages."""
-    text = (str(error).strip() or type(error).__name__).split("\n")[0]
+    """What an error of a library says first, as a sentence; some go on for pages.
+
+    A first line that ends in a colon goes on to the end of its sentence.
+    """
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    text = lines[0]
+    for line in lines[1:] if text.endswith(":") else []:
+        text = f"{text} {line}"
+        if line.endswith("."):
+            break
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
@@ -80,12 +88,13 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                continue
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key `{key.value}` stands there twice", problem_mark=key.start_mark
                 )
-            if key.tag == "tag:yaml.org,2002:str":
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

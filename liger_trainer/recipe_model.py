@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
+from liger_trainer.recipe_config import check_generative, make_config, model_class, read_config
 from liger_trainer.recipe_file import RecipeError, first_line
 
 if TYPE_CHECKING:
@@ -18,26 +19,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def read_config(name: str, key: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the model `name`, which the user gave as `key`.
+def check_weights(folder: str, given: str) -> None:
+    """Checks that the files of weights in `folder` are whole; a name on the Hub, whose files are checked, holds none.
 
     Raises:
-        RecipeError: if there is no such folder, or no such model on the Hub.
+        RecipeError: naming the file that is not.
     """
-    from transformers import AutoConfig
+    from safetensors import SafetensorError, safe_open
 
-    if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
-        if not Path(name).exists():
-            raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
-        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            raise RecipeError(f"{key}: the folder {name!r} holds no config.json.")
-    try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"{key}: {name!r} cannot be loaded: {first_line(error)} A local folder must hold a config.json; a name on "
-            "the Hub needs the network, and `HF_TOKEN` with access where it is private or gated."
-        ) from error
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass  # which reads its header and compares it with its length
+        except SafetensorError as error:
+            raise RecipeError(
+                f"{given}: {str(file)!r} is damaged or no safetensors file: {first_line(error)} Copy it again."
+            ) from error
 
 
 def is_quantised(recipe: Recipe) -> bool:
@@ -54,8 +51,6 @@ def check_model(recipe: Recipe) -> None:
     Raises:
         RecipeError: if it is not.
     """
-    from transformers import AutoConfig
-
     name, config = recipe.model.model_name_or_path, recipe.recipe.model_config
     if is_quantised(recipe) and importlib.util.find_spec("bitsandbytes") is None:
         key = "load_in_4bit" if recipe.model.load_in_4bit else "load_in_8bit"
@@ -68,13 +63,15 @@ def check_model(recipe: Recipe) -> None:
             f"{recipe.source}: give either `model_name_or_path` or `model_config`, not {'both' if name else 'neither'}."
         )
     if config is not None:
-        try:
-            found = AutoConfig.for_model(**config)
-        except Exception as error:  # a configuration class checks its values in its own way
-            raise RecipeError(f"{recipe.source}: `model_config`: {error}") from error
+        given = f"{recipe.source}: `model_config`"
+        found = make_config(config, given)
     else:
+        given = f"`model_name_or_path`: {name!r}"
         trusted = recipe.get("trust_remote_code")
         found = read_config(str(name), "`model_name_or_path`", recipe.model.model_revision, trusted)
+        check_weights(str(name), given)
+    if recipe.recipe.trainer != "reward":
+        check_generative(found, given)
     if recipe.recipe.expert_parallel_size > 1:
         _check_experts(recipe, found)
     if recipe.model.load_in_4bit:
@@ -200,16 +197,6 @@ def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
             f"multiple of {size}: `liger-trainer train RECIPE --accelerate_config ddp --num_processes {size}`."
         )
     return {"fsdp_size": processes, "ep_size": size}
-
-
-def model_class(config: PreTrainedConfig) -> Any:
-    """The auto class for `config`: a multimodal configuration stands for the whole model, not for its text part."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    multimodal = config.get_text_config() is not config
-    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

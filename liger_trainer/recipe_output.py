@@ -32,6 +32,12 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
 
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
+    try:
+        folder.exists()
+    except OSError as error:  # its name is too long, or this user may not look there
+        raise RecipeError(
+            f"`output_dir` {str(folder)!r} cannot be used: {error.strerror}; give another one."
+        ) from error
     resume = _resume(recipe, folder)
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
@@ -50,9 +56,9 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
                     shutil.rmtree(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for a NUL in it
         raise RecipeError(
-            f"`output_dir` {str(folder)!r} cannot be made: {error.strerror}; give another one."
+            f"`output_dir` {str(folder)!r} cannot be made: {getattr(error, 'strerror', error)}; give another one."
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")

@@ -54,7 +54,8 @@ def check_reward_models(arguments: Any) -> None:
         RecipeError: if one is not; a function written with a dot is taken for one.
     """
     from liger_trainer.configs.recipe_arguments import RewardArguments
-    from liger_trainer.recipe_model import read_config
+    from liger_trainer.recipe_config import read_config
+    from liger_trainer.recipe_model import check_weights
 
     names = arguments.reward_funcs or [] if isinstance(arguments, RewardArguments) else []
     for name in names:
@@ -66,6 +67,7 @@ def check_reward_models(arguments: Any) -> None:
             module, _, function = name.rpartition(".")
             meant = f" or, for a function, {f'{module}:{function}'!r}" if module and "/" not in name else ""
             raise RecipeError(f"{error} A name without a colon is a reward model: write its Hub id{meant}.") from error
+        check_weights(name, f"`reward_funcs`: {name!r}")
 
 
 def _check_call(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -104,10 +106,8 @@ def _import(name: str) -> Callable[..., Any]:
         raise RecipeError(
             f"`reward_funcs`: {name!r} names no module that can be imported (looked in {here} too): {error}. {_ALLOWED}"
         ) from error
-    except Exception as error:
-        raise RecipeError(
-            f"`reward_funcs`: importing {module_name!r} raised {type(error).__name__}: {error}."
-        ) from error
+    except (Exception, SystemExit) as error:  # a script may end the process
+        raise RecipeError(f"`reward_funcs`: importing {module_name!r} raised {error!r}.") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [

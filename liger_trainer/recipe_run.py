@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import TemplateError
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_build import build_trainer, check_target_parameters, check_vocabulary
+from liger_trainer.recipe_build import (
+    build_trainer,
+    check_prompts,
+    check_target_parameters,
+    check_targets,
+    check_vocabulary,
+    template_error,
+)
+from liger_trainer.recipe_checks import check_schedule
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_experts import check_adapted_experts
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
@@ -58,6 +67,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    check_schedule(args, recipe.source)
     check_model(recipe)
     check_reward_models(recipe.more)
     checkpoint = prepare_output_dir(recipe)
@@ -70,9 +80,13 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     except RecipeError:
         raise
+    except TemplateError as error:
+        raise template_error(recipe, error) from error
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
     check_vocabulary(trainer, tokenizer)
+    check_targets(recipe, trainer)
+    check_prompts(recipe, trainer, train)
     check_target_parameters(recipe, trainer)
     check_adapted_experts(recipe, trainer.model)
     _check_launch(recipe, trainer)

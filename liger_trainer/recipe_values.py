@@ -28,7 +28,16 @@ def _parser(classes: Sequence[Any]) -> ArgumentParser:
         def error(self, message: str) -> typing.NoReturn:
             raise RecipeError(f"On the command line: {message}.")
 
-    return Parser(tuple(classes), allow_abbrev=False, add_help=False)
+    parser = Parser(tuple(classes), allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        if action.nargs == "?" and action.const is True and action.type is str:
+            action.type = _switch
+    return parser
+
+
+def _switch(text: str) -> bool | str:
+    """The value of an option that is true where none follows it, though its type says text: transformers' `fsdp`."""
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -75,7 +84,7 @@ def _convert(value: Any, hint: Any, action: Action) -> Any:
         value = [value]
     if action.choices is not None and value is not None and value not in action.choices:
         raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
-    if _fits(value, hint):
+    if _fits(value, hint) or (action.type is _switch and isinstance(value, (bool, list))):
         return value
     if str in _alternatives(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

@@ -46,7 +46,7 @@ def plan(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe_model import model_class
+    from liger_trainer.recipe_config import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
@@ -57,16 +57,15 @@ def plan(
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
-    from transformers import AutoConfig
-
+    from liger_trainer.recipe_config import make_config, published_config, read_config
     from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe_model import read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
         values = read_recipe(find_recipe(model))
         if values.get("model_config"):
             settings = values["model_config"]
-            return AutoConfig.for_model(**(json.loads(settings) if isinstance(settings, str) else settings))
+            settings = json.loads(settings) if isinstance(settings, str) else settings
+            return make_config(settings, f"{model}: `model_config`")
         model = str(values.get("model_name_or_path"))
-    return read_config(model, "The model", trust_remote_code=trust_remote_code)
+    return published_config(model) or read_config(model, "The model", trust_remote_code=trust_remote_code)

@@ -73,6 +73,23 @@ class HeadCall:
         return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
 
 
+def check_logits_memory(logits_memory: int, vocab: int) -> None:
+    """Checks that a chunk holds the logits of one token.
+
+    Args:
+        logits_memory: Bytes of a chunk of logits.
+        vocab: Size V of the vocabulary; 0 where it is not known.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if logits_memory < 2 * vocab:
+        raise ValueError(
+            f"`logits_memory` is {logits_memory} bytes, but the logits of one token are {vocab} numbers of 2 bytes or "
+            "more. Give a size with its unit, such as '512MiB'."
+        )
+
+
 def version_of(tensor: torch.Tensor | None) -> int | None:
     """How often `tensor` has been changed in place; None where torch does not count."""
     return None if tensor is None or tensor.is_inference() else tensor._version

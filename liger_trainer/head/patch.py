@@ -28,6 +28,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import (
     HeadCall,
     call_dtype,
+    check_logits_memory,
     find_lm_heads,
     is_plain_linear,
     is_sharded,
@@ -198,6 +199,9 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
 
     Returns:
         A row for the report: what was bound and the probe's error, or why the head was left alone.
+
+    Raises:
+        ValueError: if `logits_memory` does not hold the logits of one token.
     """
     component = "linear_cross_entropy" if fused else "cross_entropy"
     model = without_adapters(model)
@@ -223,6 +227,8 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     if "labels" not in inspect.signature(native).parameters:
         return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
 
+    if fused:
+        check_logits_memory(int(logits_memory), getattr(heads[0], "out_features", 0))
     forward = make_head_forward(fused, int(logits_memory), whole_module, in_fp32)
     # Looked up there, as the weight of an adapter's wrapper may be computed on access.
     device = next(heads[0].parameters()).device

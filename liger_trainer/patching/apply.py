@@ -176,6 +176,6 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
     if problems:
         raise ValueError(
-            "`strict` is set, but these kernels cannot be applied (switch them, or strict, off):\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+            f"`strict` is set, but these kernels cannot be applied: {'; '.join(problems)}. Switch them off in "
+            "`liger_kernel_config`, or `strict` (in training arguments `strict_kernels`)."
         )

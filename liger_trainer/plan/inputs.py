@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.plan.accumulation import sync_each_batch
 from liger_trainer.plan.checkpointing import every_n_layers
 from liger_trainer.plan.estimate import Run, Work
@@ -83,6 +84,8 @@ def read_inputs(
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and mapping.experts))
+        if values["use_liger_kernel"] and mapping.linear_cross_entropy and values["trainer"] != "reward":
+            check_logits_memory(int(mapping.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     notes = _notes(values, config, prompt_length)
@@ -104,24 +107,24 @@ def read_inputs(
 
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    from liger_trainer.recipe_model import read_config
+    from liger_trainer.recipe_config import check_generative, make_config, published_config, read_config
 
     name, settings = values["model_name_or_path"], values["model_config"]
     if (name is None) == (settings is None):
         both = "both" if name else "neither"
         raise RecipeError(f"{source}: give either `model_name_or_path` or `model_config`, not {both}.")
     if name is not None:
-        trusted = bool(values.get("trust_remote_code"))
-        return read_config(name, "`model_name_or_path`", values["model_revision"], trusted)
-    settings = json.loads(settings) if isinstance(settings, str) else dict(settings)
-    try:
-        config = AutoConfig.for_model(**settings)
-    except Exception as error:  # a configuration class checks its values in its own way
-        raise RecipeError(f"{source}: `model_config`: {error}") from error
-    if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
-        config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
+        trusted, revision = bool(values.get("trust_remote_code")), values["model_revision"]
+        given = f"`model_name_or_path`: {name!r}"
+        config = published_config(name, revision) or read_config(name, "`model_name_or_path`", revision, trusted)
+    else:
+        given = f"{source}: `model_config`"
+        settings = json.loads(settings) if isinstance(settings, str) else dict(settings)
+        config = make_config(settings, given)
+        if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
+            config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
+    if values["trainer"] != "reward":
+        check_generative(config, given)
     return config
 
 
@@ -158,7 +161,7 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     import torch
     from trl import ModelConfig, get_peft_config
 
-    from liger_trainer.recipe_model import model_class
+    from liger_trainer.recipe_config import model_class
 
     dtype = values["dtype"]
     if dtype in (None, "auto"):
@@ -257,8 +260,12 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
     from liger_trainer.plan.optimizers import is_known
+    from liger_trainer.recipe_config import published_config
 
     notes = []
+    name = values["model_name_or_path"]
+    if name is not None and published_config(name, values["model_revision"]) is not None:
+        notes.append(f"The sizes of {name} are those that come with liger_trainer; the Hub was not asked.")
     if values["trainer"] in _POLICY:
         notes.append(f"Prompts are taken to be {prompt_length} tokens long (`--prompt_length`).")
     if not values["use_liger_kernel"]:

@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from liger_trainer.rewards import completion_text
 
 RewardFunction = Callable[..., Any]
+
+_LARGEST = torch.finfo(torch.float32).max  # TRL keeps rewards in fp32
 
 _checked: weakref.WeakSet[RewardFunction] = weakref.WeakSet()  # plain functions: a callable object may have no hash
 
@@ -56,7 +59,7 @@ def checked_reward_function(function: RewardFunction, name: str | None = None) -
             given = {key: value for key, value in given.items() if key not in fixed}
             try:
                 rewards = await function(**given)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _failure(name, error, await _first_that_raises_async(function, given), given) from error
             return _checked_rewards(name, rewards, given["completions"])
 
@@ -66,7 +69,7 @@ def checked_reward_function(function: RewardFunction, name: str | None = None) -
             given = {key: value for key, value in given.items() if key not in fixed}
             try:
                 rewards = function(**given)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _failure(name, error, _first_that_raises(function, given), given) from error
             return _checked_rewards(name, rewards, given["completions"])
 
@@ -99,7 +102,7 @@ def _first_that_raises(function: RewardFunction, given: Mapping[str, Any]) -> in
     for position, sample in enumerate(_samples(given)):
         try:
             function(**sample)
-        except Exception:
+        except (Exception, SystemExit):
             return position
     return None
 
@@ -108,7 +111,7 @@ async def _first_that_raises_async(function: Callable[..., Awaitable[Any]], give
     for position, sample in enumerate(_samples(given)):
         try:
             await function(**sample)
-        except Exception:
+        except (Exception, SystemExit):
             return position
     return None
 
@@ -144,8 +147,8 @@ def _checked_rewards(name: str, rewards: Any, completions: Sequence[Any]) -> lis
         try:
             value = None if reward is None else float(reward)
         except (TypeError, ValueError):
-            value = math.inf
-        if value is not None and math.isinf(value):
+            value = math.nan
+        if value is not None and not abs(value) <= _LARGEST:
             raise RewardError(
                 f"The reward function `{name}` returned {reward!r} for sample {position} of {len(completions)}, the "
                 f"completion {_excerpt(completions[position])}; it must return a finite number or None."

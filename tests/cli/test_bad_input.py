@@ -103,9 +103,9 @@ def test_columns_that_hold_something_else(recipe, capsys):
     file = recipe(data_files=rows({"text": "a"}, {"text": None}))
     assert "The column `text` holds nothing (null) in 1 rows" in refused(capsys, file)
     file = recipe(data_files=rows({"text": 5}))
-    assert "The column `text` holds int, such as '5', not text." in refused(capsys, file)
+    assert "The column `text` holds int, such as '5' in row 0, not text." in refused(capsys, file)
     file = recipe(trainer="sft", data_files=rows({"messages": "hello"}))
-    assert "The column `messages` holds str, such as 'hello', not a list of turns" in refused(capsys, file)
+    assert "The column `messages` holds str, such as 'hello' in row 0, not a list of turns" in refused(capsys, file)
 
 
 def test_labels_beyond_the_vocabulary(recipe, capsys):

@@ -48,6 +48,7 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     Path("my_rewards.py").write_text(REWARDS)
     Path("broken_rewards.py").write_text("import no_such_package\n")
+    Path("leaving_rewards.py").write_text("import sys\nsys.exit()\n")
 
     def write(trainer, row, **changes):
         values = {
@@ -144,6 +145,7 @@ def test_columns_are_renamed(recipe, capsys):
     [
         ("no_such_module:f", "'no_such_module:f' names no module that can be imported"),
         ("broken_rewards:f", "importing 'broken_rewards' failed: No module named 'no_such_package'"),
+        ("leaving_rewards:f", "importing 'leaving_rewards' raised SystemExit()."),
         ("my_rewards:accuracy", "'my_rewards' has no `accuracy`; it has crash, short, strict, narrow, silent."),
         ("my_rewards:NUMBER", "'my_rewards:NUMBER' is int, not a function. Write `package.module:function`"),
         ("my_rewards:strict", "a function in `reward_funcs` needs `gold`"),
@@ -242,3 +244,50 @@ def test_a_resumed_run_needs_the_model_it_began_with(recipe, capsys):
     shutil.rmtree("run/initial_model")
     message = refused(capsys, "mine.yaml", "--max_steps", "2", "--resume_from_checkpoint", "true")
     assert "The model that the run began with is not in 'run/initial_model' any more" in message
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+@pytest.mark.parametrize("prompt", ["turns", "with a system prompt"])
+@pytest.mark.parametrize(
+    ("template", "words"), [("{{ raise_exception('no system') }}", "no system"), (None, "chat_template is not set")]
+)
+def test_prompts_that_the_chat_template_refuses(recipe, capsys, trainer, prompt, template, words):
+    from liger_trainer.quickstart import train_tokenizer
+
+    tokenizer = train_tokenizer(["a"], 300)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("own")
+    turns = {**SUM, "question": [{"role": "user", "content": "one and one"}]}
+    row, system = (turns, None) if prompt == "turns" else (SUM, "Add.")
+    own = {"tokenizer_name_or_path": "own", "tokenizer_vocab_size": None, "model_config": {**TINY, "vocab_size": 300}}
+    message = refused(capsys, recipe(trainer, row, system_prompt=system, **own))
+    assert "the chat template cannot be applied to the data: " in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("top_k", -1, "0 or more"),
+        ("top_p", 2.0, "from 0 to 1"),
+        ("min_p", 5.0, "from 0 to 1"),
+        ("repetition_penalty", -1.0, "above 0"),
+        ("epsilon_high", -1.0, "0 or more"),
+    ],
+)
+def test_sampling_that_is_none(recipe, capsys, key, value, allowed):
+    assert f"`{key}` is {value}; it must be {allowed}." in refused(capsys, recipe("grpo", SUM, **{key: value}))
+
+
+def test_adapters_that_are_none(recipe, capsys):
+    message = refused(capsys, recipe("dpo", PAIR, use_peft=True, lora_target_modules="[unclosed"))
+    assert "it must be names of modules, or a regular expression (unterminated character set at position 0)." in message
+    assert "`lora_alpha` is -5; it must be 1 or more." in refused(capsys, recipe("dpo", PAIR, lora_alpha=-5))
+
+
+def test_rows_of_two_kinds(recipe, capsys):
+    turns = [{"role": "assistant", "content": "c"}]
+    message = refused(capsys, recipe("dpo", [PAIR, {**PAIR, "chosen": turns}]))
+    assert "The column `chosen` holds str in row 0 and list in row 1; all rows must hold text, or all" in message
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1, 2)]
+    assert "The column `label` holds [0, 1, 2]; it must hold true or false." in refused(capsys, recipe("kto", rows))

@@ -1,9 +1,14 @@
 """`liger-trainer plan` on shipped recipes, offline, and what it says to mistakes."""
 
+import socket
+
 import pytest
 import torch
+import yaml
 
 from liger_trainer.cli import main
+from liger_trainer.published_configs import PUBLISHED
+from liger_trainer.recipe_config import model_class, published_config
 from liger_trainer.recipe_file import find_recipe, shipped_recipes
 
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \
@@ -23,6 +28,49 @@ def test_every_shipped_recipe_as_a_tiny_model(capsys, recipe):
     assert f"liger-trainer train {recipe} --accelerate_config" in out
     for strategy in ("DDP", "ZeRO-2", "FSDP2"):
         assert strategy in out
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """A Hub that is asked for is an error, whatever the environment says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: pytest.fail("asks the network"))
+    monkeypatch.setattr(socket.socket, "connect", lambda *arguments: pytest.fail("asks the network"))
+
+
+@pytest.mark.parametrize("recipe", ["llama3_8b_sft", "gemma3_4b_dpo_qlora", "qwen3_30b_a3b_grpo"])
+def test_shipped_recipes_need_no_network(capsys, no_network, recipe):
+    code, out, err = run(capsys, recipe, "--gpus", "8", "--gpu_memory", "80GB")
+    assert code == 0, err
+    name = yaml.safe_load(find_recipe(recipe).read_text(encoding="utf-8"))["model_name_or_path"]
+    assert f"The sizes of {name} are those that come with liger_trainer; the Hub was not asked." in out
+
+
+def test_the_sizes_of_every_shipped_recipe_are_there():
+    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in shipped_recipes().values()]
+    assert {recipe.get("model_name_or_path") for recipe in recipes} - {None} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("google/gemma-3-4b-it", 4_300_079_472),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+    ],
+)
+def test_the_sizes_are_those_that_were_published(name, parameters):
+    """The totals are those of the models' pages on the Hub."""
+    config = published_config(name)
+    with torch.device("meta"):
+        model = model_class(config).from_config(config)
+    assert config.dtype == torch.bfloat16
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_a_folder_or_another_revision_is_read():
+    assert published_config("Qwen/Qwen3-30B-A3B", "v2") is None
+    assert published_config("Qwen/Qwen3-8B") is None
 
 
 def test_one_gpu_and_a_configuration(capsys):
@@ -68,7 +116,7 @@ def test_bad_options(capsys, arguments, words):
         ("quickstart", ["--learning_rat", "1"], "did you mean `learning_rate`"),
         ("llama3_8b_sft", ["--model_name_or_path", "./nowhere"], "there is no folder './nowhere'"),
         ("quickstart", ["--liger_kernel_config", '{"rop": true}'], "did you mean 'rope'"),
-        ("quickstart_dpo", ["--max_length", "0"], "`max_length` is 0; it must be 1 or more"),
+        ("quickstart_dpo", ["--max_length", "0"], "`max_length` is 0; it must be 2 or more"),
     ],
 )
 def test_mistakes_are_named(capsys, recipe, options, words):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
@@ -72,6 +73,10 @@ def test_a_batch_that_fails_as_a_whole():
         (1.0, "returned float, not a list"),
         ([1.0, "good", 2.0], "returned 'good' for sample 1 of 3, the completion 'bb'"),
         ([1.0, 2.0, float("inf")], "returned inf for sample 2 of 3"),
+        ([1.0, float("nan"), None], "returned nan for sample 1 of 3"),
+        (torch.tensor([1.0, torch.nan, 0.0]), "returned nan for sample 1 of 3"),
+        (["nan", 1.0, 1.0], "returned 'nan' for sample 0 of 3"),
+        ([1.0, 1.0, -1e39], r"returned -1e\+39 for sample 2 of 3"),  # an infinity in the fp32 of TRL
     ],
 )
 def test_what_is_returned(returned, message):
@@ -96,6 +101,14 @@ def test_async_functions_stay_async():
     assert asyncio.run(checked(completions=TEXTS)) == [1.0, 2.0, 3.0]
     with pytest.raises(RewardError, match=r"`broken` raised ZeroDivisionError .* sample 1 of 3"):
         asyncio.run(checked_reward_function(broken)(completions=TEXTS))
+
+
+def test_a_function_that_ends_the_process():
+    def leaves(completions):
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match=r"`leaves` raised SystemExit \(0\) on sample 0 of 3"):
+        checked_reward_function(leaves)(completions=TEXTS)
 
 
 def test_options_win_over_columns():
