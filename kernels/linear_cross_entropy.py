@@ -242,8 +242,8 @@ def linear_cross_entropy(
         bias: `(V,)`, floating.
         ignore_index: Tokens with this label give no loss and no gradient.
         reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
-            at ignored tokens; the backward then recomputes the logits). Where every token is ignored the loss is 0, with
-            zero gradients.
+            at ignored tokens; the backward then recomputes the logits). Where every token is ignored the loss is 0,
+            with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.

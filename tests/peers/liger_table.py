@@ -80,6 +80,7 @@ NOT_APPLICABLE = {
 TESTS_NOT_APPLICABLE = {
     "test_cosine_hard_loss_computed_only_when_used": "counts calls of torch's nll_loss",
     "test_dtensor_rms_norm": "needs 8 GPUs, and its processes would load Liger's own names",
+    "test_misaligned_intermediate_size_not_supported": "Liger's TMA fails at that size, ours has none",
     "test_transformers_swiglu_preserves_legacy_function": "chooses among Liger's backends",
     "test_dtensor_liger_silumul": "needs 8 GPUs, and its processes would load Liger's own names",
 }
@@ -99,8 +100,14 @@ class Difference:
 
 
 DIFFERENCES = (
-    Difference("test_orpo_loss.py::test_correctness", "`nll_target` has to agree with `target` where both count"),
+    Difference(r"test_orpo_loss.py::test_correctness\[", "`nll_target` has to agree with `target` where both count"),
     Difference("test_(label_smoothing_validation|invalid_loss_type|invalid_reduction)$", "other words in a ValueError"),
+    Difference("test_fused_ce_tvd.py::test_shape_validation", "takes any leading dimensions; other words"),
+    Difference(
+        "test_modulated_rms_norm.py::test_correctness.*dtype1",
+        "the weight gradient in bf16 of plain torch, as far from float64's (0.30) as that of the test (0.28)",
+        device="cpu",
+    ),
     Difference("test_(triton_)?sequence_level_rejects_unsupported_loss_types", "other words in a ValueError"),
     Difference(
         "test_torch_compile_matches_eager", "plain torch, which the compiler may fuse and round otherwise", device="cpu"
