@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, tl, triton, use_triton
 
 MAX_HIDDEN_SIZE = 65536
 """Longest row one program can hold; longer rows run as the torch reference."""
@@ -107,6 +107,7 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
         raise ValueError(f"`x` of {name} has dtype {x.dtype}; give a floating point tensor, such as `x.float()`.")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"`x` of {name} has shape {tuple(x.shape)}; give (..., hidden_size) with hidden_size >= 1.")
+    check_all_dtensors(name, x, **parameters)
     for argument, parameter in parameters.items():
         if parameter is None:
             continue
@@ -123,8 +124,21 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
             )
 
 
+def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises ValueError where of `x` and the other arguments of the operator `name` only some are DTensors."""
+    for argument, other in others.items():
+        if other is None or is_dtensor(other) == is_dtensor(x):
+            continue
+        plain, split = (argument, "x") if is_dtensor(x) else ("x", argument)
+        raise ValueError(
+            f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
+            f"`distribute_tensor({plain}, {split}.device_mesh)` where every process has all of it."
+        )
+
+
 def check_residual(name: str, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Raises ValueError unless `residual` has the shape, dtype and device of `x`."""
+    """Raises ValueError unless `residual` has the shape, dtype and device of `x`, and is a DTensor where `x` is."""
+    check_all_dtensors(name, x, residual=residual)
     for what in ("shape", "dtype", "device"):
         if getattr(residual, what) != getattr(x, what):
             raise ValueError(

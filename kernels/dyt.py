@@ -23,6 +23,7 @@ from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     NormConfig,
     as_rows,
+    check_all_dtensors,
     check_arguments,
     column_sum,
     empty_in_order,
@@ -273,6 +274,7 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
             `x` in shape or device, a dtype is not floating point, or `x` has no last dimension of at least 1.
     """
     check_arguments("dyt", x, gamma=gamma, beta=beta)
+    check_all_dtensors("dyt", x, alpha=alpha)
     if alpha.numel() != 1 or not alpha.is_floating_point() or alpha.device != x.device:
         raise ValueError(
             f"`alpha` of dyt has shape {tuple(alpha.shape)}, dtype {alpha.dtype} and is on {alpha.device}; give one "

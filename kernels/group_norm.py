@@ -23,7 +23,7 @@ import torch
 from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._group_norm_launch import launch_backward, launch_forward
 from liger_trainer.kernels._norm_common import autocast_dtype
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import is_dtensor, use_triton
 
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,6 +166,12 @@ def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) 
             f"`x` of group_norm has shape {tuple(x.shape)} and dtype {x.dtype}; give a floating point tensor of shape "
             f"(samples, channels, ...)."
         )
+    for argument, tensor in {"x": x, **parameters}.items():
+        if tensor is not None and is_dtensor(tensor):
+            raise ValueError(
+                f"`{argument}` of group_norm is a DTensor, which torch's own does not split either; give the "
+                f"whole tensor, `{argument}.full_tensor()`."
+            )
     channels = x.shape[1]
     if num_groups < 1 or channels < 1 or channels % num_groups:
         raise ValueError(

@@ -18,7 +18,7 @@ import torch
 
 from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._modulated_rms_norm_kernels import launch_backward, launch_forward
-from liger_trainer.kernels._norm_common import check_arguments, runs_on_triton
+from liger_trainer.kernels._norm_common import check_all_dtensors, check_arguments, runs_on_triton
 from liger_trainer.kernels._rms_norm_kernels import check_casting
 from liger_trainer.kernels.rms_norm import rms_norm_reference
 
@@ -156,6 +156,7 @@ def modulated_rms_norm(
     """
     check_casting("modulated_rms_norm", casting)
     check_arguments("modulated_rms_norm", x, weight=weight)
+    check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
     scale = _groups("scale", scale, x)
     shift = None if shift is None else _groups("shift", shift, x)
     if shift is not None and shift.shape != scale.shape:

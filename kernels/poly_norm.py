@@ -22,6 +22,7 @@ from liger_trainer.kernels._autograd import refuse_second_derivative
 from liger_trainer.kernels._norm_common import (
     as_row_values,
     as_rows,
+    check_all_dtensors,
     check_arguments,
     column_sum,
     empty_in_order,
@@ -185,6 +186,7 @@ def poly_norm(
             not of a floating dtype or has no last dimension of at least 1.
     """
     check_arguments("poly_norm", x)
+    check_all_dtensors("poly_norm", x, weight=weight, bias=bias)
     for argument, parameter, size in (("weight", weight, 3), ("bias", bias, 1)):
         if parameter is None:
             continue

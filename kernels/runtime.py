@@ -39,8 +39,14 @@ _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether `tensor`'s operators run as Triton kernels; otherwise the torch reference runs."""
-    return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) and triton_drives(tensor.device)
+    """Whether `tensor`'s operators run as Triton kernels; otherwise the torch reference runs, as for every DTensor."""
+    half_or_single = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return half_or_single and triton_drives(tensor.device) and not is_dtensor(tensor)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies on a mesh of processes; torch splits its own operators over one, and no kernel."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def triton_drives(device: torch.device) -> bool:

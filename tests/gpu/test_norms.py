@@ -60,7 +60,7 @@ def test_real_shapes_are_as_accurate_as_eager(device, name, shape):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "hidden_size"), [(16, 256), (32, 4096), (8192, 4096)])
 def test_weight_gradient_is_rounded_once_and_eager_is_further_off(device, add, rows, hidden_size, record_property):
-    """Liger's test_norm_lora_parity compares with eager, which rounds x_hat and every product: units off, as is shown."""
+    """Liger's test_norm_lora_parity compares with eager, which rounds x_hat and every product."""
     ours, eager = weight_gradient_errors(add, rows, hidden_size, device)
     record_property("bf16 units off", f"ours {ours:.2f}, eager {eager:.2f}")
     print(f"{rows}x{hidden_size} add={add}: bf16 units off float64: ours {ours:.2f}, eager {eager:.2f}")
