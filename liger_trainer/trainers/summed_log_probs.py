@@ -38,7 +38,7 @@ class SummedLogProbs(torch.Tensor):
 
 
 class _SignedPart(torch.autograd.Function):
-    """``sign * tensor[:, :length]``. An expanded gradient stays so, over the dropped positions too: they have no label."""
+    """``sign * tensor[:, :length]``. An expanded gradient stays so, dropped positions included: they have no label."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sign: float, length: int) -> torch.Tensor:
