@@ -1,13 +1,17 @@
-"""Log-probabilities over a head whose gradients are made in the forward, for an expected upstream gradient.
+"""Log-probabilities over a head whose gradients are computed in the forward, for an expected upstream gradient.
 
-A loss that weighs all tokens alike gives every log-probability the same upstream gradient, one number. Where that is
-expected, the forward is that of `linear_cross_entropy`, which makes dX, dW and dbias as it goes: three matmuls, two for
-a frozen head. The backward hands them over, rescaled where the number is another one than expected (`_rescale`).
+A loss that weighs all tokens alike gives every log-probability the same upstream gradient, one number. The forward is
+then that of `linear_cross_entropy`, which computes dX, dW and dbias as it goes: three matmuls, two for a frozen head.
+The backward has two cases:
 
-For any other upstream gradient the backward recomputes the logits, as it does without an expectation
-(`_linear_row_gradients`). It is another one where the entropies have a gradient, which the host knows, or where the
-log-probabilities have different ones. An upstream gradient that is one number by its strides, as autograd expands that
-of a sum, is known to be alike without a look at it. Any other is read, for which the host waits for the device.
+    one number   it hands the gradients over, rescaled if the number is not the expected one (`_rescale`)
+    any other    it recomputes the logits (`_linear_row_gradients`): three matmuls more, two for a frozen head
+
+An upstream gradient of the entropies is the second case, and the host knows whether there is one. The gradient of a sum
+is the first: autograd expands it, so its strides say that it is one number. For all others the values decide, and
+reading the answer makes the host wait for the device.
+
+Saved for the backward are the inputs as well, for the second case.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ def log_probs_with_gradients(
 
 
 class _ExpectedGradient(torch.autograd.Function):
-    """Log-probabilities and entropies, known already, as differentiable functions of hidden, weight and bias."""
+    """Log-probabilities and entropies, already computed, as differentiable functions of hidden, weight and bias."""
 
     @staticmethod
     def forward(
@@ -96,9 +100,9 @@ class _ExpectedGradient(torch.autograd.Function):
 
 
 def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
-    """The number that `grad` is wherever `valid`, 0-d; None where it is several. The host waits for the device.
+    """The one value of `grad` wherever `valid`, 0-d; None if there are several. The host waits for the device.
 
-    While a CUDA graph is being captured, when nobody may wait, the answer is None.
+    While a CUDA graph is captured, which forbids waiting, the answer is None.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

@@ -139,13 +139,13 @@ def linear_log_probs(
             sum, the buffer exceeds this.
         retain_memory: Bytes of logits kept for the backward: 2 * N * V bytes in half precision keep all of them and
             are fastest, 0 keeps none. By default one chunk, whose memory the forward and the backward need anyway.
-        expected_grad: For a loss that weighs all tokens alike: the gradient to expect for the sum of the negative
-            log-probabilities, as of `linear_cross_entropy`, a number or a 0-d tensor. The gradients are then made in
-            the forward, in three matmuls without kept logits, and handed over by a backward whose upstream gradient is
-            one number, this or another. Any other backward recomputes the logits and is as right. That it is one
-            number is known of the gradient of a sum; elsewhere the host waits for the device to learn it. None (the
-            default) where tokens weigh differently. Not used with "mean_logit" and "sum_squared_probs", nor under
-            `torch.compile`.
+        expected_grad: For a loss that weighs all tokens alike: the upstream gradient to expect for the sum of the
+            negative log-probabilities, a number or a 0-d tensor; None (the default) for any other loss. The gradients
+            are then computed in the forward, in three matmuls and without kept logits. The backward is exact for every
+            upstream gradient: if it is the same for all tokens, the gradients are ready; if it is not, or the entropies
+            have one, the logits are recomputed. The gradient of a sum is known to be the same for all tokens; for any
+            other, the host waits for the device to find out. Not used with "mean_logit" and "sum_squared_probs", nor
+            under `torch.compile`.
 
     Returns:
         fp32 log-probabilities (float64 for float64 inputs) shaped as `target`; with `outputs` a `LogProbsOutput`.

@@ -18,6 +18,7 @@ from torch import nn
 
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
 from liger_trainer.kernels._autograd import saved_as_is
+from liger_trainer.kernels.cross_entropy import CrossEntropyOutput
 from liger_trainer.kernels.log_probs import LogProbsOutput
 from liger_trainer.kernels.vocab_parallel import (
     vocab_parallel_cross_entropy,
@@ -112,7 +113,7 @@ def vocab_parallel_call(head: Any, hidden: torch.Tensor, fused: bool, logits_mem
     return None if dtype is None else VocabParallelCall(head, weight, bias, dtype, fused, logits_memory)
 
 
-def vocab_parallel_loss(logits: Any, target: torch.Tensor, **options: Any) -> Any:
+def vocab_parallel_loss(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor | CrossEntropyOutput:
     """As `head_loss`, of deferred `logits` of a split head; `options` are those of the kernels, soft-cap included."""
     call, hidden, (weight, bias) = _inputs(logits)
     options |= call.group_options

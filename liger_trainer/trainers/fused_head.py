@@ -187,7 +187,7 @@ def fused_output(
         mask = mask[:, :-1]
     length = mask.shape[1]
     fields = {name: field[:, :length] for name, field in statistics._asdict().items() if field is not None}
-    if options.expected_grad is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and options.expected_grad is not None:
         fields["log_probs"] = SummedLogProbs.of(statistics.log_probs, length)
     statistics = TokenStatistics(**fields)
 

@@ -23,9 +23,9 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     which TRL refuses, is trained. Each log also holds `tokens_per_second`, `mfu` where the hardware's peak is known,
     and `peak_memory_gib`.
 
-    With `loss_type="nll"` the gradients at the head are made in the forward, for labels that weigh alike. A subclass may
-    take any loss of the log-probabilities and entropies, as of TRL's trainer; its gradients take another matmul at the
-    head where it calls the model itself, and three more where it adds to the loss of this class.
+    With `loss_type="nll"` the gradients at the head are computed in the forward. A subclass may take any loss of the
+    log-probabilities and entropies, as with TRL's trainer. Where it calls the model itself, the head takes one matmul
+    more than for the loss of this class; where it adds such a term to that loss, three more.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with

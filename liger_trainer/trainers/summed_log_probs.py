@@ -1,9 +1,9 @@
-"""Log-probabilities whose sum has a gradient that is known to be one number without a look at it.
+"""Log-probabilities whose negated sum has a gradient that the host knows to be one number.
 
-Autograd expands the gradient of a sum to the shape of what was summed, and its strides say so. TRL negates the
-log-probabilities before it sums them and takes those of the last position away before that; torch's own gradients of
-both write the number out, and then only the values tell that it is one, for which the host waits for the device. The
-same two operations keep it expanded here.
+Autograd expands the gradient of a sum to the shape of the summand, so its strides say that it is one number. But the
+last position is dropped and TRL negates the log-probabilities before it sums them, and torch's gradients of both write
+the number out to every position. Only the values then tell, and reading them makes the host wait for the device. Here
+the two operations keep the gradient expanded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from liger_trainer.head.deferred_logits import unwrapped
 from liger_trainer.kernels._autograd import one_number
 
 _NEGATIONS = (torch.neg, torch.negative, torch.Tensor.neg, torch.Tensor.negative)
-_CLONES = (torch.clone, torch.Tensor.clone)  # DistributedDataParallel's, of what a model returns
+_CLONES = (torch.clone, torch.Tensor.clone)  # DistributedDataParallel clones the outputs of a model
 
 
 class SummedLogProbs(torch.Tensor):
-    """Log-probabilities `(B, S)` like any others, but for the gradient of their negation."""
+    """Log-probabilities `(B, S)`, a plain tensor but for the strides of the gradient of their negation."""
 
     @classmethod
     def of(cls, log_probs: torch.Tensor, length: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class SummedLogProbs(torch.Tensor):
 
 
 class _SignedPart(torch.autograd.Function):
-    """``sign * tensor[:, :length]``. Of a gradient that is one number, every position gets its part."""
+    """``sign * tensor[:, :length]``. An expanded gradient stays so, dropped positions included: they have no label."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sign: float, length: int) -> torch.Tensor:

@@ -28,8 +28,8 @@ class StatisticsOptions:
     Args:
         outputs: TRL's names of the statistics, among the fields of [`TokenStatistics`].
         temperature: Divides the logits.
-        uniform_gradient: Whether the trainer's own loss weighs all labels alike. Where that loss is being computed, the
-            gradients at the head are then made in the forward; any other gradient is right too, and recomputes.
+        uniform_gradient: Whether the trainer's own loss weighs all labels alike. While it is computed, the gradients at
+            the head are then computed in the forward, and recomputed for any other loss.
         retain_memory: Bytes of logits that are kept for the backward of any other loss; one chunk by default.
         ignore_index: Label of the positions to leave out.
     """
@@ -47,7 +47,7 @@ class StatisticsOptions:
 
     @property
     def expected_grad(self) -> float | torch.Tensor | None:
-        """The gradient to expect for the summed loss, while one that weighs all labels alike is computed; else None."""
+        """The upstream gradient to expect for the summed loss, while the trainer computes a uniform one; else None."""
         return expected_gradient("sum") if self.uniform_gradient else None
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities over a head that expect one upstream gradient, on a GPU: no waiting, exact for any other, memory."""
+"""Log-probabilities over a head that expect one upstream gradient, on a GPU: no waiting, exact gradients, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities over a head that expect one upstream gradient: right for any other, at the cost of a recomputation."""
+"""Log-probabilities over a head that expect one upstream gradient: any other is right too, and recomputes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK = 5 * 64 * 8  # bytes of five float64 rows of logits, padded to 64 columns
 
 
 def _case(dtype: torch.dtype = torch.float64, trained: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> Any:
-    """Hidden states, head and bias, of which some train, and targets, of which the first and every fourth is ignored."""
+    """Hidden states, head and bias, of which some train, and targets; the first and every fourth is ignored."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -208,7 +208,7 @@ def test_compiles_to_one_graph(loss: str) -> None:
 @pytest.mark.parametrize("loss", ["sum", "weights", "entropy"])
 def test_a_second_derivative_is_refused(loss: str) -> None:
     leaves, target = _case()
-    with pytest.raises(RuntimeError, match="linear_log_probs.*create_graph=True"):
+    with pytest.raises(RuntimeError, match=r"linear_log_probs.*create_graph=True"):
         torch.autograd.grad(LOSSES[loss](_result(leaves, target)), leaves, create_graph=True)
 
 

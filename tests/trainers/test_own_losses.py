@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import types
 from typing import Any
 
@@ -17,6 +18,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.kernels import _linear_expected_gradient as expected_gradients
 from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from tests.trainers.parity import lora, naive_fused_head
 from tests.trainers.tiny import COMMON, gemma2, llama, mixtral, text_dataset, tokenizer
 
@@ -52,7 +54,9 @@ LOSSES = {loss.__name__: loss for loss in (weighted, focal, entropy_bonus, entro
 class OwnLoss:
     """A trainer that takes the loss of the fused outputs itself, as TRL's documentation says."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         return self.of_outputs(model(**inputs, use_cache=False, fused_lm_head=True))  # type: ignore[attr-defined]
 
 
@@ -121,7 +125,9 @@ def build(bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case
         )
 
 
-def train(bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case: Any) -> tuple[list[float], list[dict]]:
+def train(
+    bases: tuple[type, ...], tmp_path: Any, of_outputs: Any = None, **case: Any
+) -> tuple[list[float], list[dict]]:
     """The losses and gradients of the steps of such a trainer."""
     trainer, gradients = build(bases, tmp_path, of_outputs, **case), Gradients()
     trainer.add_callback(gradients)
@@ -201,17 +207,37 @@ def test_other_log_probs_than_the_models(case: str, tmp_path: Any) -> None:
     assert_same(train((ReplacedInTheirs, LigerSFTTrainer), tmp_path / "ours", **CASES[case]), stock)
 
 
+def test_log_probs_are_a_tensor_like_any_other() -> None:
+    """Negated, cloned, indexed, pickled and changed in place, with the gradients of a plain tensor."""
+    values = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    labelled = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # the last position has no label
+
+    def uses(log_probs: torch.Tensor) -> list[torch.Tensor]:
+        weights = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+        changed = log_probs.clone()
+        changed *= weights
+        uses = [-log_probs, torch.neg(log_probs) * weights, log_probs.neg().exp(), log_probs.clone(), changed]
+        return [*uses, log_probs[:, 1:], log_probs.exp().detach() * log_probs, log_probs.sum(1), log_probs.mean()]
+
+    for ours, plain in zip(uses(SummedLogProbs.of(values * labelled, 3)), uses(values[:, :3])):
+        for reduced in (lambda x: x.sum(), lambda x: x.square().sum(), lambda x: (-x).sum()):
+            expected = torch.autograd.grad(reduced(plain), values, retain_graph=True)
+            torch.testing.assert_close(torch.autograd.grad(reduced(ours), values, retain_graph=True), expected)
+    log_probs = SummedLogProbs.of(values.detach(), 3)
+    assert torch.equal(pickle.loads(pickle.dumps(log_probs)), values.detach()[:, :3])
+    assert type(log_probs.sum()) is type(log_probs * 2) is type(-log_probs) is torch.Tensor
+
+
 @pytest.fixture
 def ways(monkeypatch):
     """What every backward of the head did."""
     found: list[str] = []
+
+    def spied(name: str, original: Any) -> Any:
+        return lambda *args: found.append(name) or original(*args)
+
     for name in ("number_by_values", "recomputed_gradients"):
-
-        def spy(*args, name=name, original=getattr(expected_gradients, name)):
-            found.append(name)
-            return original(*args)
-
-        monkeypatch.setattr(expected_gradients, name, spy)
+        monkeypatch.setattr(expected_gradients, name, spied(name, getattr(expected_gradients, name)))
     return found
 
 
