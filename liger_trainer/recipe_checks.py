@@ -148,13 +148,14 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
     import torch
     from transformers import get_scheduler
 
-    kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    kind: Any = training.lr_scheduler_type
+    options: Any = training.lr_scheduler_kwargs  # a mapping by now
     stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
     try:
         get_scheduler(kind, stand_in, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
     except (TypeError, ValueError) as error:
         raise RecipeError(
-            f"{source}: `lr_scheduler_type: {getattr(kind, 'value', kind)}` cannot be used with `lr_scheduler_kwargs` "
+            f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
             f"{options}: {first_line(error)}"
         ) from error
 

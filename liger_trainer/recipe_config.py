@@ -109,21 +109,21 @@ def model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def check_generative(config: PreTrainedConfig, given: str) -> None:
-    """Checks that `config` is that of a model that predicts each token from those before it.
+def check_causal(config: PreTrainedConfig, given: str) -> None:
+    """Checks that `config` is that of a causal language model, which predicts each token from those before it.
 
     Raises:
-        RecipeError: if transformers has no such class for it, or if its tokens see those after them.
+        RecipeError: for an encoder, whose tokens would learn to copy those after them, and for an encoder with a decoder.
     """
-    from transformers import AutoModelForMaskedLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    auto = model_class(config)
-    own_code = getattr(config, "auto_map", None) or {}
-    if type(config) not in auto._model_mapping and auto.__name__ not in own_code:
-        raise RecipeError(f"{given}: transformers has no {auto.__name__} for `model_type` {config.model_type!r}.")
-    encoder = type(config) in AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
-    if encoder and getattr(config, "is_decoder", None) is False:
+    if config.is_encoder_decoder:
+        kind, wrong = "an encoder with a decoder", type(config) not in AutoModelForCausalLM._model_mapping
+    else:
+        masked = type(config) in AutoModelForMaskedLM._model_mapping
+        kind, wrong = "an encoder", masked and getattr(config, "is_decoder", None) is False
+    if wrong:
         raise RecipeError(
-            f"{given}: `model_type` {config.model_type!r} is an encoder, whose tokens see those after them and would "
-            "learn to copy them. Take a causal language model, or set `is_decoder: true` in its configuration."
+            f"{given}: `model_type` {config.model_type!r} is {kind}, but this trainer needs a causal language model, "
+            "whose tokens see only those before them. Take one, such as a Llama or a Qwen."
         )

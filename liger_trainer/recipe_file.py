@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
     """
     lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
     text = lines[0]
-    for line in lines[1:] if text.endswith(":") else []:
+    for line in lines[1:6] if text.endswith(":") else []:
         text = f"{text} {line}"
         if line.endswith("."):
             break

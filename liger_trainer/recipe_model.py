@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe import Recipe
-from liger_trainer.recipe_config import check_generative, make_config, model_class, read_config
+from liger_trainer.recipe_config import check_causal, make_config, model_class, read_config
 from liger_trainer.recipe_file import RecipeError, first_line
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_model(recipe: Recipe) -> None:
         found = read_config(str(name), "`model_name_or_path`", recipe.model.model_revision, trusted)
         check_weights(str(name), given)
     if recipe.recipe.trainer != "reward":
-        check_generative(found, given)
+        check_causal(found, given)
     if recipe.recipe.expert_parallel_size > 1:
         _check_experts(recipe, found)
     if recipe.model.load_in_4bit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +106,8 @@ def read_inputs(
 
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
-    from liger_trainer.recipe_config import check_generative, make_config, published_config, read_config
+    from liger_trainer.configs.recipe_arguments import RecipeArguments
+    from liger_trainer.recipe_config import check_causal, make_config, published_config, read_config
 
     name, settings = values["model_name_or_path"], values["model_config"]
     if (name is None) == (settings is None):
@@ -119,12 +119,15 @@ def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
         config = published_config(name, revision) or read_config(name, "`model_name_or_path`", revision, trusted)
     else:
         given = f"{source}: `model_config`"
-        settings = json.loads(settings) if isinstance(settings, str) else dict(settings)
+        try:
+            settings = RecipeArguments(model_config=settings).model_config or {}
+        except ValueError as error:
+            raise RecipeError(f"{source}: {error}") from error
         config = make_config(settings, given)
         if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
             config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
     if values["trainer"] != "reward":
-        check_generative(config, given)
+        check_causal(config, given)
     return config
 
 

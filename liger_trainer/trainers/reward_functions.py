@@ -121,7 +121,7 @@ def _excerpt(completion: Any) -> str:
     return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
-def _failure(name: str, error: Exception, guilty: int | None, given: Mapping[str, Any]) -> RewardError:
+def _failure(name: str, error: BaseException, guilty: int | None, given: Mapping[str, Any]) -> RewardError:
     completions = given["completions"]
     where = f"a batch of {len(completions)}, but on none of its samples alone"
     if guilty is not None:

@@ -68,11 +68,11 @@ def test_sizes_that_do_not_go_together(base, capsys):
 
 @pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
 def test_a_model_that_is_no_causal_one(base, recipe, capsys, trainer):  # noqa: F811
-    words = "`model_type` 'bert' is an encoder, whose tokens see those after them"
+    words = "`model_type` 'bert' is an encoder, but this trainer needs a causal language model"
     assert words in refused(capsys, base(BERT, trainer=trainer))
     assert words in refused(capsys, recipe(model_config=BERT, trainer=trainer))
     message = refused(capsys, recipe(model_config={"model_type": "t5"}, trainer=trainer))
-    assert "transformers has no AutoModelForCausalLM for `model_type` 't5'" in message
+    assert "`model_type` 't5' is an encoder with a decoder, but this trainer needs" in message
     assert main(["plan", recipe(model_config=BERT), "--gpus", "1"]) == 2
     assert words in capsys.readouterr().err
 

@@ -116,6 +116,8 @@ def test_bad_options(capsys, arguments, words):
         ("quickstart", ["--learning_rat", "1"], "did you mean `learning_rate`"),
         ("llama3_8b_sft", ["--model_name_or_path", "./nowhere"], "there is no folder './nowhere'"),
         ("quickstart", ["--liger_kernel_config", '{"rop": true}'], "did you mean 'rope'"),
+        ("quickstart", ["--model_config", "{bad"], "`model_config` is '{bad', which is not JSON"),
+        ("quickstart", ["--model_config", '{"hidden_size": 8}'], "`model_config` has no `model_type`"),
         ("quickstart_dpo", ["--max_length", "0"], "`max_length` is 0; it must be 2 or more"),
     ],
 )
