@@ -32,9 +32,10 @@ from liger_trainer.trainers.converted_checkpoints import ConvertedCheckpointsMix
 from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
-from liger_trainer.trainers.router_z_loss import check_router_losses, loss_divisor, mean_z_loss, with_z_loss
+from liger_trainer.trainers.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
 
 logger = logging.getLogger("liger_trainer")
 
@@ -229,8 +230,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
             return contextlib.nullcontext()
         if num_items is None:
             return expected_loss_gradient(1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
-        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
-        return expected_loss_gradient(scale / num_items)
+        return expected_loss_gradient(process_scale(self, num_items) / num_items)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the guard is shown its loss."""
