@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from transformers.utils import is_torch_bf16_gpu_available
 
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
 
@@ -142,7 +143,8 @@ class KernelFlags:
             self.bf16 = False  # TRL's default is True on every device, and an error where it has no bf16
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
-            parent.__post_init__()
+            with warnings_of_the_caller():
+                parent.__post_init__()
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

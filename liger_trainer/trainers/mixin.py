@@ -19,6 +19,7 @@ from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import data_parallel_message, in_charge
@@ -211,7 +212,9 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
             )
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing, recorded_z_losses() as z_losses:
+        # TRL's trainers warn of `return_outputs`.
+        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
+        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
