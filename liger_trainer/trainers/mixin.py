@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
+from liger_trainer.callbacks.labelled_share import LabelledShareCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
@@ -84,6 +85,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         check_experts_in_4_bits(self)
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
+        self._labelled_share = self._own_callback(LabelledShareCallback)
         self._own_callback(MemoryCallback)
         guard = getattr(self.args, "non_finite", "stop")
         self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
@@ -259,8 +261,19 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        self._throughput.count(batches)
+        self._count(batches)
         return batches, num_items_in_batch
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        assert isinstance(self.model, nn.Module)
+        if self.model.training and not isinstance(inputs, Mapping):  # rows of prompts, to which a policy has answered
+            self._count([prepared])
+        return prepared
+
+    def _count(self, batches: Sequence[Any]) -> None:
+        self._throughput.count(batches)
+        self._labelled_share.count(batches, self.state.global_step + 1)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         # The data loader moves its batches to the device: the collator is the last place where ids are on the CPU.

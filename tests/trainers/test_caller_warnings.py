@@ -64,7 +64,9 @@ def test_of_a_subclass(tmp_path):
             self.line = here() + 1
             return super().compute_loss(*args, **kwargs)
 
-    trainer = Mine(llama(), LigerSFTConfig(str(tmp_path), **SETTINGS), train_dataset=text_dataset(), processing_class=tokenizer())
+    trainer = Mine(
+        llama(), LigerSFTConfig(str(tmp_path), **SETTINGS), train_dataset=text_dataset(), processing_class=tokenizer()
+    )
     batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad(), pytest.warns(FutureWarning) as caught:
         trainer.compute_loss(trainer.model, batch, return_outputs=True)

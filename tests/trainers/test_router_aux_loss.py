@@ -51,7 +51,9 @@ def build(tmp_path, coefficient, model=mixtral, trainer=LigerTrainer, compute_lo
 
 def micro_batches(size):
     rows = token_rows(ROWS)
-    return [{key: torch.stack([row[key] for row in rows[i : i + size]]) for key in rows[0]} for i in range(0, ROWS, size)]
+    return [
+        {key: torch.stack([row[key] for row in rows[i : i + size]]) for key in rows[0]} for i in range(0, ROWS, size)
+    ]
 
 
 def by_hand(model, batches, coefficient):
