@@ -19,7 +19,7 @@ def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]
             completions. Anything else has no tokens.
 
     Yields:
-        Bool tensors `(rows, length)` on the batch's device; the second is None where no position has a label of its own.
+        Bool tensors `(rows, length)` on the batch's device; the second is None where positions have no labels.
     """
     if not isinstance(batch, Mapping):
         return

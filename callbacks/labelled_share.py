@@ -102,7 +102,7 @@ def _message(step: int, longest: int, max_length: int | None) -> str:
     )
     if max_length is not None and longest >= max_length:
         cause = (
-            f"its rows fill `max_length={max_length}`, which may have cut the answers off. Increase `max_length`, or leave "
-            "out prompts this long"
+            f"its rows fill `max_length={max_length}`, which may have cut the answers off. Increase `max_length`, or "
+            "leave out prompts this long"
         )
     return f"Step {step} has a micro-batch without a label, which trains nothing: {cause}. (Said once.)"

@@ -65,7 +65,7 @@ class Recipe:
 
 
 def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Checked values with the defaults that a machine without an accelerator needs: no pinned memory; bf16 is the configuration's own.
+    """Checked values with the defaults that a machine without an accelerator needs: no pinned memory.
 
     Raises:
         RecipeError: if the recipe itself asks for bf16, fp16 or offloading where there is no accelerator.

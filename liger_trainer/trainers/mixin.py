@@ -38,6 +38,7 @@ from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
 from liger_trainer.trainers.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
+from liger_trainer.trainers.tied_adapters import warn_of_tied_adapters
 
 logger = logging.getLogger("liger_trainer")
 
@@ -106,6 +107,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         check_router_losses(self, z_loss_coef)
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
+        warn_of_tied_adapters(self.model)
         self._set_up_offloading()
 
     def _check_whole_sequences(self) -> None:

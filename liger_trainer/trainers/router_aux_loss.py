@@ -39,8 +39,8 @@ def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
     if asks and not found:
         warn_once(
             "auxiliary loss",
-            "The model is asked for its routers' logits (`output_router_logits`), but has no `router_aux_loss_coef`. If "
-            "it adds an auxiliary loss to its loss, that grows with `gradient_accumulation_steps` and the number of "
+            "The model is asked for its routers' logits (`output_router_logits`), but has no `router_aux_loss_coef`. "
+            "If it adds an auxiliary loss to its loss, that grows with `gradient_accumulation_steps` and the number of "
             "processes; divide its coefficient by both. (Said once.)",
         )
     return found

@@ -17,7 +17,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from tests.forked import torchrun
 from tests.trainers.parity import build as build_trl
-from tests.trainers.test_stock_after_ours import ROWS, folder, trained  # noqa: F401
+from tests.trainers.test_stock_after_ours import ROWS, trained
 from tests.trainers.tiny import COMMON, completion_dataset, llama, text_dataset, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,6 +115,14 @@ def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):
     trainer.train()
     assert "its rows fill `max_length=6`, which may have cut the answers off. Increase `max_length`" in caplog.text
     assert losses(trainer)[0]["labelled_share"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
 
 
 def distilled(kind, tmp_path):
