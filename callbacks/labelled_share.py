@@ -37,7 +37,7 @@ class LabelledShareCallback(LoggedMetricsCallback):
             masks = [(tokens, labelled) for tokens, labelled in token_masks(batch) if labelled is not None]
             if not masks:
                 continue
-            counts = sum(torch.stack([mask.sum() for mask in pair]) for pair in masks)
+            counts = torch.stack([torch.stack([mask.sum() for mask in pair]) for pair in masks]).sum(0)
             self._pending = counts if self._pending is None else self._pending + counts
             # The first token of a row is predicted from nothing, so its label trains nothing.
             empty = ~torch.stack([labelled[:, 1:].any() for _, labelled in masks]).any()

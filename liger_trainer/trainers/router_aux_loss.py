@@ -30,7 +30,7 @@ def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
     holders: dict[int, Any] = {id(module): module for module in model.modules()}
     asks = False
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "get_text_config"):
             text = config.get_text_config()
             holders[id(text)] = text

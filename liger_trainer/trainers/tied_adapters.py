@@ -19,8 +19,8 @@ def warn_of_tied_adapters(model: nn.Module) -> None:
     """
     if adapts_tied_weight(model):
         logger.warning(
-            "The LM head is tied to the embedding, and an adapter is on one of them or both. It trains as it should, but "
-            "PEFT's `merge_and_unload()` would change both by changing the weight they share, with "
+            "The LM head is tied to the embedding, and an adapter is on one of them or both. It trains as it should, "
+            "but PEFT's `merge_and_unload()` would change both by changing the weight they share, with "
             "`ensure_weight_tying` twice, so the merged model would compute other logits. Untie the head before you "
             "merge: `head = model.get_output_embeddings(); head = getattr(head, 'base_layer', head); "
             "head.weight = torch.nn.Parameter(head.weight.detach().clone())`."
