@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.callbacks.batch_tokens import token_masks
 from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
@@ -44,17 +45,11 @@ class ThroughputCallback(LoggedMetricsCallback):
         self._half_precision = bool(dtypes & {torch.bfloat16, torch.float16})
 
     def count(self, batches: Sequence[Any]) -> None:
-        """Counts the tokens of the batches of one optimizer step."""
+        """Counts the tokens of micro-batches."""
         self._counts_batches = True
         for batch in batches:
-            if not isinstance(batch, Mapping):
-                continue
-            for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
-                mask, ids = batch.get(f"{side}attention_mask"), batch.get(f"{side}input_ids")
-                if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                    self._pending = self._pending + mask.detach().ne(0).sum()
-                elif isinstance(ids, torch.Tensor):
-                    self._pending = self._pending + ids.numel()
+            for tokens, _ in token_masks(batch):
+                self._pending = self._pending + tokens.sum()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Takes the model's size while it is still whole."""

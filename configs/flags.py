@@ -13,6 +13,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from transformers.utils import is_torch_bf16_gpu_available
+
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
 
@@ -25,6 +28,8 @@ def with_dict_fields(base: type) -> list[str]:
 @dataclass
 class KernelFlags:
     """Which kernels run, and what happens where one cannot.
+
+    Where a configuration of TRL leaves `bf16` open, it is on for devices that have it, and off on the CPU.
 
     Args:
         use_liger_kernel (`bool`, *optional*, defaults to `True`):
@@ -134,9 +139,12 @@ class KernelFlags:
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
+        if getattr(self, "bf16", False) is None and (self.use_cpu or not is_torch_bf16_gpu_available()):  # type: ignore[attr-defined]
+            self.bf16 = False  # TRL's default is True on every device, and an error where it has no bf16
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
-            parent.__post_init__()
+            with warnings_of_the_caller():
+                parent.__post_init__()
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

@@ -65,7 +65,7 @@ class Recipe:
 
 
 def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Checked values with the defaults that a machine without an accelerator needs: no bf16, no pinned memory.
+    """Checked values with the defaults that a machine without an accelerator needs: no pinned memory.
 
     Raises:
         RecipeError: if the recipe itself asks for bf16, fp16 or offloading where there is no accelerator.
@@ -76,8 +76,6 @@ def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     if torch.accelerator.is_available() and not values["use_cpu"]:
         return values
     values["dataloader_pin_memory"] = False
-    if values["bf16"] is None:
-        values["bf16"] = False
     if values.get("activation_offloading"):
         raise RecipeError(
             f"{source}: `activation_offloading` is true, but there is no accelerator to offload from; set it to false."

@@ -217,6 +217,21 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
+def adapts_tied_weight(model: nn.Module) -> bool:
+    """Whether head and embedding of `model` share a weight, and PEFT has an adapter on one of them or both."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base: Any = without_adapters(model)
+    try:
+        ends = [base.get_output_embeddings(), base.get_input_embeddings()]
+    except (AttributeError, NotImplementedError):
+        return False
+    weights = [getattr(getattr(end, "base_layer", end), "weight", None) for end in ends]
+    return weights[0] is not None and weights[0] is weights[1] and any(isinstance(end, BaseTunerLayer) for end in ends)
+
+
 def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
     """The modules that compute `model`'s logits.
 

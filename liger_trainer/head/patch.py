@@ -27,6 +27,7 @@ from liger_trainer.head.context import context_of, current_forward, does_loss_fo
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import (
     HeadCall,
+    adapts_tied_weight,
     call_dtype,
     check_logits_memory,
     find_lm_heads,
@@ -252,7 +253,8 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     kernel += ", vocabulary parallel" if any(gathering) else ""
     if whole_module:
         kernel = f"cross_entropy on chunks of {type(heads[0]).__name__} {memory}"
-    return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error)
+    remark = "tied to the embedding, and adapted: untie it before a merge" if adapts_tied_weight(model) else ""
+    return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error, remark)
 
 
 def tells_its_head(model: nn.Module) -> bool:

@@ -18,9 +18,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from liger_trainer.patching.binding import bind_forward, call_like, is_bound_by_us, overriding_forward
+from liger_trainer.patching.binding import (
+    bind_forward,
+    call_like,
+    is_bound_by_us,
+    overriding_forward,
+    serves_as_written,
+)
 from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.finding import Finding
@@ -52,9 +59,13 @@ def liger_experts_forward(
             f"`experts_implementation={IMPLEMENTATION!r}` is chosen for a {type(self).__name__} by name; leave it "
             "unset and call liger_trainer.apply_liger_kernel(model), which proves it equal first."
         )
-    # `generate` switches to this for its steps of few tokens.
-    if not torch.is_grad_enabled() and config.model_config._experts_implementation == "batched_mm":
-        return ALL_EXPERTS_FUNCTIONS["batched_mm"](self, hidden_states, top_k_index, top_k_weights)
+    of_model = config.model_config._experts_implementation
+    # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits become floating at every read.
+    as_written = serves_as_written(hidden_states) and not is_parametrized(self)
+    if as_written or (not torch.is_grad_enabled() and of_model == "batched_mm"):
+        chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
+        theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))
+        return theirs(self, hidden_states, top_k_index, top_k_weights)
     return config.forward(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -35,7 +35,7 @@ from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
-from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_layer import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
@@ -199,6 +199,8 @@ def gated_mlp_forward(
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
+        if serves_as_written(x):
+            return type(self).forward(self, x)
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
         layers = adapted_layers(x, gate_proj, up_proj) if lora else None
         if layers is not None:
@@ -217,6 +219,8 @@ def gated_mlp_forward(
         return apply(self, gate, up, outputs_are_unseen(gate_proj, up_proj))
 
     def forward_fused(self, x):
+        if serves_as_written(x):
+            return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unseen(gate_up_proj))
 

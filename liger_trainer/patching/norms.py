@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
@@ -186,7 +186,7 @@ def rms_norm_forward(
 
     def forward(self, hidden_states):
         weight = self.weight if weighted else None
-        if not _plain(hidden_states, weight, mixed, autocast):
+        if serves_as_written(hidden_states) or not _plain(hidden_states, weight, mixed, autocast):
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
             return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
@@ -209,7 +209,7 @@ def layer_norm_forward(*, mixed: bool, autocast: bool) -> Callable:
     """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
 
     def forward(self, input):
-        if not _plain(input, self.weight, mixed, autocast):
+        if serves_as_written(input) or not _plain(input, self.weight, mixed, autocast):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 

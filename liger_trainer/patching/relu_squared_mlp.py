@@ -10,7 +10,7 @@ from torch import nn
 
 from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unseen
-from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
 from liger_trainer.patching.probe import (
@@ -75,6 +75,8 @@ def relu_squared_mlp_forward(argument: str) -> Callable:
     """The forward; the same function for equal arguments."""
 
     def forward(self, x):
+        if serves_as_written(x):
+            return type(self).forward(self, x)
         return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unseen(self.up_proj)))
 
     return call_like(forward, argument)

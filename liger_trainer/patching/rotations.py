@@ -18,6 +18,7 @@ from torch import nn
 from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope import rope
 from liger_trainer.kernels.rope_layouts import rope_complex
+from liger_trainer.patching.binding import serves_as_written
 from liger_trainer.patching.pending_norm import PendingNorm, computed
 from liger_trainer.patching.probe import Agreement, Probe
 
@@ -234,6 +235,8 @@ def rotary_function(
     """
 
     def rotary(q, k, cos, sin, *args, **kwargs):
+        if serves_as_written(q):
+            return original(q, k, cos, sin, *args, **kwargs)
         if not args and not kwargs:
             dim: Any = default_dim
         elif not args and len(kwargs) == 1 and dim_position is not None:
@@ -300,7 +303,7 @@ def complex_rotary_function(original: Callable, name: str, dim: int, proven: fro
 
     def rotary(q, k, *args, **kwargs):
         factors = args[0] if len(args) == 1 and not kwargs else kwargs.get(name)
-        if len(args) + len(kwargs) != 1 or not _is_proven(factors, q, k, dim, proven):
+        if serves_as_written(q) or len(args) + len(kwargs) != 1 or not _is_proven(factors, q, k, dim, proven):
             return original(q, k, *args, **kwargs)
         return rope_complex(q, k, factors, dim)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import DTensor
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
@@ -208,7 +208,8 @@ def router_forward(
     def forward(self, hidden_states):
         weight = self.weight
         if (
-            isinstance(hidden_states, DTensor)
+            serves_as_written(hidden_states)
+            or isinstance(hidden_states, DTensor)
             or isinstance(weight, DTensor)
             or (hidden_states.dim() != 2 and not flattens)
             or (hidden_states.dtype != weight.dtype and not formula.mixed)

@@ -16,18 +16,30 @@ from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 class CheckedGeneration(LigerTRLMixin):
     """Checks prompts before, and completions after a backend or the user's `rollout_func` generates, and rewards."""
 
+    reward_funcs: list[Any]  # TRL's
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if len(args) > 1:  # model, reward_funcs, ...
-            args = (args[0], checked_reward_functions(args[1]), *args[2:])
-        elif "reward_funcs" in kwargs:
-            kwargs["reward_funcs"] = checked_reward_functions(kwargs["reward_funcs"])
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
+        for name in ("_calculate_rewards", "_generate_single_turn"):
+            if not hasattr(super(), name):
+                raise ImportError(
+                    f"The installed trl's trainer has no `{name}`, around which the Liger trainers check. Supported is "
+                    "trl>=1.15,<2: `pip install 'trl>=1.15,<2'`."
+                )
         super().__init__(*args, **kwargs)
         draw_alike(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return alike(super()._get_train_sampler(*args, **kwargs), self.get_tp_size())
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.reward_funcs
+        self.reward_funcs = checked_reward_functions(own)
+        try:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.reward_funcs = own
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))

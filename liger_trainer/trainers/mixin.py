@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
+from liger_trainer.callbacks.labelled_share import LabelledShareCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import data_parallel_message, in_charge
@@ -32,9 +34,11 @@ from liger_trainer.trainers.converted_checkpoints import ConvertedCheckpointsMix
 from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
-from liger_trainer.trainers.router_z_loss import check_router_losses, loss_divisor, mean_z_loss, with_z_loss
+from liger_trainer.trainers.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
+from liger_trainer.trainers.tied_adapters import warn_of_tied_adapters
 
 logger = logging.getLogger("liger_trainer")
 
@@ -82,6 +86,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         check_experts_in_4_bits(self)
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
+        self._labelled_share = self._own_callback(LabelledShareCallback)
         self._own_callback(MemoryCallback)
         guard = getattr(self.args, "non_finite", "stop")
         self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
@@ -102,6 +107,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         check_router_losses(self, z_loss_coef)
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
+        warn_of_tied_adapters(self.model)
         self._set_up_offloading()
 
     def _check_whole_sequences(self) -> None:
@@ -210,7 +216,9 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
             )
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing, recorded_z_losses() as z_losses:
+        # TRL's trainers warn of `return_outputs`.
+        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
+        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -229,8 +237,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
             return contextlib.nullcontext()
         if num_items is None:
             return expected_loss_gradient(1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
-        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
-        return expected_loss_gradient(scale / num_items)
+        return expected_loss_gradient(process_scale(self, num_items) / num_items)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; the guard is shown its loss."""
@@ -256,8 +263,19 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        self._throughput.count(batches)
+        self._count(batches)
         return batches, num_items_in_batch
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        assert isinstance(self.model, nn.Module)
+        if self.model.training and not isinstance(inputs, Mapping):  # rows of prompts, to which a policy has answered
+            self._count([prepared])
+        return prepared
+
+    def _count(self, batches: Sequence[Any]) -> None:
+        self._throughput.count(batches)
+        self._labelled_share.count(batches, self.state.global_step + 1)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         # The data loader moves its batches to the device: the collator is the last place where ids are on the CPU.

@@ -82,12 +82,3 @@ def with_z_loss(result: Any, term: torch.Tensor) -> Any:
     if isinstance(result, tuple):
         return (result[0] + term.to(result[0].device), *result[1:])
     return result + term.to(result.device)
-
-
-def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
-    """What a term of one micro-batch is to be divided by: the accumulation steps, unless the Trainer does that."""
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if scaled is None:
-        by_items = trainer.model_accepts_loss_kwargs and num_items is not None
-        scaled = by_items or trainer.compute_loss_func is not None
-    return trainer.current_gradient_accumulation_steps if scaled else 1

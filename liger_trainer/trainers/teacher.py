@@ -15,6 +15,7 @@ from liger_trainer.head.lm_head import find_lm_heads
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.report import KernelReport
+from liger_trainer.trainers.loss_scale import loss_divisor
 from liger_trainer.trainers.mixin import wants_kernels
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -66,10 +67,8 @@ class TeacherMixin(LigerTRLMixin):
         assert isinstance(self.model, nn.Module)
         if not self.model.training or not self.args.use_liger_kernel:
             return contextlib.nullcontext()
-        scaled = self.loss_is_scaled_for_ga
-        if scaled is None:
-            scaled = self.model_accepts_loss_kwargs and num_items is not None
-        return expected_loss_gradient(1.0 if scaled else 1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        return expected_loss_gradient(loss_divisor(self, num_items) / steps)
 
 
 def _defers(model: nn.Module) -> bool:

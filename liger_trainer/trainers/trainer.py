@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.converted_checkpoints import split_models_resume
 from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments
+from liger_trainer.trainers.router_aux_loss import aux_loss_coefficients, averaged_aux_loss
 
 
 class LigerTrainer(LigerTrainerMixin, Trainer):
@@ -23,6 +26,9 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             `strict_kernels` for a kernel that cannot be applied.
     """
 
+    _coefficients_of: nn.Module | None = None
+    _coefficients: list[tuple[Any, str]]
+
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *more: Any, **kwargs: Any) -> None:
         if args is None:
             args = LigerTrainingArguments()
@@ -30,3 +36,19 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         with split_models_resume(args, model):
             super().__init__(model, args, *more, **kwargs)
         self._finish_init()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The model's own loss, in which the auxiliary loss of a mixture of experts is a mean over micro-batches."""
+        if self.compute_loss_func is not None:  # the loss is the user's
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._coefficients_of is not self.model:  # which `model_init` makes anew for every trial
+            assert isinstance(self.model, nn.Module)
+            self._coefficients_of, self._coefficients = self.model, aux_loss_coefficients(self.model)
+        with averaged_aux_loss(self, self._coefficients, num_items_in_batch):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
@@ -53,7 +54,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
         config.use_liger_kernel = False
         try:
-            with head, split_models_resume(config, model):
+            with head, split_models_resume(config, model), warnings_of_the_caller():
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants

@@ -7,10 +7,15 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from trl import TrlParser
 
+from liger_trainer.configs.cpo_config import LigerCPOConfig
+from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
 from liger_trainer.configs.kto_config import LigerKTOConfig
+from liger_trainer.configs.orpo_config import LigerORPOConfig
+from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
@@ -138,3 +143,33 @@ def test_config_of_stock_arguments(tmp_path):
 def test_size_inside_the_mapping_wins(tmp_path):
     args = make(LigerTrainingArguments, tmp_path, liger_kernel_config={"logits_memory": "1MiB"}, logits_memory="2MiB")
     assert args.kernel_config().logits_memory == 2**20
+
+
+OF_TRL = [
+    LigerCPOConfig, LigerDPOConfig, LigerDistillationConfig, LigerGKDConfig, LigerGRPOConfig, LigerKTOConfig,
+    LigerORPOConfig, LigerRLOOConfig, LigerRewardConfig, LigerSFTConfig,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", OF_TRL)
+def test_bf16_follows_the_device_where_it_is_not_set(cls, tmp_path, monkeypatch):
+    """TRL's default is bf16 whatever the device, which transformers refuses without a GPU that has it."""
+
+    def bf16(available, **options):
+        for module in ("liger_trainer.configs.flags", "transformers.training_args"):
+            monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: available)
+        return cls(output_dir=str(tmp_path), report_to="none", **options).bf16
+
+    assert bf16(False) is False
+    assert bf16(True) is True
+    assert bf16(True, use_cpu=True) is False
+    assert bf16(True, bf16=False) is False
+    assert bf16(False, use_cpu=True, bf16=True) is True
+    with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
+        bf16(False, bf16=True)
+
+
+def test_fp16_wins_over_the_default(tmp_path, monkeypatch):
+    for module in ("liger_trainer.configs.flags", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: True)
+    assert LigerSFTConfig(output_dir=str(tmp_path), report_to="none", fp16=True).bf16 is False

@@ -88,5 +88,5 @@ def chat_dataset(n=16):
 
 def logged(trainer):
     """The numbers of the log that a stock trainer has too."""
-    own = ("tokens_per_second", "mfu", "peak_memory_gib", "runtime", "per_second", "preparation_time")
+    own = ("per_second", "mfu", "peak_memory_gib", "labelled_share", "runtime", "preparation_time")
     return [{k: v for k, v in log.items() if not k.endswith(own)} for log in trainer.state.log_history]

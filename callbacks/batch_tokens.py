@@ -1,0 +1,49 @@
+"""Which positions of a batch are tokens, and which of these carry a label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_IGNORE_INDEX = -100
+
+
+def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Two masks for each batch of sequences in `batch`: what is no padding, and what of that carries a label.
+
+    Args:
+        batch: What a collator makes, or what a trainer makes of it: token ids with an attention mask or without (then
+            nothing is padding), with `labels` or a `completion_mask`; the same for both sides of a pair; or prompts and
+            completions. Anything else has no tokens.
+
+    Yields:
+        Bool tensors `(rows, length)` on the batch's device; the second is None where positions have no labels.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
+        mask, ids = batch.get(f"{side}attention_mask"), batch.get(f"{side}input_ids")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            tokens = mask.detach().ne(0)
+        elif isinstance(ids, torch.Tensor):
+            tokens = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            continue
+        yield tokens, _labelled(batch, side, tokens)
+    prompt, completion = batch.get("prompt_mask"), batch.get("completion_mask")
+    if isinstance(prompt, torch.Tensor) and isinstance(completion, torch.Tensor):
+        trained = completion * batch["tool_mask"] if "tool_mask" in batch else completion
+        yield (
+            torch.cat([prompt.ne(0), completion.ne(0)], dim=1),
+            torch.cat([torch.zeros_like(prompt, dtype=torch.bool), trained.ne(0)], dim=1),
+        )
+
+
+def _labelled(batch: Mapping[str, Any], side: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    for name, nothing in ((f"{side}labels", _IGNORE_INDEX), (f"{side}completion_mask", 0)):
+        values = batch.get(name)
+        if isinstance(values, torch.Tensor) and values.shape == tokens.shape:  # not a label for each row
+            return values.ne(nothing) & tokens
+    return None

@@ -1,0 +1,26 @@
+"""What the Trainer does to the loss of a micro-batch on its way to the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
+    """What a term of one micro-batch is to be divided by: the accumulation steps, unless the Trainer does that."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        by_items = trainer.model_accepts_loss_kwargs and num_items is not None
+        scaled = by_items or trainer.compute_loss_func is not None
+    return getattr(trainer, "current_gradient_accumulation_steps", 1) if scaled else 1
+
+
+def process_scale(trainer: Any, num_items: torch.Tensor | int | None) -> int:
+    """What the Trainer multiplies a loss by, as it was divided by the labels of all processes.
+
+    Processes that share their batches (tensor parallelism) count as one.
+    """
+    if num_items is None or not trainer.args.average_tokens_across_devices:
+        return 1
+    return trainer.accelerator.num_processes // trainer.get_tp_size()

@@ -1,0 +1,68 @@
+"""The auxiliary loss of a mixture of experts, averaged over micro-batches and processes as its coefficient means it.
+
+A model that is given labels adds its auxiliary loss to the cross entropy. The Trainer has divided the cross entropy by
+the labels of a whole step, so the sum of its micro-batches and processes is a mean; the sum of the auxiliary losses,
+each a mean already, is not: it grows with both. The models take their coefficient at every forward, so that is where
+the division is made up for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
+
+_NAMES = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoe's
+
+
+def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
+    """Where the forwards of `model` find the coefficient of their auxiliary loss: objects, with the attribute's name.
+
+    A forward reads it from its module, or, in multimodal models, from the configuration of the language model. Warns
+    where a model is asked for its routers' logits and neither has one.
+    """
+    holders: dict[int, Any] = {id(module): module for module in model.modules()}
+    asks = False
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "get_text_config"):
+            text = config.get_text_config()
+            holders[id(text)] = text
+            asks = asks or bool(getattr(text, "output_router_logits", False))
+    found = [(holder, name) for holder in holders.values() for name in _NAMES if name in vars(holder)]
+    if asks and not found:
+        warn_once(
+            "auxiliary loss",
+            "The model is asked for its routers' logits (`output_router_logits`), but has no `router_aux_loss_coef`. "
+            "If it adds an auxiliary loss to its loss, that grows with `gradient_accumulation_steps` and the number of "
+            "processes; divide its coefficient by both. (Said once.)",
+        )
+    return found
+
+
+@contextlib.contextmanager
+def averaged_aux_loss(
+    trainer: Any, coefficients: list[tuple[Any, str]], num_items: torch.Tensor | int | None
+) -> Iterator[None]:
+    """Inside, forwards with labels scale their auxiliary loss so that what the Trainer makes of it is a mean.
+
+    Args:
+        trainer: The trainer; in evaluation, the mean is over processes alone.
+        coefficients: Of [`aux_loss_coefficients`].
+        num_items: What the model divides its cross entropy by; None where it takes the mean of a micro-batch.
+    """
+    factor = process_scale(trainer, num_items) * (loss_divisor(trainer, num_items) if trainer.model.training else 1)
+    given = [(holder, name, getattr(holder, name)) for holder, name in coefficients] if factor != 1 else []
+    try:
+        for holder, name, coefficient in given:
+            setattr(holder, name, coefficient / factor)
+        yield
+    finally:
+        for holder, name, coefficient in given:
+            setattr(holder, name, coefficient)

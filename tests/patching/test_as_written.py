@@ -1,0 +1,57 @@
+"""Without a gradient and without kernels, as in a generation on the CPU, patched modules run what they were written as."""
+
+import pytest
+import torch
+
+from liger_trainer import apply_liger_kernel
+from liger_trainer.patching import gated_mlp, norms, rotations
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.tiny import llama, mixtral
+
+MODELS = {"llama": llama, "mixtral": mixtral, "qwen3": TINY_MODELS["qwen3"], "gemma2": TINY_MODELS["gemma2"]}
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The names of the functions of ours that have run."""
+    seen = []
+    for module, name in ((norms, "rms_norm"), (rotations, "rope"), (gated_mlp, "outputs_are_unseen")):
+
+        def counted(*args, name=name, function=getattr(module, name), **kwargs):
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return seen
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_generation_on_the_cpu(family, ours):
+    stock, patched = MODELS[family]().eval(), MODELS[family]().eval()
+    report = apply_liger_kernel(patched)
+    assert {"rope", "rms_norm"} <= {row.component for row in report.applied}
+    ours.clear()
+    ids = torch.arange(3, 15).view(2, 6)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected, got = (model.generate(ids, **options) for model in (stock, patched))
+    assert torch.equal(expected.sequences, got.sequences)
+    for left, right in zip(expected.logits, got.logits, strict=True):
+        assert torch.equal(left, right), "the same code gives the same bits"
+    assert ours == []
+    patched.train()(input_ids=ids, labels=ids).loss.backward()
+    assert {"rms_norm"} < set(ours)
+
+
+@pytest.mark.parametrize("chosen", ["eager", "grouped_mm", "batched_mm", "liger_trainer"])
+def test_experts_of_every_implementation(chosen):
+    stock, patched = mixtral().eval(), mixtral().eval()
+    patched.config._experts_implementation = chosen
+    stock.config._experts_implementation = "eager" if chosen == "liger_trainer" else chosen
+    report = apply_liger_kernel(patched)
+    assert any(row.component == "experts" and row.applied for row in report)
+    ids = torch.arange(3, 15).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(stock(input_ids=ids).logits, patched(input_ids=ids).logits)
+    expected, got = (model(input_ids=ids).logits for model in (stock, patched))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
