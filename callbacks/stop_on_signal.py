@@ -34,12 +34,16 @@ class StopOnSignalCallback(TrainerCallback):
     save at different steps wait for each other for ever. Here all of them reduce one number a step. On an accelerator
     its copy is read one step later, when it has long arrived, and every process reads it at the same step.
 
+    Args:
+        announces: Whether this process says that it has had a signal.
+
     Attributes:
         received: The signal's number, 0 without one. Once training has stopped, it is that of any process.
         stopped: Whether it has ended the training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, announces: bool = True) -> None:
+        self.announces = announces
         self.received = 0
         self.stopped = False
         self._pending: tuple[torch.Tensor, Any] | None = None
@@ -56,7 +60,8 @@ class StopOnSignalCallback(TrainerCallback):
             self.received, self._first = number, time.monotonic()
             name = signal.Signals(number).name
             with contextlib.suppress(OSError, RuntimeError):  # a terminal that is gone; a print that was interrupted
-                print(f"\n{name}: stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
+                if self.announces:
+                    print(f"\n{name}: stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
             if number == signal.SIGHUP:  # the terminal is gone, and writing to it is an error from here on
                 with open(os.devnull, "w") as nowhere:
                     for stream in self._terminals:
@@ -109,7 +114,7 @@ def stopping_on_signals(trainer: Trainer) -> Iterator[None]:
     Raises:
         StoppedBySignal: in the place of what fails after a signal, such as a worker of a data loader that had it too.
     """
-    callback = StopOnSignalCallback()
+    callback = StopOnSignalCallback(announces=trainer.is_world_process_zero())
     trainer.add_callback(callback)
     main = threading.current_thread() is threading.main_thread()
     heard = [number for number in SIGNALS if main and signal.getsignal(number) is not signal.SIG_IGN]
