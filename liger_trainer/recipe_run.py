@@ -117,9 +117,8 @@ def _check_not_stopped(trainer: Any) -> None:
     if trainer._guard is not None and trainer._guard.stopped:
         step = trainer.state.global_step
         folder = Path(str(trainer.args.output_dir), f"checkpoint-{step}")
-        raise NonFiniteError(
-            f"stopped at step {step}, by `non_finite: stop`; {str(folder)!r} holds the last good state."
-        )
+        left = f"{str(folder)!r} holds the last good state" if folder.is_dir() else "no checkpoint was saved of it"
+        raise NonFiniteError(f"stopped at step {step}, by `non_finite: stop`; {left}.")
 
 
 def _check_launch(recipe: Recipe, trainer: Trainer) -> None:
