@@ -110,7 +110,9 @@ def room_for(folder: str) -> Iterator[None]:
     except Exception as error:
         if not out_of_room(error):
             raise
-        room = "" if isinstance(error, CheckpointWriteError) else f" `output_dir` is {folder!r}: {room_in(Path(folder))}."
+        room = (
+            "" if isinstance(error, CheckpointWriteError) else f" `output_dir` is {folder!r}: {room_in(Path(folder))}."
+        )
         raise TrainingError(
             f"Writing failed: {first_line(error)}{room} With more room, `--resume_from_checkpoint true` goes on from "
             "the last complete checkpoint; with another `--output_dir`, its path does."
