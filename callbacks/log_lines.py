@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-# What one watches, the most important first; keys of an evaluation begin with `eval_` and those of the end with `train_`.
+# What one watches, the most important first. Keys of an evaluation begin with `eval_`, those of the end with `train_`.
 _WATCHED = (
     *("loss", "reward", "rewards/accuracies", "accuracy", "rewards/margins", "mean_token_accuracy"),
     *("grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib", "entropy", "epoch", "runtime"),

@@ -34,27 +34,28 @@ class RoundedUpdatesCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Looks at what the optimizer is going to update: adapters, shards, or DeepSpeed's fp32 copies."""
-        inner = getattr(optimizer, "optimizer", optimizer)
+        """Looks at what the optimizer is going to update: all weights, adapters, or the shards of this process."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if not state.is_world_process_zero or not _is_adam(inner):
             return
-        rate = max((_rate(group) for group in inner.param_groups), default=0.0)
+        dtypes = {weight.dtype for group in inner.param_groups for weight in group["params"]}
+        dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        rate = max(map(_rate, inner.param_groups))
         share = changed_share(inner.param_groups)
-        if not rate or share is None or share >= LEAST_SHARE:
+        if dtype.itemsize > 2 or not rate or share is None or share >= LEAST_SHARE:
             return
-        weights = (weight for group in inner.param_groups for weight in group["params"])
-        dtype = next(weight.dtype for weight in weights if weight.dtype.itemsize < 4)
         logger.warning(
-            "Adam at `learning_rate` %g changes at most %.1f %% of the trained weights, which are in %s: updates of the "
-            "others are rounded away. Train fp32 weights (`dtype: float32` with `bf16: true`) or adapters (`use_peft: "
-            "true`).",
+            "Adam at `learning_rate` %g changes at most %.1f %% of the trained weights, which are in %s: updates of "
+            "the others are rounded away. Train fp32 weights (`dtype: float32` with `bf16: true`) or adapters "
+            "(`use_peft: true`).",
             *(rate, 100 * share, str(dtype).removeprefix("torch.")),
         )
 
 
 def _is_adam(optimizer: Any) -> bool:
-    quantised = type(optimizer).__module__.startswith("bitsandbytes.optim.adam")  # its states, not the weights
-    return isinstance(optimizer, torch.optim.Adam) or quantised
+    """Whether it rounds as torch's Adam does: a class of its own, as DeepSpeed's, may keep what is rounded away."""
+    kind = type(optimizer)
+    return kind in (torch.optim.Adam, torch.optim.AdamW) or kind.__module__.startswith("bitsandbytes.optim.adam")
 
 
 def _rate(group: dict[str, Any]) -> float:
@@ -72,7 +73,7 @@ def changed_share(groups: list[dict[str, Any]]) -> float | None:
         groups: Parameter groups of an optimizer, with floating parameters of any shapes.
 
     Returns:
-        From 0 to 1; None where there are no weights, as with DeepSpeed's ZeRO-3.
+        From 0 to 1; None where there are no weights.
     """
     weights = [(_local(weight), _rate(group)) for group in groups for weight in group["params"]]
     stride = max(sum(weight.numel() for weight, _ in weights) // SAMPLE, 1)

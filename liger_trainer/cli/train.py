@@ -83,7 +83,7 @@ def launch_command(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     if num_processes is None and Path(config) != file and config != "single_gpu":
         num_processes = max(gpus, 1)
-    if not torch.accelerator.is_available():
+    if not gpus and not torch.accelerator.is_available():
         _check_for_cpu(config, file)
         command += ["--mixed_precision", "no"]  # that of the file is for GPUs; the recipe's own `bf16` still counts
     if config == "single_gpu" and gpus > 1:

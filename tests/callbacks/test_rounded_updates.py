@@ -93,6 +93,8 @@ def test_it_is_said_once(tmp_path, caplog, adapters):
     ("dtype", "rate", "settings"),
     [
         (torch.float32, 5e-7, {}),
+        (torch.float32, 1e-12, {}),  # as few arrive, but no other dtype would help
+        (torch.bfloat16, 0.0, {}),
         (torch.bfloat16, 1e-2, {}),
         (torch.bfloat16, 5e-7, {"optim": "sgd"}),  # whose updates are not of the learning rate's size
         (torch.bfloat16, 5e-7, {"adapters": torch.float32}),

@@ -162,7 +162,7 @@ def test_sizes_divide_gpus_and_experts(gpus, experts, quantised, sizes):
         ("qwen3_30b_a3b_sft", [], True),
         ("qwen3_30b_a3b_sft_lora", [], False),
         ("qwen3_30b_a3b_sft", ["--load_in_4bit", "true"], False),
-        ("qwen3_30b_a3b_grpo", ["--use_vllm", "true"], False),
+        ("qwen3_30b_a3b_grpo", ["--use_vllm", "true", "--expert_parallel_size", "1"], False),
         ("llama3_8b_sft", [], False),
     ],
 )

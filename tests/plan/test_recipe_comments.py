@@ -1,4 +1,4 @@
-"""What recipes of full fine-tuning say about themselves: they fit, in the memory they name, and their updates arrive."""
+"""What recipes of full fine-tuning say about themselves: they fit the memory that they name, and they learn."""
 
 import re
 
