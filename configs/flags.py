@@ -153,6 +153,7 @@ class KernelFlags:
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
         if getattr(self, "bf16", False) is None and (self.use_cpu or not is_torch_bf16_gpu_available()):  # type: ignore[attr-defined]
             self.bf16 = False  # TRL's default is True on every device, and an error where it has no bf16
+        _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
             with warnings_of_the_caller():
@@ -161,6 +162,18 @@ class KernelFlags:
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
         return kernel_config_of(self)
+
+
+def _rename_default_checkpointing(args: Any) -> None:
+    """Gives TRL's default of `gradient_checkpointing` the newer name, where transformers knows it.
+
+    transformers would warn of the older name, which the user has not written.
+    """
+    default = type(args).__dataclass_fields__.get("gradient_checkpointing")
+    if default is None or getattr(args, "activation_checkpointing", False) is not None:
+        return
+    if args.gradient_checkpointing == default.default:
+        args.activation_checkpointing = args.gradient_checkpointing
 
 
 def _check_offloading_fraction(fraction: Any, offloading: bool) -> None:

@@ -19,6 +19,7 @@ from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.rounded_updates import RoundedUpdatesCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
@@ -90,6 +91,7 @@ class LigerTrainerMixin(ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpoin
         self._throughput = self._own_callback(ThroughputCallback)
         self._labelled_share = self._own_callback(LabelledShareCallback)
         self._own_callback(MemoryCallback)
+        self._own_callback(RoundedUpdatesCallback)
         guard = getattr(self.args, "non_finite", "stop")
         self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
         self._show_report = self._own_callback(KernelReportCallback)
