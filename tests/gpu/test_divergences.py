@@ -90,15 +90,19 @@ def test_gradient_within_the_memory_of_the_logits_overwrites_nothing_that_is_sti
     tokens, vocab = 4096, 128256
     options = DivergenceOptions(divergence, 0.5, 1.0, 1.0, 0.0, None, 1.0, None, 1.0, 0.0, IGNORE)
     logits, teacher = (3 * torch.randn(2, tokens, vocab, device="cuda")).unbind()
-    rounded, one = logits.clone(), torch.ones((), device="cuda")
+    # What rounding alone may change; a logit that was written over would change its gradient by about a probability.
+    slack = 1e-5 * (logits.softmax(-1) + teacher.softmax(-1))
+    exact, one = logits.clone(), torch.ones((), device="cuda")
     stats = DivergenceStats.allocate(logits, tokens, False, False)
-    divergence_rows_(rounded, teacher, None, stats, options, None, None, one)
-    rounded = rounded.to(torch.bfloat16)
+    divergence_rows_(exact, teacher, None, stats, options, None, None, one)
+    first = None
     for _ in range(5):
         buffer = logits.clone()
         out = gradient_memory(buffer, torch.bfloat16, divergence)
         divergence_rows_(buffer, teacher, None, stats, options, None, None, one, out=out)
-        assert out.equal(rounded)
+        assert ((out.float() - exact).abs() <= 2**-8 * exact.abs() + slack).all()
+        first = out.clone() if first is None else first
+        assert out.equal(first)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,9 @@ def test_peak_memory_is_two_buffers_and_gradients(frozen: bool) -> None:
     peak = torch.cuda.max_memory_allocated() - before
     buffers, d_hidden = 2 * 1024 * vocab * 4, 2 * tokens * size
     d_weight = 0 if frozen else 2 * vocab * size
-    assert peak <= buffers + d_hidden + d_weight + 4 * MIB
-    assert torch.cuda.memory_allocated() - before <= d_hidden + d_weight + 4 * MIB
+    slack = 5 * MIB  # exponents, and up to 1 MiB of every block that the allocator does not split off
+    assert peak <= buffers + d_hidden + d_weight + slack
+    assert torch.cuda.memory_allocated() - before <= d_hidden + d_weight + slack
 
 
 def test_given_distributions_allocate_one_gradient() -> None:

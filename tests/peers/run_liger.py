@@ -53,7 +53,8 @@ def main() -> int:
     options = ["-q", "-rfEX", "--tb=short", "-W", "ignore", "-c", os.devnull, "--rootdir", str(folder)]
     options += ["-p", "no:cacheprovider", "-p", "tests.peers.liger_names"]
     files = [] if any(argument.startswith("test/") for argument in rest) else [f"test/{name}" for name in FILES]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "pytest", *options, *rest, *files]
     return subprocess.run(command, cwd=folder, env=environment).returncode
 
