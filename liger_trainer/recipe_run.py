@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -80,6 +81,11 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     except RecipeError:
         raise
+    except UnpicklingError as error:
+        raise RecipeError(
+            f"{recipe.source}: the weights of {recipe.model.model_name_or_path!r} cannot be read: a file of them is "
+            "damaged, or holds more than tensors. Copy it again, or save it as safetensors."
+        ) from error
     except TemplateError as error:
         raise template_error(recipe, error) from error
     except (ValueError, OSError, ImportError, RuntimeError) as error:
