@@ -139,12 +139,12 @@ def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
     """
     row = next(iter(train)) if recipe.kind.data == "prompt" else {}
     prompt = row.get("prompt")
-    if isinstance(prompt, str) and hasattr(train, "data") and "" in train.unique("prompt"):
-        if not trainer.processing_class("")["input_ids"]:
-            raise RecipeError("The column `prompt` holds empty text, of which the tokenizer makes no token; remove it.")
+    processor: Any = trainer.processing_class
+    empty = isinstance(prompt, str) and hasattr(train, "data") and "" in train.unique("prompt")
+    if empty and not processor(text="")["input_ids"]:
+        raise RecipeError("The column `prompt` holds empty text, of which the tokenizer makes no token; remove it.")
     if not isinstance(prompt, list) or {"image", "images"} & set(row):  # TRL adds pictures to the turns
         return
-    processor: Any = trainer.processing_class
     options = getattr(trainer.args, "chat_template_kwargs", None) or {}
     try:
         processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
