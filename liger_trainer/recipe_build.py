@@ -132,16 +132,19 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
-    """Refuses a chat template that cannot be applied to the first prompt; trainers that generate first try in a step.
+    """Refuses prompts without a token, and a chat template that fails for the first one; both end a step otherwise.
 
     Raises:
-        RecipeError: saying what the template says.
+        RecipeError: saying which.
     """
     row = next(iter(train)) if recipe.kind.data == "prompt" else {}
     prompt = row.get("prompt")
+    processor: Any = trainer.processing_class
+    empty = isinstance(prompt, str) and hasattr(train, "data") and "" in train.unique("prompt")
+    if empty and not processor(text="")["input_ids"]:
+        raise RecipeError("The column `prompt` holds empty text, of which the tokenizer makes no token; remove it.")
     if not isinstance(prompt, list) or {"image", "images"} & set(row):  # TRL adds pictures to the turns
         return
-    processor: Any = trainer.processing_class
     options = getattr(trainer.args, "chat_template_kwargs", None) or {}
     try:
         processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)

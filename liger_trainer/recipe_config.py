@@ -113,7 +113,7 @@ def check_causal(config: PreTrainedConfig, given: str) -> None:
     """Checks that `config` is that of a causal language model, which predicts each token from those before it.
 
     Raises:
-        RecipeError: for an encoder, whose tokens would learn to copy those after them, and for an encoder with a decoder.
+        RecipeError: for an encoder, whose tokens would learn to copy those after them, with or without a decoder.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -91,6 +92,11 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     except RecipeError:
         raise
+    except UnpicklingError as error:
+        raise RecipeError(
+            f"{recipe.source}: the weights of {recipe.model.model_name_or_path!r} cannot be read: a file of them is "
+            "damaged, or holds more than tensors. Copy it again, or save it as safetensors."
+        ) from error
     except TemplateError as error:
         raise template_error(recipe, error) from error
     except (ValueError, OSError, ImportError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.recipe_file import RecipeError
+from liger_trainer.recipe_file import RecipeError, first_line
 
 _SIZE: dict[str, Any] = {
     "hidden_size": 32,
@@ -150,7 +150,11 @@ def family_of(values: Mapping[str, Any]) -> str:
     if family is None and config:
         family = (json.loads(config) if isinstance(config, str) else config).get("model_type")
     if family is None and name and (Path(name) / "config.json").is_file():
-        family = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("model_type")
+        file = Path(name) / "config.json"
+        try:
+            family = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        except (ValueError, AttributeError) as error:
+            raise RecipeError(f"`model_name_or_path`: {str(file)!r} is no JSON object: {first_line(error)}") from error
     if family is None and name:
         short = str(name).rstrip("/").rsplit("/", 1)[-1].lower()
         family = next((known for prefix, known in _PREFIXES if short.startswith(prefix)), None)

@@ -291,3 +291,8 @@ def test_rows_of_two_kinds(recipe, capsys):
     assert "The column `chosen` holds str in row 0 and list in row 1; all rows must hold text, or all" in message
     rows = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1, 2)]
     assert "The column `label` holds [0, 1, 2]; it must hold true or false." in refused(capsys, recipe("kto", rows))
+
+
+def test_prompts_without_a_token(recipe, capsys):
+    message = refused(capsys, recipe("grpo", [SUM, {**SUM, "question": ""}]))
+    assert "The column `prompt` holds empty text, of which the tokenizer makes no token; remove it." in message

@@ -263,3 +263,16 @@ def test_saved_data_that_is_damaged(recipe, capsys, damage):  # noqa: F811
     message = refused(capsys, recipe(data_files=None, dataset_name="saved"))
     assert "`dataset_name`: the folder 'saved' cannot be read: " in message
     assert message.endswith(" Save it again.")
+
+
+def test_pickled_weights_that_are_damaged(base, capsys):
+    path = base()
+    Path("base/model.safetensors").unlink()
+    Path("base/pytorch_model.bin").write_bytes(b"garbage" * 50)
+    assert "the weights of 'base' cannot be read: a file of them is damaged" in refused(capsys, path)
+
+
+def test_a_smoke_run_of_a_broken_configuration(base, capsys):
+    path = base()
+    Path("base/config.json").write_text("{nope")
+    assert "'base/config.json' is no JSON object: " in refused(capsys, path, "--smoke")
