@@ -24,10 +24,10 @@ class LabelledShareCallback(LoggedMetricsCallback):
     """
 
     def __init__(self) -> None:
-        self._pending: torch.Tensor | None = None  # tokens and labels since the last reading
-        self._empty: torch.Tensor | None = (
-            None  # step of the first micro-batch without a label, tokens of its longest row
-        )
+        # Since the last reading: tokens and labels; and of the first micro-batch without a label its step and the
+        # tokens of its longest row.
+        self._pending: torch.Tensor | None = None
+        self._empty: torch.Tensor | None = None
         self._window, self._run = [0, 0], [0, 0]
         self._has_read = self._has_warned = False
 

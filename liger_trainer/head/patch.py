@@ -23,7 +23,7 @@ from liger_trainer.head.compiled import (
     uncompiled,
     whole_graph_wanted,
 )
-from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context
+from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context, generation_step
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import (
     HeadCall,
@@ -181,7 +181,12 @@ def _has_backward_hooks(head: nn.Module) -> bool:
 
 
 def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:
-    if torch.compiler.is_compiling() or current_forward() is None:
+    if torch.compiler.is_compiling():
+        return native(self, *args, **kwargs)
+    if kwargs.get("past_key_values") is not None and not torch.is_grad_enabled():
+        with generation_step(), forward_context(None):
+            return native(self, *args, **kwargs)
+    if current_forward() is None:
         return native(self, *args, **kwargs)
     with forward_context(None):
         return native(self, *args, **kwargs)

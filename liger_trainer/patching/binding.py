@@ -12,10 +12,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
 
-from liger_trainer.kernels.runtime import triton_drives
 from liger_trainer.patching.experts_choice import is_chosen, unchoose
 
 # Weak, as a forward over another library's holds that one, and with it a module.
@@ -59,14 +57,6 @@ def overriding_forward(module: nn.Module) -> str | None:
 def is_bound_by_us(module: nn.Module) -> bool:
     """Whether [`bind_forward`] gave this instance its forward."""
     return is_ours(getattr(module.__dict__.get("forward"), "__func__", None))
-
-
-def serves_as_written(x: torch.Tensor) -> bool:
-    """Whether a forward of ours leaves `x` to the code that it was proved equal to, which then has fewer steps.
-
-    That is where no kernel runs and no gradient is wanted, as in a generation on the CPU. Proofs want gradients.
-    """
-    return not torch.is_grad_enabled() and not triton_drives(x.device)
 
 
 def is_ours(forward: Callable | None) -> bool:

@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from liger_trainer.head.context import serves_as_written
 from liger_trainer.patching.binding import (
     bind_forward,
     call_like,
     is_bound_by_us,
     overriding_forward,
-    serves_as_written,
 )
 from liger_trainer.patching.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.experts_formula import NORM, ExpertsFormula, formulas, layout_of

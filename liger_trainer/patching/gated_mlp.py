@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.geglu import geglu, geglu_fused
 from liger_trainer.kernels.lora import lora_linears
@@ -35,7 +36,7 @@ from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
-from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
+from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora_layer import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.layer_norm import layer_norm
 from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
+from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.patching.binding import call_like, overriding_forward, serves_as_written
+from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import DTensor
 from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in

@@ -18,8 +18,9 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the kernels in the model, for training and evaluation alike.
 
     Takes the same arguments; `args` is a [`LigerTrainingArguments`], or a `TrainingArguments`, with which the kernels
-    are on. The loss, the metrics and the checkpoints are those of the `Trainer`. Each log also holds
-    `tokens_per_second`, `mfu` where the hardware's peak is known, and `peak_memory_gib`.
+    are on. The loss, the metrics and the checkpoints are those of the `Trainer`, but that the auxiliary loss of a
+    mixture of experts is a mean over micro-batches and processes. Each log also holds `tokens_per_second`,
+    `labelled_share`, `mfu` where the hardware's peak is known, and `peak_memory_gib`.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with

@@ -1,4 +1,4 @@
-"""Without a gradient and without kernels, as in a generation on the CPU, patched modules run what they were written as."""
+"""Without a gradient and without kernels, as in a generation on the CPU, modules run the code of their classes."""
 
 import pytest
 import torch
@@ -11,17 +11,20 @@ from tests.trainers.tiny import llama, mixtral
 MODELS = {"llama": llama, "mixtral": mixtral, "qwen3": TINY_MODELS["qwen3"], "gemma2": TINY_MODELS["gemma2"]}
 
 
+def counted(name, function, seen):
+    def run(*args, **kwargs):
+        seen.append(name)
+        return function(*args, **kwargs)
+
+    return run
+
+
 @pytest.fixture
 def ours(monkeypatch):
     """The names of the functions of ours that have run."""
     seen = []
     for module, name in ((norms, "rms_norm"), (rotations, "rope"), (gated_mlp, "outputs_are_unseen")):
-
-        def counted(*args, name=name, function=getattr(module, name), **kwargs):
-            seen.append(name)
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name), seen))
     return seen
 
 
@@ -39,6 +42,10 @@ def test_generation_on_the_cpu(family, ours):
     for left, right in zip(expected.logits, got.logits, strict=True):
         assert torch.equal(left, right), "the same code gives the same bits"
     assert ours == []
+    with torch.no_grad():  # a reference model rounds as the policy does
+        patched(input_ids=ids, use_cache=False)
+    assert {"rms_norm"} < set(ours)
+    ours.clear()
     patched.train()(input_ids=ids, labels=ids).loss.backward()
     assert {"rms_norm"} < set(ours)
 
@@ -51,7 +58,9 @@ def test_experts_of_every_implementation(chosen):
     report = apply_liger_kernel(patched)
     assert any(row.component == "experts" and row.applied for row in report)
     ids = torch.arange(3, 15).view(2, 6)
-    with torch.no_grad():
-        assert torch.equal(stock(input_ids=ids).logits, patched(input_ids=ids).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    for left, right in zip(stock.generate(ids, **options).logits, patched.generate(ids, **options).logits, strict=True):
+        assert torch.equal(left, right)
     expected, got = (model(input_ids=ids).logits for model in (stock, patched))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -182,7 +182,6 @@ def calls(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(rotations, "rope", counted)
-    monkeypatch.setattr(rotations, "serves_as_written", lambda q: False)  # as where kernels run
     return seen
 
 
