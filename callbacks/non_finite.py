@@ -1,10 +1,11 @@
-"""Notices a loss or a gradient that is not finite before it reaches the weights."""
+"""Notices losses and gradients that are not finite before they reach the weights, and such weights before a save."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,10 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 logger = logging.getLogger("liger_trainer")
+
+_A_PARAMETER = 0  # its place in the order in which one bad quantity causes the next
+
+
+class NonFiniteError(FloatingPointError):
+    """A parameter is not finite, or training has stopped because something was not; the text is the whole message."""
 
 
 @dataclasses.dataclass
@@ -42,6 +50,10 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     decide alike, by one number that they reduce at each update; the message then names the rank that has the first
     quantity, which from there has spread to the others, and the main process logs it.
 
+    Where a parameter is not finite there is no good state left, or never was one: that is a [`NonFiniteError`], with
+    either action. Parameters are looked at before training, and by the Liger trainers before every save, which is then
+    not made: an update can overflow although its gradients are finite. That is one reduction over the parameters.
+
     Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
     on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has
     long arrived: no step waits. Otherwise one flag is read per update. Gradients under fp16 loss scaling belong to the
@@ -56,6 +68,10 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
 
     Attributes:
         findings: One line for each update that was left out.
+        stopped: Whether the last training was ended by `action="stop"`.
+
+    Raises:
+        NonFiniteError: while training, if a parameter is not finite.
     """
 
     def __init__(self, action: Literal["stop", "skip"] = "stop") -> None:
@@ -67,7 +83,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         self._gradients: tuple[list[str], torch.Tensor] | None = None
         self._pending: list[_Observation] = []
         self._device_skip: Any = None
-        self._stop = False
+        self.stopped = False
         self._left_out = 0
 
     def observe_loss(self, loss: torch.Tensor) -> None:
@@ -99,9 +115,31 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts afresh."""
-        self._losses, self._gradients, self._pending, self._stop = [], None, [], False
+        """Starts afresh, with a look at the parameters."""
+        self._losses, self._gradients, self._pending, self.stopped = [], None, [], False
         self._left_out = 0
+        found = _first_bad_parameter(kwargs["model"], args, alike=True)
+        if found is not None:
+            raise NonFiniteError(
+                f"Stopped before step {state.global_step + 1}{found} is not finite, as the model was loaded. Load "
+                "other weights; `non_finite='off'` trains these as they are."
+            )
+
+    def check_before_save(self, model: nn.Module, args: TrainingArguments, state: TrainerState, alike: bool) -> None:
+        """Looks at the parameters before they are saved.
+
+        Args:
+            model: The model.
+            args: The training arguments, for the device and the folder with the checkpoints.
+            state: The Trainer's state, for the step.
+            alike: Whether all processes make this call, and shall decide alike.
+
+        Raises:
+            NonFiniteError: naming the first parameter that is not finite, and the last checkpoint.
+        """
+        found = _first_bad_parameter(model, args, alike)
+        if found is not None:
+            raise NonFiniteError(f"Stopped at step {state.global_step}{found} is not finite. {_nothing_saved(args)}")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,7 +168,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
                 for group in inner.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
-            self._report(observed, model)
+            self._report(observed, model, args)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -149,9 +187,9 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops with a checkpoint if that is the action."""
         # The flag of the step before: its copy has long arrived while this step's kernels are still queued, and every
-        # process reads it at the same step.
-        self._collect(kwargs["model"], keep=1)
-        if self._stop:
+        # process reads it at the same step. After the last step there is no later one.
+        self._collect(kwargs["model"], args, keep=0 if state.global_step >= state.max_steps else 1)
+        if self.stopped:
             control.should_training_stop = True
             control.should_save = True
 
@@ -159,24 +197,28 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Reads what is left."""
-        self._collect(kwargs["model"], keep=0)
+        self._collect(kwargs["model"], args, keep=0)
 
-    def _collect(self, model: nn.Module, keep: int) -> None:
+    def _collect(self, model: nn.Module, args: TrainingArguments, keep: int) -> None:
         while len(self._pending) > keep:
             observed = self._pending.pop(0)
             observed.ready.synchronize()
             if bool(observed.host_flag):
-                self._report(observed, model)
+                self._report(observed, model, args)
 
-    def _report(self, observed: _Observation, model: nn.Module) -> None:
-        what = _first_of_all_processes(observed, model)
+    def _report(self, observed: _Observation, model: nn.Module, args: TrainingArguments) -> None:
+        place, what = _first_of_all_processes(observed, model)
+        if place == _A_PARAMETER:  # they were finite when training began
+            raise NonFiniteError(
+                f"Stopped at step {observed.step}{what} is not finite since the update before. {_nothing_saved(args)}"
+            )
         end = {"stop": "the training stops with a checkpoint of the last good state", "skip": "the training goes on"}
         finding = f"Step {observed.step}{what} is not finite. The update was left out and {end[self.action]}."
         self.findings.append(finding)
         self._left_out += 1
         if not _is_distributed() or torch.distributed.get_rank() == 0:
             logger.error(finding)
-        self._stop = self.action == "stop"
+        self.stopped = self.action == "stop"
 
 
 def _observe(
@@ -191,29 +233,31 @@ def _observe(
     device = parts[-1].device if parts else device
     bad = [torch.isfinite(part).all().logical_not().to(device) for part in parts]
     flag = torch.stack(bad).any() if bad else torch.zeros((), dtype=torch.bool, device=device)
-    if _is_distributed():
-        # Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only.
-        count = flag.to(torch.int32)
-        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
-        flag = count.bool()
-    return _Observation(step, flag, stacked, names, norms)
+    return _Observation(step, _of_any_process(flag) if _is_distributed() else flag, stacked, names, norms)
 
 
-def _first_of_all_processes(observed: _Observation, model: nn.Module) -> str:
+def _of_any_process(flag: torch.Tensor) -> torch.Tensor:
+    """Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only."""
+    count = flag.to(torch.int32)
+    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+    return count.bool()
+
+
+def _first_of_all_processes(observed: _Observation, model: nn.Module) -> tuple[int, str]:
     """The first bad quantity, in the order of causes and then of ranks; all processes call this at the same step."""
     found = [next(_bad_quantities(observed, model), None)]
     if _is_distributed():
         mine, found = found[0], found * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, mine)
-    _, rank, what = min((quantity[0], rank, quantity[1]) for rank, quantity in enumerate(found) if quantity)
-    return f", rank {rank}: {what}" if len(found) > 1 else f": {what}"
+    place, rank, what = min((quantity[0], rank, quantity[1]) for rank, quantity in enumerate(found) if quantity)
+    return place, f", rank {rank}: {what}" if len(found) > 1 else f": {what}"
 
 
 def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[tuple[int, str]]:
     """The bad quantities of this process and their places in the order of causes; here the device is waited for."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(_local(parameter.detach())).all():
-            yield 0, f"parameter {name!r}"
+    for name, parameter in _parameters(model):
+        if not torch.isfinite(parameter).all():
+            yield _A_PARAMETER, f"parameter {name!r}"
     if observed.losses is not None:
         for micro_batch, loss in enumerate(observed.losses.tolist()):
             if not math.isfinite(loss):
@@ -224,6 +268,39 @@ def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[tuple[
         for name, good in reversed(list(zip(observed.names, finite, strict=True))):
             if not good:
                 yield 2, f"the gradient of {name!r}, and with it grad_norm,"
+
+
+def _first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) -> str | None:
+    """The first parameter that is not finite, of all processes if they are to decide alike."""
+    parameters = [parameter for _, parameter in _parameters(model)]
+    flag = torch.zeros((), dtype=torch.bool, device=args.device)
+    if parameters:
+        largest = torch._foreach_norm(parameters, math.inf)  # keeps NaN and infinity, and cannot overflow
+        flag = torch.stack([norm.to(args.device, torch.float32) for norm in largest]).isfinite().all().logical_not()
+    alike = alike and _is_distributed()
+    if not bool(_of_any_process(flag) if alike else flag):
+        return None
+    observed = _Observation(0, flag, losses=None, names=[], norms=None)
+    return _first_of_all_processes(observed, model)[1] if alike else f": {next(_bad_quantities(observed, model))[1]}"
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that are numbers, as far as this process holds them; what a quantiser has packed is none."""
+    quantised = getattr(model, "is_quantized", False)
+    for name, parameter in model.named_parameters():
+        held = _local(getattr(parameter, "ds_tensor", parameter).detach())  # ZeRO-3 has its partition there
+        number = held.is_floating_point() and held.dtype.itemsize > 1
+        if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
+            yield name, held
+
+
+def _nothing_saved(args: TrainingArguments) -> str:
+    """What a run can go on from whose parameters are lost."""
+    folder = str(args.output_dir)
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    if last is None:
+        return f"Nothing was saved of it, and {folder!r} holds no checkpoint; start again with a lower `learning_rate`."
+    return f"Nothing was saved of it; {last!r} is the last good checkpoint."
 
 
 def _is_distributed() -> bool:

@@ -50,7 +50,11 @@ class KernelFlags:
         non_finite (`str`, *optional*, defaults to `"stop"`):
             What happens at a step whose loss or gradients are not finite: `"stop"` leaves the update out, saves a
             checkpoint of the last good state and ends the training; `"skip"` leaves the update out and goes on;
-            `"off"` does not look. See [`NonFiniteGuardCallback`].
+            `"off"` does not look. Parameters that are not finite are an error before training and before every save,
+            except with `"off"`. See [`NonFiniteGuardCallback`].
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
+            Whether a loss that is not finite is logged as the mean of those before it, which can be 0. It is
+            Hugging Face's argument, on there; looking for such a loss makes every micro-batch wait for the device.
         router_z_loss_coef (`float`, *optional*, defaults to `0.0`):
             For a mixture of experts, how much of the routers' z-loss (mean of ``logsumexp(logits)^2`` over tokens and
             layers, ST-MoE, arXiv 2202.08906, which used 0.001) the training loss gets; logged as `router_z_loss`. The
@@ -67,6 +71,7 @@ class KernelFlags:
     Raises:
         ValueError: for an unknown component (the nearest valid one is named), a flag or switch that is no boolean, a
             configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is no size, a
+            `learning_rate` that is not finite or below 0, a
             `router_z_loss_coef` below 0, or an `activation_offloading_fraction` that is out of range, or given without
             `activation_offloading`.
     """
@@ -104,6 +109,10 @@ class KernelFlags:
         default="stop",
         metadata={"help": "At a loss or gradient that is not finite: 'stop' with a checkpoint, 'skip' it, or 'off'."},
     )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Whether a loss that is not finite is logged as the mean of those before it, or 0."},
+    )
     router_z_loss_coef: float = field(
         default=0.0,
         metadata={"help": "How much of the z-loss of a mixture of experts' routers the training loss gets."},
@@ -127,6 +136,9 @@ class KernelFlags:
         coefficient = self.router_z_loss_coef
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
             raise ValueError(f"`router_z_loss_coef` is {coefficient!r}; it must be a number, 0 or more.")
+        rate = getattr(self, "learning_rate", 0.0)
+        if isinstance(rate, int | float) and not 0 <= rate < math.inf:
+            raise ValueError(f"`learning_rate` is {rate!r}; it must be a finite number, 0 or more.")
         self.kernel_config()  # errors belong here, where the user wrote the value
         retained_bytes_of(self)
         check_loss_type(self)

@@ -49,16 +49,39 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     finish_interrupted(folder)
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
-        if number is None or not path.is_dir():
+        if step_of(path) < 0 or not path.is_dir():
             continue
         try:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             logger.warning("%s is not complete (its writing was cut short); it is not used.", path)
             continue
-        found.append((int(number.group(1)), path))
-    return [path for _, path in sorted(found)]
+        found.append(path)
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says; -1 for a name that is no checkpoint's."""
+    number = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", checkpoint.name)
+    return -1 if number is None else int(number.group(1))
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; the text says where, and what room there was."""
+
+
+def room_in(folder: Path) -> str:
+    """How much room a run's folder has, and how to make some: a new checkpoint is written before an old one goes."""
+    free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
+    room = f"{free / 2**20:,.1f} MiB were free there"
+    checkpoints = complete_checkpoints(folder)
+    if not checkpoints:
+        return room
+    oldest = checkpoints[0]
+    size = f"{sum(path.stat().st_size for path in oldest.rglob('*') if path.is_file()) / 2**20:,.1f} MiB"
+    if len(checkpoints) == 1:  # without it there is nothing to go on from
+        return f"{room}, beside the only checkpoint, {str(oldest)!r} ({size})"
+    return f"{room}; delete an old checkpoint, of which {str(oldest)!r} ({size}) is the oldest"
 
 
 def out_of_room(error: BaseException) -> bool:
@@ -75,25 +98,6 @@ class WholeCheckpointsMixin(_Base):
     """
 
     _saving = False
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains; see [`~transformers.Trainer.train`]. ``True`` goes on from the last *complete* checkpoint.
-
-        Raises:
-            ValueError: if there is none in ``output_dir``.
-        """
-        if resume_from_checkpoint is True:
-            found = complete_checkpoints(Path(str(self.args.output_dir)))
-            if not found:
-                folder = f"`output_dir` {str(self.args.output_dir)!r}"
-                raise ValueError(
-                    f"`resume_from_checkpoint` is True, but {folder} holds no complete checkpoint; leave it out to "
-                    "start at the beginning."
-                )
-            resume_from_checkpoint = str(found[-1])
-        elif isinstance(resume_from_checkpoint, str):
-            finish_interrupted(Path(resume_from_checkpoint).parent)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
@@ -182,10 +186,10 @@ def _told_where(final: Path, staging: Path) -> Iterator[None]:
         number = getattr(error, "errno", None)  # errors of the network are OSErrors too, but have none
         if number is None and not out_of_room(error):
             raise
-        free = shutil.disk_usage(next(folder for folder in final.absolute().parents if folder.exists())).free
+        room = room_in(final.parent)
         shutil.rmtree(staging, ignore_errors=True)
-        raise OSError(
+        raise CheckpointWriteError(
             number or errno.ENOSPC,
-            f"{final} could not be written ({str(error).splitlines()[0]}): {free / 2**20:,.1f} MiB "
-            "were free there. What was written of it has been removed; the checkpoints before it are as they were.",
+            f"{final} could not be written ({str(error).splitlines()[0]}): {room}. What was written of it has been "
+            "removed; the checkpoints before it are as they were.",
         ) from error

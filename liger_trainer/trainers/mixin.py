@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,7 @@ from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsd
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 from liger_trainer.trainers.out_of_memory import memory_advice
+from liger_trainer.trainers.resuming import ResumingMixin
 from liger_trainer.trainers.router_z_loss import check_router_losses, loss_divisor, mean_z_loss, with_z_loss
 
 logger = logging.getLogger("liger_trainer")
@@ -59,7 +61,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+class LigerTrainerMixin(ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     """Kernels in the model from construction on, the callbacks, and checks of what goes in.
 
     Attributes:
@@ -252,6 +254,26 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         # What clip_grad_norm_ does, without its second pass over the gradients for the norms.
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
         return total_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs; see [`~transformers.Trainer.log`]."""
+        super().log(logs, *args, **kwargs)
+        if not math.isfinite(logs.get("loss", 0.0)):
+            # The Trainer sets its sum of losses back by subtracting it from itself, and NaN - NaN is NaN.
+            self._tr_loss.zero_()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model; see [`~transformers.Trainer.save_model`].
+
+        Raises:
+            NonFiniteError: before anything is written, if a parameter is not finite; not with `non_finite="off"`.
+        """
+        if self._guard is not None:
+            # All processes save a checkpoint, or a model that is split. A whole one is the same on each of them.
+            split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
+            assert isinstance(self.model, nn.Module)
+            self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
+        super().save_model(output_dir, _internal_call)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""

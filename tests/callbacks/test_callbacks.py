@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
-from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 
@@ -202,9 +202,46 @@ def test_guard_names_a_parameter_that_is_not_finite(tmp_path):
     model = tiny()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = math.inf
-    guard = NonFiniteGuardCallback("stop")
-    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[guard]).train()
-    assert "Step 1: parameter 'model.layers.0.self_attn.q_proj.weight' is not finite" in guard.findings[0]
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[NonFiniteGuardCallback("stop")])
+    found = "Stopped before step 1: parameter 'model.layers.0.self_attn.q_proj.weight' is not finite"
+    with pytest.raises(NonFiniteError, match=found):
+        trainer.train()
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_guard_ends_a_training_whose_update_overflows(action, tmp_path):
+    args = arguments(tmp_path, learning_rate=math.inf)  # the gradients are finite, and stay so
+    trainer = Trainer(tiny(), args, train_dataset=rows(), callbacks=[NonFiniteGuardCallback(action)])
+    with pytest.raises(
+        NonFiniteError, match=r"Stopped at step 2: parameter 'model\..*is not finite since the update before"
+    ):
+        trainer.train()
+    assert not any(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_guard_looks_at_every_element(value, dtype, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 3, dtype=dtype))
+    model[0].weight.requires_grad_(False).fill_(3e38)  # frozen and large, and finite
+    args, guard = arguments(tmp_path), NonFiniteGuardCallback()
+    state = TrainerState(global_step=7)
+    guard.check_before_save(model, args, state, alike=True)
+    with torch.no_grad():
+        model[1].weight[2, 49] = value
+    with pytest.raises(
+        NonFiniteError, match=r"Stopped at step 7: parameter '1\.weight' is not finite\. .*no checkpoint"
+    ):
+        guard.check_before_save(model, args, state, alike=True)
+
+
+def test_guard_does_not_read_the_bits_of_a_quantiser(tmp_path):
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.weight.requires_grad_(False).fill_(
+        math.nan
+    )  # packed bytes look like that in `bnb_4bit_quant_storage: bfloat16`
+    model.is_quantized = True
+    NonFiniteGuardCallback().check_before_save(model, arguments(tmp_path), TrainerState(), alike=True)
 
 
 def test_guard_names_the_loss():

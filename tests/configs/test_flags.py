@@ -32,7 +32,7 @@ def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
     assert args.kernel_config().logits_memory == 512 * 2**20
     assert retained_bytes_of(args) is None
     base = make(cls.__bases__[1], tmp_path)
-    ours = ("use_liger_kernel", "logging_dir")
+    ours = ("use_liger_kernel", "logging_dir", "logging_nan_inf_filter")
     for name in base.to_dict().keys() - set(ours):
         assert getattr(args, name) == getattr(base, name), name
 

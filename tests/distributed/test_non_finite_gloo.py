@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from liger_trainer.callbacks.non_finite import _observe
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import TrainerState
+
+from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback, _observe
 from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 NORMS = ["a weight"]
@@ -42,7 +48,23 @@ def _all_finite(rank: int) -> None:
     assert not observed.flag
 
 
+def _shard_of_a_parameter(rank: int) -> None:
+    model, guard = torch.nn.Linear(4, 4), NonFiniteGuardCallback()
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    args, state = SimpleNamespace(device=torch.device("cpu"), output_dir="nowhere"), TrainerState(global_step=5)
+    guard.check_before_save(model, args, state, alike=True)
+    with torch.no_grad():
+        if rank:
+            model.weight.to_local()[1, 2] = float("nan")
+    with pytest.raises(NonFiniteError, match="Stopped at step 5, rank 1: parameter 'weight' is not finite"):
+        guard.check_before_save(model, args, state, alike=True)
+    with pytest.raises(NonFiniteError) if rank else contextlib.nullcontext():  # the other makes no such call
+        guard.check_before_save(model, args, state, alike=False)
+
+
 CASES = {
+    "a shard of a parameter": _shard_of_a_parameter,
     "a loss": _loss_of_one,
     "a shard of the gradients": _shard_of_one,
     "a process without a loss": _nothing_seen_by_one,

@@ -1,13 +1,14 @@
 """The trainers on an accelerator: parity with stock, no host syncs of ours, updates left out on the device."""
 
 import contextlib
+import math
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments, masking_utils
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, masking_utils
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
@@ -50,6 +51,27 @@ def test_the_update_is_left_out(optim, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(snapshots[1], snapshots[2]))
     assert not all(torch.equal(a, b) for a, b in zip(snapshots[2], snapshots[3]))
     assert all(torch.isfinite(tensor).all() for tensor in snapshots[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_parameters_are_looked_at_before_a_save(value, dtype, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 700), torch.nn.Linear(700, 3, dtype=dtype)).cuda()
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **ON_DEVICE)
+    guard, state = NonFiniteGuardCallback(), TrainerState(global_step=7)
+    guard.check_before_save(model, args, state, alike=True)
+    with torch.no_grad():
+        model[1].weight[2, 699] = value
+    with pytest.raises(NonFiniteError, match=r"Stopped at step 7: parameter '1\.weight' is not finite"):
+        guard.check_before_save(model, args, state, alike=True)
+
+
+def test_a_nan_at_the_last_step_is_read_and_saved(tmp_path):
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **{**ON_DEVICE, "max_steps": 3})
+    trainer = Poison(llama(), args, train_dataset=token_rows())
+    trainer.train()
+    assert trainer._guard.stopped
+    assert (tmp_path / "checkpoint-3").is_dir()
 
 
 def test_it_stops_with_a_checkpoint(tmp_path):
