@@ -12,9 +12,36 @@ from pathlib import Path
 
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_file import RecipeError, TrainingError, first_line
-from liger_trainer.trainers.checkpoints import complete_checkpoints, out_of_room
+from liger_trainer.trainers.checkpoints import CheckpointWriteError, complete_checkpoints, out_of_room, room_in
+from liger_trainer.trainers.output_lock import LOCK, owned
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def owned_folder(recipe: Recipe) -> Iterator[None]:
+    """Makes ``output_dir``, where it is not there, and keeps other runs from writing there meanwhile.
+
+    Raises:
+        RecipeError: if another run is writing there, or nobody can.
+    """
+    folder = Path(str(recipe.training.output_dir))
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(
+            f"`output_dir` {str(folder)!r} cannot be made: {error.strerror}; give another one."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(owned(folder))
+        except BlockingIOError as error:
+            raise RecipeError(f"`output_dir`: {error}. Wait for it, end it, or give another `--output_dir`.") from error
+        yield
 
 
 def prepare_output_dir(recipe: Recipe) -> str | None:
@@ -25,18 +52,16 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
         last complete checkpoint in ``output_dir``, and starts at the beginning where there is none yet.
 
     Raises:
-        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, if it
-            cannot be written to, or if the checkpoint to resume from is not one.
+        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, or if the
+            checkpoint to resume from is not one.
     """
     from accelerate import PartialState
 
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
     resume = _resume(recipe, folder)
-    if folder.exists() and not folder.is_dir():
-        raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
     wanted = recipe.training.resume_from_checkpoint not in (None, False, "false", "False", "")
-    if not wanted and folder.exists() and any(folder.iterdir()):
+    if not wanted and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
         if not recipe.recipe.overwrite_output_dir:
             raise RecipeError(
                 f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten unasked. Add "
@@ -48,14 +73,6 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
             for path in folder.glob("checkpoint-*"):
                 if re.fullmatch(r"checkpoint-\d+", path.name):
                     shutil.rmtree(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(
-            f"`output_dir` {str(folder)!r} cannot be made: {error.strerror}; give another one."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
     state.wait_for_everyone()  # nobody writes before everybody has looked
     return resume
 
@@ -81,7 +98,7 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def room_for(folder: str) -> Iterator[None]:
-    """Around what writes to `folder`: a disk without room is told as such.
+    """Around what writes to `folder`: a disk without room is told as such, and how to make some.
 
     Raises:
         TrainingError: for any library's error that means so; the formats of checkpoints have errors of their own.
@@ -93,8 +110,10 @@ def room_for(folder: str) -> Iterator[None]:
     except Exception as error:
         if not out_of_room(error):
             raise
+        room = (
+            "" if isinstance(error, CheckpointWriteError) else f" `output_dir` is {folder!r}: {room_in(Path(folder))}."
+        )
         raise TrainingError(
-            f"Writing failed: {first_line(error)} Make room for `output_dir` {folder!r} (`save_total_limit` keeps "
-            "fewer checkpoints), then `--resume_from_checkpoint true` goes on from the last complete one; or give "
-            "another `--output_dir`."
+            f"Writing failed: {first_line(error)}{room} With more room, `--resume_from_checkpoint true` goes on from "
+            "the last complete checkpoint; with another `--output_dir`, its path does."
         ) from error

@@ -15,7 +15,7 @@ from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_experts import check_adapted_experts
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
 from liger_trainer.recipe_model import check_model, lora_advice
-from liger_trainer.recipe_output import prepare_output_dir, room_for
+from liger_trainer.recipe_output import owned_folder, prepare_output_dir, room_for
 from liger_trainer.recipe_rewards import check_reward_models
 
 if TYPE_CHECKING:
@@ -33,10 +33,12 @@ def run_recipe(recipe: Recipe) -> Trainer:
     Raises:
         RecipeError: for anything in the recipe or its data that is found wrong before training starts, and for a disk
             that is full.
+        NonFiniteError: if `non_finite` has stopped the training.
+        StoppedBySignal: if SIGTERM or SIGHUP has.
     """
     from liger_trainer.recipe_summary import summarize
 
-    with room_for(str(recipe.training.output_dir)):
+    with owned_folder(recipe), room_for(str(recipe.training.output_dir)):
         trainer, metrics = train_recipe(recipe)
         if trainer.is_world_process_zero():
             summarize(recipe, trainer, metrics)
@@ -47,7 +49,9 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; the metrics are those of training and of the last evaluation."""
     from transformers import set_seed
 
+    from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
     from liger_trainer.trainers.batch_check import BatchError
+    from liger_trainer.trainers.resuming import CheckpointError
     from liger_trainer.trainers.reward_functions import RewardError
     from liger_trainer.trainers.router_z_loss import RouterLogitsError
 
@@ -79,9 +83,13 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     _watch_routers(recipe, trainer)
 
     try:
-        metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
+        with stopping_on_signals(trainer):
+            metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
+        _check_not_stopped(trainer)
         if evaluation is not None:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
+    except CheckpointError as error:
+        raise RecipeError(str(error)) from error
     except BatchError as error:
         raise TrainingError(f"The data: {first_line(error)}") from error
     except RouterLogitsError as error:
@@ -96,6 +104,21 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer, metrics
+
+
+def _check_not_stopped(trainer: Any) -> None:
+    """A training that its guard has stopped is not a finished one.
+
+    Raises:
+        NonFiniteError: if it is that.
+    """
+    from liger_trainer.callbacks.non_finite import NonFiniteError
+
+    if trainer._guard is not None and trainer._guard.stopped:
+        step = trainer.state.global_step
+        folder = Path(str(trainer.args.output_dir), f"checkpoint-{step}")
+        left = f"{str(folder)!r} holds the last good state" if folder.is_dir() else "no checkpoint was saved of it"
+        raise NonFiniteError(f"stopped at step {step}, by `non_finite: stop`; {left}.")
 
 
 def _check_launch(recipe: Recipe, trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ Everything heavy is imported when a command needs it, so that ``--help`` is quic
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import MutableMapping, Sequence
@@ -48,7 +49,8 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
         arguments: ``--smoke``, ``--debug`` and ``--key value`` options.
 
     Returns:
-        The exit code: 0, 2 after an error that the user can put right, or 130 after Ctrl-C.
+        The exit code: 0, 1 if `non_finite` has stopped the training, 2 after an error that the user can put right, or
+        128 and the signal's number after Ctrl-C (130), SIGTERM (143) or SIGHUP (129).
     """
     from liger_trainer.cli.ranks import recorded
 
@@ -64,6 +66,8 @@ def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     if "--smoke" in arguments:  # before the first import of a library that reads them
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+    from liger_trainer.callbacks.non_finite import NonFiniteError
+    from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.cli.ranks import leave_process_group, rank
     from liger_trainer.recipe import load_recipe
     from liger_trainer.recipe_file import RecipeError, TrainingError
@@ -85,13 +89,21 @@ def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
             print(f"liger-trainer: {error}", file=sys.stderr)
         leave_process_group()
         return 2
-    except KeyboardInterrupt:
+    except NonFiniteError as error:
         if debug:
             raise
         if rank() == 0:
-            again = "the same command with `--resume_from_checkpoint true` goes on from the last checkpoint"
-            print(f"\nliger-trainer: interrupted; {again}.", file=sys.stderr)
+            print(f"liger-trainer: {error}", file=sys.stderr)
         leave_process_group()
-        return 130
+        return 1
+    except KeyboardInterrupt as error:
+        if debug:
+            raise
+        stopped = isinstance(error, StoppedBySignal)
+        if rank() == 0:
+            again = "the same command with `--resume_from_checkpoint true` goes on from the last checkpoint"
+            print(f"\nliger-trainer: {error if stopped else 'interrupted'}; {again}.", file=sys.stderr)
+        leave_process_group()
+        return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
     leave_process_group()
     return 0

@@ -16,7 +16,9 @@ class FaultyTrainer(LigerTrainer):
                 os.kill(os.getpid(), signal.SIGKILL)
             if os.environ["FAULT"] == "hang":
                 time.sleep(3600)
-            raise ArithmeticError("the fault of rank 1")
+            if os.environ["FAULT"] == "raise":
+                raise ArithmeticError("the fault of rank 1")
+            os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(*args, **kwargs)
 
 

@@ -19,6 +19,17 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     assert saved(tmp_path / "run") == ["checkpoint-2"]
 
 
+def test_a_signal_that_one_rank_gets_ends_both(tmp_path):
+    ended = run(tmp_path / "run", "--use_cpu", "false", fault="terminate", step=3)
+    assert ended.returncode == 1
+    assert "exitcode  : 143" in ended.stderr
+    assert saved(tmp_path / "run") == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]  # got in step 4, read a step later
+
+
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     hung = run(tmp_path / "run", "--use_cpu", "false", "--ddp_timeout", "15", fault="hang", step=3)

@@ -1,0 +1,136 @@
+"""SIGTERM and SIGHUP, which clusters send before they take a machine, end a training with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+_REPEATED_WITHIN = 2.0  # seconds; a launcher hands on to its processes the signal that they have had already
+
+
+class StoppedBySignal(KeyboardInterrupt):
+    """Training has ended as a signal asked. `number` is the signal's."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.number = number
+
+
+class StopOnSignalCallback(TrainerCallback):
+    """Ends the training after a step, with a checkpoint, once [`receive`] has been called in any process.
+
+    transformers' own callback for SIGTERM (`enable_jit_checkpoint`) decides in each process alone, and processes that
+    save at different steps wait for each other for ever. Here all of them reduce one number a step. On an accelerator
+    its copy is read one step later, when it has long arrived, and every process reads it at the same step.
+
+    Args:
+        announces: Whether this process says that it has had a signal.
+
+    Attributes:
+        received: The signal's number, 0 without one. Once training has stopped, it is that of any process.
+        stopped: Whether it has ended the training.
+    """
+
+    def __init__(self, announces: bool = True) -> None:
+        self.announces = announces
+        self.received = 0
+        self.stopped = False
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._first = 0.0
+        self._process = os.getpid()
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+    def receive(self, number: int, frame: Any = None) -> None:
+        """The handler of a signal: the first is noted, one that comes later ends the process at once."""
+        if os.getpid() != self._process or (self.received and time.monotonic() - self._first > _REPEATED_WITHIN):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.received:
+            self.received, self._first = number, time.monotonic()
+            name = signal.Signals(number).name
+            with contextlib.suppress(OSError, RuntimeError):  # a terminal that is gone; a print that was interrupted
+                if self.announces:
+                    print(f"\n{name}: stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
+            if number == signal.SIGHUP:  # the terminal is gone, and writing to it is an error from here on
+                with open(os.devnull, "w") as nowhere:
+                    for stream in self._terminals:
+                        os.dup2(nowhere.fileno(), stream)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops with a checkpoint, and without an evaluation before it."""
+        number = self._of_all(args.device)
+        if number:
+            self.received, self.stopped = number, True
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer comes here once more after a stop."""
+        if self.stopped:
+            control.should_save = control.should_evaluate = False
+
+    def _of_all(self, device: torch.device) -> int:
+        """The signal that any process has had, the same on all; on an accelerator as of the step before."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self.received
+        number = torch.tensor(self.received, dtype=torch.int32)
+        if device.type == "cpu":
+            torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
+            return int(number)
+        cuda = device.type == "cuda"
+        reduced = (number.pin_memory() if cuda else number).to(device, non_blocking=True)
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX)
+        copied = torch.empty((), dtype=torch.int32, pin_memory=cuda)
+        copied.copy_(reduced, non_blocking=True)
+        ready = torch.get_device_module(device).Event()
+        ready.record()
+        before, self._pending = self._pending, (copied, ready)
+        if before is None:
+            return 0
+        before[1].synchronize()
+        return int(before[0])
+
+
+@contextlib.contextmanager
+def stopping_on_signals(trainer: Trainer) -> Iterator[None]:
+    """Around a training; the signals' handlers are those from before once it is over.
+
+    A signal that is ignored, as SIGHUP is under ``nohup``, stays so. Outside the main thread, which alone can have
+    handlers, signals do what they do.
+
+    Raises:
+        StoppedBySignal: in the place of what fails after a signal, such as a worker of a data loader that had it too.
+    """
+    callback = StopOnSignalCallback(announces=trainer.is_world_process_zero())
+    trainer.add_callback(callback)
+    main = threading.current_thread() is threading.main_thread()
+    heard = [number for number in SIGNALS if main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, callback.receive) for number in heard}
+    try:
+        yield
+    except Exception as error:
+        if not callback.received:
+            raise
+        name = signal.Signals(callback.received).name
+        raise StoppedBySignal(callback.received, f"stopped by {name}, without a checkpoint ({error})") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None is one that is not Python's
+        trainer.remove_callback(callback)
+    if callback.stopped:
+        name = signal.Signals(callback.received).name
+        folder = f"checkpoint-{trainer.state.global_step} is saved"
+        raise StoppedBySignal(callback.received, f"stopped by {name} at step {trainer.state.global_step}; {folder}")
