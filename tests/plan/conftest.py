@@ -1,7 +1,7 @@
 """Models of which there is nothing but a config.json."""
 
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import Gemma3Config, LlamaConfig, Qwen3MoeConfig
 
 _LLAMA = {
     "vocab_size": 128256,
@@ -22,6 +22,24 @@ _QWEN = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_GEMMA = {
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 1024,
+}
+_SIGLIP = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+}
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +49,7 @@ def configs(tmp_path_factory):
     sizes = {
         "llama3_8b": LlamaConfig(**_LLAMA),
         "qwen3_30b_a3b": Qwen3MoeConfig(**_QWEN),
-        "gemma3_4b": Gemma3TextConfig(),
+        "gemma3_4b": Gemma3Config(text_config=_GEMMA, vision_config=_SIGLIP),
     }
     for name, config in sizes.items():
         config.save_pretrained(root / name)

@@ -162,7 +162,7 @@ def test_sizes_divide_gpus_and_experts(gpus, experts, quantised, sizes):
         ("qwen3_30b_a3b_sft", [], True),
         ("qwen3_30b_a3b_sft_lora", [], False),
         ("qwen3_30b_a3b_sft", ["--load_in_4bit", "true"], False),
-        ("qwen3_30b_a3b_grpo", ["--use_vllm", "true"], False),
+        ("qwen3_30b_a3b_grpo", ["--use_vllm", "true", "--expert_parallel_size", "1"], False),
         ("llama3_8b_sft", [], False),
     ],
 )
@@ -193,7 +193,7 @@ def test_another_way_takes_the_experts_together_again(configs):
     assert line[line.index("--expert_parallel_size") + 1] == "1"
     assert line[line.index("--accelerate_config") + 1] == "fsdp2"
     assert way(EIGHT) == "EP of 8, checkpointing"
-    text = recommendation(inputs, found, found.written, RECIPE, [])
+    text = recommendation(inputs, found, found.written)
     assert "chosen evenly, and GPUs of one host" in text
     assert "--dtype float32" not in text, "it is that"
 
@@ -202,7 +202,7 @@ def test_what_dtype_the_states_are_in_is_said(configs):
     inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", ["--model_name_or_path", configs["qwen3_30b_a3b"]], 8)
     found = make_plan(inputs, 8, 80 * 10**9)
     assert found.best.setting.strategy == "expert_parallel"
-    assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, found.best, RECIPE, [])
+    assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, found.best)
 
 
 @pytest.mark.parametrize(

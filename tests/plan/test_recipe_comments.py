@@ -1,0 +1,47 @@
+"""What recipes of full fine-tuning say about themselves: they fit the memory that they name, and they learn."""
+
+import re
+
+import pytest
+
+from liger_trainer.cli.plan import _size
+from liger_trainer.plan.choose import make_plan
+from liger_trainer.plan.estimate import estimate
+from liger_trainer.plan.inputs import read_inputs
+from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
+
+GIB = 2**30
+FULL = sorted(
+    name
+    for name in shipped_recipes()
+    if not name.startswith("quickstart") and not read_recipe(find_recipe(name)).get("use_peft")
+)
+KEEPS_FP32 = ("fsdp2", "zero3")  # both train an fp32 copy of half-precision weights
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_no_recipe_trains_half_precision_weights(name):
+    """At 1e-5, the highest learning rate among them, AdamW changes a tenth of bf16 weights."""
+    values = read_recipe(find_recipe(name))
+    assert values["learning_rate"] <= 1e-5
+    assert values["bf16"]
+    assert values["dtype"] == "float32" or values.get("accelerate_config") in KEEPS_FP32
+
+
+CLAIM = re.compile(r"^# (?:One|(?P<gpus>\d+) x) (?P<size>\d+ GB)(?: GPU)?, (?P<gib>\d+) GiB", re.MULTILINE)
+MORE = re.compile(r"^# On (?P<gpus>\d+) x (?P<size>\d+ GB), (?P<gib>\d+) GiB a GPU: .*(?P<options>--.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name in FULL if "zero3" not in name])  # ZeRO-3 is not planned
+def test_the_memory_that_a_recipe_names(configs, name):
+    text = find_recipe(name).read_text(encoding="utf-8")
+    claims = [*CLAIM.finditer(text), *MORE.finditer(text)]
+    assert len(claims) == 1 + ("On 2 x" in text)
+    model = next(folder for family, folder in configs.items() if name.startswith(family))
+    for claim in claims:
+        gpus = int(claim["gpus"] or 1)
+        options = (claim.groupdict().get("options") or "").split()
+        inputs = read_inputs(name, ["--model_name_or_path", model, *options], gpus)
+        plan = make_plan(inputs, gpus, _size(claim["size"].replace(" ", "")))
+        assert estimate(inputs.run, plan.written.setting).total / GIB == pytest.approx(int(claim["gib"]), abs=1)
+        assert plan.written.fits
