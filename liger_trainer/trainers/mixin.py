@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainingArguments
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.rounded_updates import RoundedUpdatesCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
@@ -83,6 +84,7 @@ class LigerTrainerMixin(ConvertedCheckpointsMixin, WholeCheckpointsMixin):
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
         self._own_callback(MemoryCallback)
+        self._own_callback(RoundedUpdatesCallback)
         guard = getattr(self.args, "non_finite", "stop")
         self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
         self._show_report = self._own_callback(KernelReportCallback)

@@ -1,0 +1,91 @@
+"""Warns where the learning rate is so low that half-precision weights cannot take its updates."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger("liger_trainer")
+
+SAMPLE = 2**20
+"""About how many weights are looked at."""
+
+LEAST_SHARE = 0.5
+"""The share of weights that can change below which there is a warning."""
+
+
+class RoundedUpdatesCallback(TrainerCallback):
+    """Warns once, on the main process, where Adam's updates are lost in the rounding of most weights.
+
+    An update of Adam is at most about as large as the learning rate. A weight in bf16 has 8 significant bits: from its
+    binade [2^e, 2^(e + 1)) the next number is 2^(e - 7) away, and an update below half of that is rounded away. So a
+    learning rate r changes only weights below some 2^8 r to 2^9 r, which is 1 % of those drawn with a standard
+    deviation of 0.02 for r = 5e-7. That is an upper bound: the updates of a noisy gradient are smaller than r.
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Looks at what the optimizer is going to update: all weights, adapters, or the shards of this process."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if not state.is_world_process_zero or not _is_adam(inner):
+            return
+        dtypes = {weight.dtype for group in inner.param_groups for weight in group["params"]}
+        dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        rate = max(map(_rate, inner.param_groups))
+        share = changed_share(inner.param_groups)
+        if dtype.itemsize > 2 or not rate or share is None or share >= LEAST_SHARE:
+            return
+        logger.warning(
+            "Adam at `learning_rate` %g changes at most %.1f %% of the trained weights, which are in %s: updates of "
+            "the others are rounded away. Train fp32 weights (`dtype: float32` with `bf16: true`) or adapters "
+            "(`use_peft: true`).",
+            *(rate, 100 * share, str(dtype).removeprefix("torch.")),
+        )
+
+
+def _is_adam(optimizer: Any) -> bool:
+    """Whether it rounds as torch's Adam does: a class of its own, as DeepSpeed's, may keep what is rounded away."""
+    kind = type(optimizer)
+    return kind in (torch.optim.Adam, torch.optim.AdamW) or kind.__module__.startswith("bitsandbytes.optim.adam")
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The highest learning rate of a group: before the first step a warmup has set it to 0."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+@torch.no_grad()
+def changed_share(groups: list[dict[str, Any]]) -> float | None:
+    """The share of weights that an update as large as the learning rate changes, in one direction at least.
+
+    It is exact for a sample, evenly spread over all weights of this process.
+
+    Args:
+        groups: Parameter groups of an optimizer, with floating parameters of any shapes.
+
+    Returns:
+        From 0 to 1; None where there are no weights.
+    """
+    weights = [(_local(weight), _rate(group)) for group in groups for weight in group["params"]]
+    stride = max(sum(weight.numel() for weight, _ in weights) // SAMPLE, 1)
+    looked_at = changed = 0
+    for weight, rate in weights:
+        sample = weight.reshape(-1)[::stride]
+        wide = sample.float()
+        differs = ((wide + rate).to(sample.dtype) != sample) | ((wide - rate).to(sample.dtype) != sample)
+        looked_at += sample.numel()
+        changed += int(differs.sum())
+    return changed / looked_at if looked_at else None
+
+
+def _local(weight: Any) -> torch.Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight
