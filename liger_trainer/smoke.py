@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +76,25 @@ def _temporary_folder() -> str:
     return str(Path(tempfile.gettempdir()) / f"liger-trainer-smoke-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}")
 
 
-def _small_generation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A few tokens of a few completions, judged by the reward functions alone: a reward model would be loaded."""
+def mean_token(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    """The reward of a smoke run: the mean id of a completion's tokens.
+
+    A random model earns none of a recipe's own rewards. Where all completions of a prompt earn the same, their
+    advantages are 0, and so is every gradient. This one differs from completion to completion.
+    """
+    return [sum(ids) / (max(len(ids), 1) * VOCAB_SIZE) for ids in completion_ids]
+
+
+def _small_generation(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """A few tokens of a few completions, judged by functions alone: a reward model would be loaded."""
     if "reward_funcs" not in values:
         return {}
     weights = values["reward_weights"] or [1.0] * len(values["reward_funcs"] or ())
     kept = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
-    kept = kept or [("liger_trainer.rewards:accuracy", 1.0)]
+    kept.append((f"{__name__}:{mean_token.__name__}", 1.0))
+    rewards = {"reward_funcs": [name for name, _ in kept], "reward_weights": [weight for _, weight in kept]}
     return {
-        "reward_funcs": [name for name, _ in kept],
-        "reward_weights": [weight for _, weight in kept] if values["reward_weights"] else None,
+        **({} if given & set(rewards) else rewards),
         "num_generations": 2,
         "num_generations_eval": 2,
         "generation_batch_size": None,
@@ -162,7 +171,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         "load_best_model_at_end": False,
         "sample_prompts": None,
         "columns": None,
-        **_small_generation(values),
+        **_small_generation(values, given),
     }
     implementation = values.get("attn_implementation")
     if on_cpu or (str(implementation).startswith("flash_attention") and not importlib.util.find_spec("flash_attn")):

@@ -39,7 +39,9 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
     assert (folder / "loss_curve.png").stat().st_size > 1000
     state = json.loads((folder / "trainer_state.json").read_text())
     assert state["global_step"] == smoke.STEPS
-    assert all(entry["loss"] == entry["loss"] for entry in state["log_history"] if "loss" in entry)
+    steps = [entry for entry in state["log_history"] if "loss" in entry]
+    assert len(steps) == smoke.STEPS
+    assert all(entry["loss"] == entry["loss"] and entry["grad_norm"] > 0 for entry in steps)
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
     of_a_mixture = {"adapted" if name.endswith(("sft_lora", "sft_qlora")) else "plain"}
