@@ -134,6 +134,7 @@ class KernelFlags:
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
+        _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
             parent.__post_init__()
@@ -141,6 +142,18 @@ class KernelFlags:
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
         return kernel_config_of(self)
+
+
+def _rename_default_checkpointing(args: Any) -> None:
+    """Gives TRL's default of `gradient_checkpointing` the newer name, where transformers knows it.
+
+    transformers would warn of the older name, which the user has not written.
+    """
+    default = type(args).__dataclass_fields__.get("gradient_checkpointing")
+    if default is None or getattr(args, "activation_checkpointing", False) is not None:
+        return
+    if args.gradient_checkpointing == default.default:
+        args.activation_checkpointing = args.gradient_checkpointing
 
 
 def _check_offloading_fraction(fraction: Any, offloading: bool) -> None:

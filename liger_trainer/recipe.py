@@ -67,6 +67,9 @@ class Recipe:
 def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Checked values with the defaults that a machine without an accelerator needs: no bf16, no pinned memory.
 
+    There `use_cpu` is true: without it, processes of one launch that find no accelerator would not join a group, and
+    each of them would train the whole recipe on its own.
+
     Raises:
         RecipeError: if the recipe itself asks for bf16, fp16 or offloading where there is no accelerator.
     """
@@ -88,7 +91,7 @@ def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
             f"{source}: `{asked[0]}` is true, but there is no GPU here (`liger-trainer doctor` says why); add "
             f"`--{asked[0]} false --dtype float32` to train on the CPU, or `--smoke` to try the recipe."
         )
-    return values
+    return {**values, "use_cpu": True}
 
 
 def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,12 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size < started:
+        raise RecipeError(
+            f"{started} processes were started, but on this device ({args.device}) each would train all of the recipe "
+            "on its own; start one, or set `use_cpu: true`."
+        )
     check_model(recipe)
     check_reward_models(recipe.more)
     checkpoint = prepare_output_dir(recipe)
@@ -77,6 +84,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     check_adapted_experts(recipe, trainer.model)
     _check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
+    _narrow_logs(trainer)
 
     try:
         metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
@@ -131,6 +139,16 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
     trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
 
 
+def _narrow_logs(trainer: Trainer) -> None:
+    """Takes our progress bar where the Trainer has its own."""
+    from transformers import ProgressCallback
+
+    from liger_trainer.callbacks.log_lines import LogLinesCallback
+
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LogLinesCallback())
+
+
 def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:
     """`recipe` with the model that its warm start has trained; a resumed run takes the one it had."""
     from accelerate import PartialState
@@ -142,6 +160,7 @@ def _after_warm_start(recipe: Recipe, resumed: bool) -> Recipe:
         recipe.warm_start.recipe.overwrite_output_dir = (
             True  # it is ours, and an earlier try may have left it half done
         )
+        recipe.warm_start.training.kernel_report = False  # type: ignore[attr-defined]  # the recipe's own follows
         train_recipe(recipe.warm_start)
         PartialState().wait_for_everyone()  # one process writes what all of them load
     elif not Path(folder).is_dir():

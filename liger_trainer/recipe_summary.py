@@ -1,4 +1,4 @@
-"""What a run shows at its end: kernels, losses, speed, memory, the loss curve, and the saved model put to use."""
+"""What a run shows at its end: losses, speed, memory, the loss curve, and the saved model put to use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
     folder = Path(str(recipe.training.output_dir))
     history = trainer.state.log_history
     console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
-    report = getattr(trainer, "kernel_report", None)
-    if report is not None:
-        print(f"\n{report}")
     console.print("\n[bold]Result[/bold]")
     for name, value in summary_lines(history, metrics, trainer.args.device.type):
         console.print(f"  {name:<16} {escape(value)}")

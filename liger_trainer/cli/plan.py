@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import shlex
+import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
@@ -82,16 +83,21 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Any, found: Any,
 
     from liger_trainer.plan import report
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=shutil.get_terminal_size((160, 24)).columns, highlight=False)
     title = f"{inputs.source.name}, GiB a GPU on {arguments.gpus} × {size / report.GIB:.1f} GiB"
-    console.print(report.parameters_line(inputs.run.parameters), soft_wrap=True, markup=False)
-    console.print(report.memory_table(found, title))
+    console.print(report.parameters_line(inputs.run.parameters), markup=False)
+    table = report.memory_table(found, title)
+    narrow = console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width
+    console.print(report.memory_table(found, title, parts=False) if narrow else table)
+    if narrow:
+        console.print(report.parts_of(found), markup=False)
     for note in inputs.notes:
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, markup=False)
     if found.best is None:
         return complain(_too_big(arguments, inputs, size))
-    text = report.recommendation(inputs, found, found.best, arguments.recipe, options)
-    console.print(text, soft_wrap=True, markup=False)
+    console.print(report.recommendation(inputs, found, found.best), markup=False)
+    command = shlex.join(report.command(inputs, found.best.setting, arguments.recipe, options))
+    console.print(f"\n  {command}", soft_wrap=True, markup=False)
     return 0
 
 

@@ -21,6 +21,9 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     Returns:
         The exit code: 0, or 2 after an error that the user can put right.
     """
+    from liger_trainer.cli import prepare_environment
+
+    prepare_environment()
     from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
     from liger_trainer.recipe_values import check_values
 
@@ -64,8 +67,11 @@ def launch_command(
     """The `accelerate launch` command line, or None where one process in place does.
 
     Raises:
-        RecipeError: if `config` is neither a shipped configuration nor a file.
+        RecipeError: if `config` is neither a shipped configuration nor a file, or one that needs GPUs where there are
+            none.
     """
+    import torch
+
     from liger_trainer.recipe_file import accelerate_config
 
     gpus = count_gpus()
@@ -77,11 +83,28 @@ def launch_command(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     if num_processes is None and Path(config) != file and config != "single_gpu":
         num_processes = max(gpus, 1)
+    if not gpus and not torch.accelerator.is_available():
+        _check_for_cpu(config, file)
+        command += ["--mixed_precision", "no"]  # that of the file is for GPUs; the recipe's own `bf16` still counts
     if config == "single_gpu" and gpus > 1:
         command += ["--gpu_ids", "0"]  # one process that saw them all would run nn.DataParallel
     if num_processes is not None:
         command += ["--num_processes", str(num_processes)]
     return [*command, "-m", "liger_trainer", str(recipe), *options]
+
+
+def _check_for_cpu(config: str, file: Path) -> None:
+    """Refuses a configuration that splits the model: on a CPU that hangs with DeepSpeed, and is not done with FSDP."""
+    import yaml
+
+    from liger_trainer.recipe_file import RecipeError
+
+    kind = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("distributed_type", "NO")
+    if str(kind) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise RecipeError(
+            f"`--accelerate_config {config}` splits the model over GPUs ({kind}), and there is none here "
+            "(`liger-trainer doctor` says why); take `--accelerate_config ddp`, or leave it out."
+        )
 
 
 def count_gpus() -> int:

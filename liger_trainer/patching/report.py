@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 from collections.abc import Iterator
 
 
@@ -68,5 +69,6 @@ class KernelReport:
             error = "" if row.probe_error is None else f"{row.probe_error:.1e}"
             table.add_row(row.component, row.target, str(row.count), row.kernel or "left alone", error, row.reason)
         text = io.StringIO()
-        Console(file=text, width=120).print(table)
+        width = min(120, shutil.get_terminal_size((120, 24)).columns)
+        Console(file=text, width=width).print(table)
         return "\n".join([text.getvalue().rstrip(), *self.remarks])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,23 +44,42 @@ def _count(elements: int) -> str:
     return str(elements)
 
 
-def memory_table(plan: Plan, title: str) -> Table:
-    """A line a setting: GiB a GPU at the fullest moment, by what they are for. Columns of zeros are left out."""
-    written = f"as written, {_split(plan.written.setting)}"
-    rows = [(written, plan.written), *((way(row.setting), row) for row in plan.rows)]
-    parts = [part for part in _PARTS if any(getattr(row.memory, part) for _, row in rows)]
+def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
+    """A line a setting: GiB a GPU at the fullest moment.
+
+    Args:
+        plan: What was found.
+        title: Of the table.
+        parts: Whether there is a column for each part of the memory that is not 0 in all rows.
+    """
+    rows = [(_as_written(plan), plan.written), *((way(row.setting), row) for row in plan.rows)]
+    shown = [part for part in _PARTS if parts and any(getattr(row.memory, part) for _, row in rows)]
     table = Table(title=title, title_justify="left")
     table.add_column("setting", overflow="fold")
-    for heading in ("batch", *parts, "sum"):
+    for heading in ("batch", *shown, "sum"):
         table.add_column(heading, justify="right")
     table.add_column("fullest at", overflow="fold")
     table.add_column("", no_wrap=True)
     for name, row in rows:
-        sizes = [f"{getattr(row.memory, part) / GIB:.1f}" for part in parts]
+        sizes = [f"{getattr(row.memory, part) / GIB:.1f}" for part in shown]
         verdict = "[bold green]best[/]" if row is plan.best else "fits" if row.fits else "[red]too big[/]"
         batch = f"{row.setting.batch} × {row.setting.accumulation}"
         table.add_row(name, batch, *sizes, f"{row.memory.total / GIB:.1f}", row.memory.moment, verdict)
     return table
+
+
+def parts_of(plan: Plan) -> str:
+    """What the memory is for, in the recipe as written and in the best setting: for a table without these columns."""
+    rows = {_as_written(plan): plan.written} | ({} if plan.best is None else {"best": plan.best})
+    lines = []
+    for name, row in rows.items():
+        sizes = {part: getattr(row.memory, part) / GIB for part in _PARTS}
+        lines.append(f"{name}: {', '.join(f'{part} {size:.1f}' for part, size in sizes.items() if size)}")
+    return "\n".join(lines)
+
+
+def _as_written(plan: Plan) -> str:
+    return f"as written, {_split(plan.written.setting)}"
 
 
 def way(setting: Setting) -> str:
@@ -76,8 +94,8 @@ def _split(setting: Setting) -> str:
     return _NAMES[setting.strategy].format(setting.expert_parallel_size)
 
 
-def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: Sequence[str]) -> str:
-    """Why this setting, and the command that runs it with the `options` that it was planned with."""
+def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
+    """Why this setting."""
     setting, fitting = best.setting, sum(row.fits for row in plan.rows)
     free = (plan.room - best.memory.total) / GIB
     text = (
@@ -92,7 +110,7 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row, recipe: str, options: 
         text += _about_expert_parallel(inputs)
     if setting.strategy == "zero2":
         text += " It needs the deepspeed package."
-    return f"{text}\n\n  {shlex.join(command(inputs, setting, recipe, options))}"
+    return text
 
 
 def _about_expert_parallel(inputs: Inputs) -> str:

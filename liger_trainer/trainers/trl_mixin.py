@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -53,12 +55,22 @@ class LigerTRLMixin(LigerTrainerMixin):
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
         config.use_liger_kernel = False
         try:
-            with head, split_models_resume(config, model):
+            with head, split_models_resume(config, model), _older_names():
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
         check_rows(self.train_dataset)
         self._finish_init()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]."""
+        with _older_names():
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluates; see [`~transformers.Trainer.evaluate`]."""
+        with _older_names():
+            return super().evaluate(*args, **kwargs)
 
     def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
         """What TRL's `__init__` runs in: with our head in the place of TRL's, where one is wanted and TRL has one."""
@@ -108,6 +120,14 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
         return False
+
+
+@contextlib.contextmanager
+def _older_names() -> Iterator[None]:
+    """Where TRL switches checkpointing off and on by names that transformers has newer ones for, which users cannot."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _check_whole_head(model: Any) -> None:

@@ -340,3 +340,11 @@ def test_a_second_trainer_of_the_same_model(tmp_path, folders):
     stock.train()
     for left, right in zip(logged(ours), logged(stock)):
         assert left == pytest.approx(right, abs=1e-5, rel=1e-5)
+
+
+def test_no_warning_of_the_older_names_that_trl_uses(tmp_path, folders):
+    """TRL switches checkpointing off for the reference by names that transformers has newer ones for."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", FutureWarning)
+        build("DPO", True, tmp_path, folders["llama"], gradient_checkpointing=True).train()
+    assert not [str(warning.message) for warning in told if "gradient_checkpointing" in str(warning.message)]

@@ -1,0 +1,56 @@
+"""The progress bar of a recipe's run, with one line of the terminal a log."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+
+# What one watches, the most important first. Keys of an evaluation begin with `eval_`, those of the end with `train_`.
+_WATCHED = (
+    *("loss", "reward", "rewards/accuracies", "accuracy", "rewards/margins", "mean_token_accuracy"),
+    *("grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib", "entropy", "epoch", "runtime"),
+)
+
+
+class LogLinesCallback(ProgressCallback):
+    """Shows as many numbers of each log as a line has room for, where the Trainer's own shows a dictionary of all.
+
+    All of them are in ``trainer_state.json`` and reach every reporter.
+    """
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the line above the bar."""
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(log_line(logs or {}, state.global_step, shutil.get_terminal_size().columns))
+
+
+def log_line(logs: Mapping[str, Any], step: int, width: int) -> str:
+    """One line for `logs`: the step, and what is watched as long as `width` characters last.
+
+    Args:
+        logs: Names and values, as the Trainer hands them to callbacks.
+        step: The step they are of.
+        width: Characters of a line; the step is written whatever it is.
+    """
+    line = f"step {step}"
+    for name in _WATCHED:
+        for key in (name, f"eval_{name}", f"train_{name}"):
+            if isinstance(logs.get(key), int | float):
+                more = f"  {key} {_short(logs[key])}"
+                line += more if len(line) + len(more) < width else ""
+    return line
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
