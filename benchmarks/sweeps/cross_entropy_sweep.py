@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from liger_trainer.kernels import _cross_entropy_rows, _linear_cross_entropy_chunks
 from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
 from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels._weight_gradient import matmul_into
 from liger_trainer.kernels.cross_entropy import cross_entropy
 from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels._weight_gradient import matmul_into
 
 CONFIGURATIONS = [
     (4096, 8, 1),
