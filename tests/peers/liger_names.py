@@ -121,6 +121,7 @@ def _gamma_weights(**arguments):
 
 
 _NAMES: dict[str, Any] = {
+    "available_backends": lambda operation: ["triton"],
     "infer_device": _device,
     "infer_comm_backend": lambda: "nccl" if torch.cuda.is_available() else "gloo",
     "is_npu_available": lambda: False,
