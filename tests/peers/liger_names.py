@@ -114,10 +114,11 @@ def _selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     return functional.log_probs(logits[:, :-1], target, temperature=temperature)
 
 
-def _gamma_weights(**arguments):
+def _gamma_weights(advantages, **arguments):
     from trl import GRPOTrainer
 
-    return GRPOTrainer.get_gamma_weights(**{"importance_sampling_ratio": None} | arguments)
+    arguments = {"importance_sampling_ratio": None} | arguments
+    return GRPOTrainer.get_gamma_weights(advantages=advantages.reshape(-1, 1), **arguments)
 
 
 _NAMES: dict[str, Any] = {

@@ -79,6 +79,8 @@ NOT_APPLICABLE = {
 # Single tests of `FILES` that do not apply.
 TESTS_NOT_APPLICABLE = {
     "test_cosine_hard_loss_computed_only_when_used": "counts calls of torch's nll_loss",
+    "test_jsd_hard_loss_computed_only_when_used": "counts calls of torch's nll_loss",
+    "test_swiglu_blackwell_tiled_matches_original": "chooses among Liger's kernels",
     "test_dtensor_rms_norm": "needs 8 GPUs, and its processes would load Liger's own names",
     "test_misaligned_intermediate_size_not_supported": "Liger's TMA fails at that size, ours has none",
     "test_selective_logprob_backward_skips_frozen_params": "calls private functions of Liger's",
@@ -101,6 +103,19 @@ class Difference:
 
 
 DIFFERENCES = (
+    Difference(
+        r"test_(jsd.py::test_correctness.*dtype1-1e-07|cross_entropy.py::test_correctness_with_(softcap|weight).*dtype1-1e-08)",
+        "fp32 within 6e-6, as the kernels' exponentials are approximate instructions; the tests allow 1e-6",
+        device="cuda",
+    ),
+    Difference(
+        "test_correctness_with_out_of_bounds_target", "a label out of range is NaN, not an error", device="cuda"
+    ),
+    Difference(
+        "test_geglu.py::test_correctness.*dtype1",
+        "the test rounds the product to bf16 before it multiplies on; a kernel of ours has 0.7 of that error",
+        device="cuda",
+    ),
     Difference(r"test_orpo_loss.py::test_correctness\[", "`nll_target` has to agree with `target` where both count"),
     Difference(
         "test_grpo_loss.py::test_functional_correctness", "passes False as a temperature of SAPO, which is refused"
@@ -112,8 +127,7 @@ DIFFERENCES = (
     Difference("test_fused_ce_tvd.py::test_shape_validation", "takes any leading dimensions; other words"),
     Difference(
         "test_modulated_rms_norm.py::test_correctness.*dtype1",
-        "the weight gradient in bf16 of plain torch, as far from float64's (0.30) as that of the test (0.28)",
-        device="cpu",
+        "the test sums its bf16 weight gradient in bf16, 0.28 from float64's; a kernel of ours rounds once",
     ),
     Difference("test_(triton_)?sequence_level_rejects_unsupported_loss_types", "other words in a ValueError"),
     Difference(
