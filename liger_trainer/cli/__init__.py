@@ -103,20 +103,13 @@ def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
             raise
         print(f"liger-trainer: {f'rank {rank()}: ' if 'RANK' in os.environ else ''}{error}", file=sys.stderr)
         return 2
-    except RecipeError as error:
+    except (RecipeError, NonFiniteError) as error:
         if debug:
             raise
         if rank() == 0:
             print(f"liger-trainer: {error}", file=sys.stderr)
         leave_process_group()
-        return 2
-    except NonFiniteError as error:
-        if debug:
-            raise
-        if rank() == 0:
-            print(f"liger-trainer: {error}", file=sys.stderr)
-        leave_process_group()
-        return 1
+        return 2 if isinstance(error, RecipeError) else 1
     except KeyboardInterrupt as error:
         if debug:
             raise
