@@ -41,8 +41,10 @@ class RoundedUpdatesCallback(TrainerCallback):
         dtypes = {weight.dtype for group in inner.param_groups for weight in group["params"]}
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
         rate = max(map(_rate, inner.param_groups))
+        if dtype.itemsize > 2 or not rate:
+            return
         share = changed_share(inner.param_groups)
-        if dtype.itemsize > 2 or not rate or share is None or share >= LEAST_SHARE:
+        if share is None or share >= LEAST_SHARE:
             return
         logger.warning(
             "Adam at `learning_rate` %g changes at most %.1f %% of the trained weights, which are in %s: updates of "

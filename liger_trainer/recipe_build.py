@@ -153,7 +153,7 @@ def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
 
 
 def template_error(recipe: Recipe, error: Exception) -> RecipeError:
-    """What a chat template that fails is told with."""
+    """The error for a chat template that fails on the data."""
     return RecipeError(
         f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It is that of "
         "`chat_template_path`, or else the tokenizer's."

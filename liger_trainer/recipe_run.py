@@ -90,6 +90,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     try:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
+        model: Any = trainer.model
+        trainer.get_optimizer_cls_and_kwargs(args, model)  # raises here instead of in the first step
     except RecipeError:
         raise
     except UnpicklingError as error:

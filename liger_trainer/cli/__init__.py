@@ -53,8 +53,14 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
         128 and the signal's number after Ctrl-C (130), SIGTERM (143) or SIGHUP (129).
     """
     prepare_environment()
-    from liger_trainer.cli.ranks import recorded
+    from liger_trainer.cli.doctor import unmet_requirement
+    from liger_trainer.cli.ranks import rank, recorded
 
+    unmet = unmet_requirement()
+    if unmet is not None:
+        if rank() == 0:
+            print(f"liger-trainer: {unmet}", file=sys.stderr)
+        return 2
     return recorded(_run_recipe_file)(name, arguments) or 0
 
 
@@ -97,20 +103,13 @@ def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
             raise
         print(f"liger-trainer: {f'rank {rank()}: ' if 'RANK' in os.environ else ''}{error}", file=sys.stderr)
         return 2
-    except RecipeError as error:
+    except (RecipeError, NonFiniteError) as error:
         if debug:
             raise
         if rank() == 0:
             print(f"liger-trainer: {error}", file=sys.stderr)
         leave_process_group()
-        return 2
-    except NonFiniteError as error:
-        if debug:
-            raise
-        if rank() == 0:
-            print(f"liger-trainer: {error}", file=sys.stderr)
-        leave_process_group()
-        return 1
+        return 2 if isinstance(error, RecipeError) else 1
     except KeyboardInterrupt as error:
         if debug:
             raise

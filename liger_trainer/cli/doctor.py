@@ -89,6 +89,12 @@ def versions() -> list[Finding]:
     return findings
 
 
+def unmet_requirement() -> str | None:
+    """The first dependency that is missing or out of range; without triton, the plain torch reference path runs."""
+    wrong = (f"{item.subject}: {item.text}" for item in versions() if item.status == "error")
+    return next((line for line in wrong if not line.startswith("triton:")), None)
+
+
 def devices() -> list[Finding]:
     """Each accelerator, and whether the Triton kernels run there."""
     import torch

@@ -96,6 +96,12 @@ def run(argv: Sequence[str]) -> int:
     arguments, rest = make_parser().parse_known_args(argv)
     if rest and arguments.command not in ("train", "plan"):
         make_parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command in ("train", "plan", "inspect"):
+        from liger_trainer.cli.doctor import unmet_requirement
+
+        unmet = unmet_requirement()
+        if unmet is not None:
+            return complain(unmet)
     if arguments.command == "train":
         from liger_trainer.cli.train import train
 

@@ -25,7 +25,7 @@ class CheckedGeneration(LigerTRLMixin):
             if not hasattr(super(), name):
                 raise ImportError(
                     f"The installed trl's trainer has no `{name}`, around which the Liger trainers check. Supported is "
-                    "trl>=1.15,<2: `pip install 'trl>=1.15,<2'`."
+                    "trl>=1.16,<2: `pip install 'trl>=1.16,<2'`."
                 )
         super().__init__(*args, **kwargs)
         draw_alike(self)

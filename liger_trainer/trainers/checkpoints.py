@@ -72,7 +72,8 @@ class CheckpointWriteError(OSError):
 
 def room_in(folder: Path) -> str:
     """How much room a run's folder has, and how to make some: a new checkpoint is written before an old one goes."""
-    free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
+    folder = folder.absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     room = f"{free / 2**20:,.1f} MiB were free there"
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:

@@ -36,7 +36,7 @@ _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = we
 if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedCausalLMOutput"):
     raise ImportError(
         "The installed trl has no `trl.trainer.utils.add_fused_lm_head`, on which the Liger trainers build. "
-        "Supported is trl>=1.15,<2: `pip install 'trl>=1.15,<2'`."
+        "Supported is trl>=1.16,<2: `pip install 'trl>=1.16,<2'`."
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
+from transformers.utils.versions import require_version
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
@@ -44,6 +45,8 @@ from liger_trainer.trainers.router_z_loss import check_router_losses, mean_z_los
 from liger_trainer.trainers.tied_adapters import warn_of_tied_adapters
 
 logger = logging.getLogger("liger_trainer")
+
+require_version("transformers>=5.19", "The Liger trainers need it: `pip install 'transformers>=5.19,<6'`.")
 
 # Where every process holds all gradients, so that their norms are the model's.
 _WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)

@@ -20,6 +20,6 @@ def rebound_trl(function: Callable, **names: Any) -> Any:
     if unknown:
         raise ImportError(
             f"{function.__module__}.{function.__qualname__} of the installed version does not use {unknown}, through "
-            "which the Liger trainer takes its part. Supported is trl>=1.15,<2: `pip install 'trl>=1.15,<2'`."
+            "which the Liger trainer takes its part. Supported is trl>=1.16,<2: `pip install 'trl>=1.16,<2'`."
         )
     return rebound(function, names)

@@ -1,4 +1,4 @@
-"""What a user has to do before he merges an adapter into a weight that embedding and head share."""
+"""Warns before an adapter is merged into a weight that embedding and head share."""
 
 from __future__ import annotations
 

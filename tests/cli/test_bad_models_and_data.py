@@ -93,6 +93,14 @@ def test_code_of_a_model_is_asked_for_by_its_key(base, capsys):
     assert main(["train", path, "--trust_remote_code", "true"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [("schedule_free_adamw", "You need to install `schedulefree`"), ("grokadamw", "Please install grokadamw")],
+)
+def test_an_optimizer_that_cannot_be_made(recipe, capsys, optimizer, words):  # noqa: F811
+    assert words in refused(capsys, recipe(optim=optimizer))
+
+
 def test_strict_kernels_say_which(recipe, capsys):  # noqa: F811
     asked = {"experts": True, "layer_norm": True}
     message = refused(capsys, recipe(strict_kernels=True, liger_kernel_config=asked))

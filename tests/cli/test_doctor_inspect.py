@@ -2,11 +2,12 @@
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from liger_trainer.cli import doctor, main
+from liger_trainer.cli import doctor, main, run_recipe_file
 
 CONFIG = {
     "model_type": "llama",
@@ -46,6 +47,28 @@ def test_versions_out_of_range_and_missing(monkeypatch):
     assert find(findings, "trl").status == "error"
     assert find(findings, "torch").status == "ok"
     assert "not installed" in find(findings, "peft").text
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan", "--gpus", "1"], ["inspect"]])
+def test_commands_refuse_versions_out_of_range(command, monkeypatch, capsys):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.9" if package == "trl" else real(package))
+    assert main([*command, "llama3_8b_sft"]) == 2
+    assert run_recipe_file("llama3_8b_sft", []) == 2
+    line = r"liger-trainer: trl: 1.9 \(supported .*\): pip install 'trl.*'\n"
+    assert re.fullmatch(line * 2, capsys.readouterr().err)
+
+
+def test_triton_may_be_missing(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(package):
+        if package == "triton":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor.unmet_requirement() is None
 
 
 def test_trap_of_a_kernels_folder(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.checkpoints import complete_checkpoints, put_in_place
+from liger_trainer.trainers.checkpoints import complete_checkpoints, put_in_place, room_in
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
 from tests.trainers.parity import build as build_trl
@@ -78,6 +79,15 @@ def small_disk():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_room_is_that_of_the_folder_which_may_be_a_disk_of_its_own(tmp_path, monkeypatch):
+    asked = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(path))
+    room_in(tmp_path)
+    room_in(tmp_path / "not" / "there")
+    assert asked == [tmp_path, tmp_path]
 
 
 def test_a_full_disk_leaves_the_good_checkpoint_and_is_told(tmp_path, small_disk):

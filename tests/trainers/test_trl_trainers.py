@@ -105,7 +105,7 @@ def test_other_threads_keep_trls_guard():
 
 def test_the_capability_check_names_the_range(monkeypatch):
     monkeypatch.delattr(trl.trainer.utils, "add_fused_lm_head")
-    with pytest.raises(ImportError, match=r"trl>=1.15,<2"):
+    with pytest.raises(ImportError, match=r"trl>=1.16,<2"):
         exec(compile(inspect.getsource(fused_head), fused_head.__file__, "exec"), {"__name__": "copy"})
 
 
