@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ else:
 logger = logging.getLogger("liger_trainer")
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_OF_TORCH = re.compile(  # a file of the user's own may be anything
+    r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args).*\.(pt|pth|bin)$|_states\.pt$"
+)
 _PICKLE = b"\x80\x02"  # how files of torch.save begin that are no zip archives
 _ARGUMENTS = {"initial_lr": "learning_rate", "betas": "adam_beta1, adam_beta2", "eps": "adam_epsilon"}
 
@@ -158,7 +162,7 @@ def damage(checkpoint: Path) -> str | None:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):  # compares the file's size with what its header says
                     pass
-            elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
+            elif _OF_TORCH.search(path.name) and not zipfile.is_zipfile(path):
                 with path.open("rb") as file:
                     if file.read(2) != _PICKLE:
                         return f"{str(path)!r} is cut short"

@@ -126,9 +126,15 @@ class LigerTRLMixin(LigerTrainerMixin):
 @contextlib.contextmanager
 def _older_names() -> Iterator[None]:
     """Where TRL switches checkpointing off and on by names that transformers has newer ones for, which users cannot."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+    # `catch_warnings` would take away what is set meanwhile, and forget what has been shown.
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+    added = warnings.filters[0]
+    try:
         yield
+    finally:
+        if added not in before and added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def _check_whole_head(model: Any) -> None:
