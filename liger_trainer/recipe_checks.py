@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Mapping
@@ -91,6 +92,11 @@ def _allowed(key: str, value: Any) -> str | None:
     return None
 
 
+def target_modules(names: Any) -> Any:
+    """`lora_target_modules` for PEFT: TRL makes a pattern of a list with one name, which no whole name would match."""
+    return [names] if isinstance(names, str) and re.fullmatch(r"[\w.]+", names) else names
+
+
 def _pattern_problem(names: Any) -> str | None:
     """What is wrong with the regular expression that PEFT takes a single name for; None where nothing is."""
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
@@ -158,6 +164,22 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
             f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
             f"{options}: {first_line(error)}"
         ) from error
+
+
+def check_generation(training: TrainingArguments, source: Path) -> None:
+    """Refuses names in `generation_kwargs` that transformers would keep and never read; vLLM refuses its own.
+
+    Raises:
+        RecipeError: naming the first.
+    """
+    from transformers import GenerationConfig
+
+    asked, known = getattr(training, "generation_kwargs", None) or {}, vars(GenerationConfig())
+    for name in () if getattr(training, "use_vllm", False) else asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "give those of `transformers.GenerationConfig`."
+            raise RecipeError(f"{source}: `generation_kwargs` has {name!r}, which no generation reads; {hint}")
 
 
 def split_obstacle(values: Mapping[str, Any]) -> str | None:
