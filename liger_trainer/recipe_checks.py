@@ -35,6 +35,9 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "learning_rate": 0,
     "warmup_steps": 0,
     "weight_decay": 0,
+    "adam_epsilon": 0,
+    "neftune_noise_alpha": 0,
+    "dataloader_num_workers": 0,
     "max_grad_norm": 0,
     "beta": 0,
     "desirable_weight": 0,
@@ -81,7 +84,9 @@ def _allowed(key: str, value: Any) -> str | None:
         return "a share of the data, 0 or more and below 1"
     if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
         return "pairs such as 'beta1=0.9, beta2=0.95'"
-    if key in ("top_p", "min_p") and not 0 <= value <= 1:
+    if key in ("adam_beta1", "adam_beta2") and not 0 <= value < 1:
+        return "0 or more and below 1"
+    if key in ("top_p", "min_p", "label_smoothing_factor") and not 0 <= value <= 1:
         return "from 0 to 1"
     if key == "lora_target_modules" and (wrong := _pattern_problem(value)) is not None:
         return f"names of modules, or a regular expression ({wrong})"

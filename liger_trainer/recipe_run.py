@@ -122,6 +122,10 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     except CheckpointError as error:
         raise RecipeError(str(error)) from error
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise RecipeError(f"{recipe.source}: {error.args[0]}") from error
     except BatchError as error:
         raise TrainingError(f"The data: {first_line(error)}") from error
     except RouterLogitsError as error:

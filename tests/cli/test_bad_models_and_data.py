@@ -183,6 +183,11 @@ def test_too_few_rows_to_split(recipe, capsys):  # noqa: F811
 def test_values_that_no_run_can_mean(recipe, capsys):  # noqa: F811
     for key in ("seed", "data_seed"):
         assert f"`{key}` is -1; it must be from 0 to 4294967295." in refused(capsys, recipe(**{key: -1}))
+    for key, value in {"adam_epsilon": -1.0, "neftune_noise_alpha": -3.0, "dataloader_num_workers": -1}.items():
+        assert f"`{key}` is {value}; it must be 0 or more." in refused(capsys, recipe(**{key: value}))
+    assert "`adam_beta1` is 2.0; it must be 0 or more and below 1." in refused(capsys, recipe(adam_beta1=2.0))
+    smoothed = refused(capsys, recipe(label_smoothing_factor=2.0))
+    assert "`label_smoothing_factor` is 2.0; it must be from 0 to 1." in smoothed
     assert "`max_length` is 1; it must be 2 or more." in refused(capsys, recipe(max_length=1))
     assert "cannot be made: File name too long; give another one." in refused(capsys, recipe(output_dir="x" * 300))
 
@@ -229,6 +234,12 @@ def test_optimizer_arguments_that_are_no_pairs(recipe, capsys):  # noqa: F811
 def test_an_optimizer_that_is_not_installed(recipe, capsys):  # noqa: F811
     message = refused(capsys, recipe(optim="lomo"))
     assert "mine.yaml: `optim` is 'lomo': You need to install `lomo_optim`" in message
+
+
+def test_a_metric_that_no_evaluation_has(recipe, capsys):  # noqa: F811
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "test_split_size": 0.2}
+    message = refused(capsys, recipe(metric_for_best_model="nope", **changes))
+    assert "mine.yaml: The `metric_for_best_model` training argument is set to 'eval_nope', which is not" in message
 
 
 def test_data_that_do_not_make_a_batch(recipe, capsys):  # noqa: F811
