@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import os
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,28 +12,22 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from liger_trainer.callbacks.finite import (
+    A_PARAMETER,
+    Observation,
+    first_bad_parameter,
+    first_of_all_processes,
+    is_distributed,
+    local_part,
+    observe,
+)
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 logger = logging.getLogger("liger_trainer")
 
-_A_PARAMETER = 0  # its place in the order in which one bad quantity causes the next
-
 
 class NonFiniteError(FloatingPointError):
     """A parameter is not finite, or training has stopped because something was not; the text is the whole message."""
-
-
-@dataclasses.dataclass
-class _Observation:
-    """What one optimizer step has shown, still on the device."""
-
-    step: int
-    flag: torch.Tensor
-    losses: torch.Tensor | None
-    names: list[str]
-    norms: torch.Tensor | None
-    host_flag: torch.Tensor | None = None
-    ready: Any = None
 
 
 class NonFiniteGuardCallback(LoggedMetricsCallback):
@@ -81,7 +72,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         self.findings: list[str] = []
         self._losses: list[torch.Tensor] = []
         self._gradients: tuple[list[str], torch.Tensor] | None = None
-        self._pending: list[_Observation] = []
+        self._pending: list[Observation] = []
         self._device_skip: Any = None
         self.stopped = False
         self._left_out = 0
@@ -98,7 +89,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             process's dense gradients are not all there is to it (sharded or sparse gradients, several devices).
         """
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        named = [(name, _local(grad)) for name, grad in gradients.items()]
+        named = [(name, local_part(grad)) for name, grad in gradients.items()]
         named = [(name, grad) for name, grad in named if grad.numel() and not grad.is_sparse]
         if not named:
             return None
@@ -118,7 +109,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         """Starts afresh, with a look at the parameters."""
         self._losses, self._gradients, self._pending, self.stopped = [], None, [], False
         self._left_out = 0
-        found = _first_bad_parameter(kwargs["model"], args, alike=True)
+        found = first_bad_parameter(kwargs["model"], args, alike=True)
         if found is not None:
             raise NonFiniteError(
                 f"Stopped before step {state.global_step + 1}{found} is not finite, as the model was loaded. Load "
@@ -137,7 +128,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         Raises:
             NonFiniteError: naming the first parameter that is not finite, and the last checkpoint.
         """
-        found = _first_bad_parameter(model, args, alike)
+        found = first_bad_parameter(model, args, alike)
         if found is not None:
             raise NonFiniteError(f"Stopped at step {state.global_step}{found} is not finite. {_nothing_saved(args)}")
 
@@ -151,7 +142,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             self.observe_gradients(model)
         parts = self._losses, None if scaled else self._gradients
         self._losses, self._gradients = [], None
-        observed = _observe(state.global_step + 1, *parts, device=getattr(args, "device", None))
+        observed = observe(state.global_step + 1, *parts, device=getattr(args, "device", None))
         if observed is None:
             return
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -206,9 +197,9 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             if bool(observed.host_flag):
                 self._report(observed, model, args)
 
-    def _report(self, observed: _Observation, model: nn.Module, args: TrainingArguments) -> None:
-        place, what = _first_of_all_processes(observed, model)
-        if place == _A_PARAMETER:  # they were finite when training began
+    def _report(self, observed: Observation, model: nn.Module, args: TrainingArguments) -> None:
+        place, what = first_of_all_processes(observed, model)
+        if place == A_PARAMETER:  # they were finite when training began
             raise NonFiniteError(
                 f"Stopped at step {observed.step}{what} is not finite since the update before. {_nothing_saved(args)}"
             )
@@ -216,82 +207,9 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         finding = f"Step {observed.step}{what} is not finite. The update was left out and {end[self.action]}."
         self.findings.append(finding)
         self._left_out += 1
-        if not _is_distributed() or torch.distributed.get_rank() == 0:
+        if not is_distributed() or torch.distributed.get_rank() == 0:
             logger.error(finding)
         self.stopped = self.action == "stop"
-
-
-def _observe(
-    step: int, losses: list[torch.Tensor], gradients: tuple[list[str], torch.Tensor] | None, device: Any
-) -> _Observation | None:
-    """What this process has seen, and a flag that is the same on all; `device` is where there is nothing to see."""
-    names, norms = gradients if gradients is not None else ([], None)
-    stacked = torch.stack(losses) if losses else None
-    parts = [part for part in (stacked, norms) if part is not None]
-    if not parts and not _is_distributed():
-        return None
-    device = parts[-1].device if parts else device
-    bad = [torch.isfinite(part).all().logical_not().to(device) for part in parts]
-    flag = torch.stack(bad).any() if bad else torch.zeros((), dtype=torch.bool, device=device)
-    return _Observation(step, _of_any_process(flag) if _is_distributed() else flag, stacked, names, norms)
-
-
-def _of_any_process(flag: torch.Tensor) -> torch.Tensor:
-    """Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only."""
-    count = flag.to(torch.int32)
-    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
-    return count.bool()
-
-
-def _first_of_all_processes(observed: _Observation, model: nn.Module) -> tuple[int, str]:
-    """The first bad quantity, in the order of causes and then of ranks; all processes call this at the same step."""
-    found = [next(_bad_quantities(observed, model), None)]
-    if _is_distributed():
-        mine, found = found[0], found * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
-    place, rank, what = min((quantity[0], rank, quantity[1]) for rank, quantity in enumerate(found) if quantity)
-    return place, f", rank {rank}: {what}" if len(found) > 1 else f": {what}"
-
-
-def _bad_quantities(observed: _Observation, model: nn.Module) -> Iterator[tuple[int, str]]:
-    """The bad quantities of this process and their places in the order of causes; here the device is waited for."""
-    for name, parameter in _parameters(model):
-        if not torch.isfinite(parameter).all():
-            yield _A_PARAMETER, f"parameter {name!r}"
-    if observed.losses is not None:
-        for micro_batch, loss in enumerate(observed.losses.tolist()):
-            if not math.isfinite(loss):
-                of = f" of micro-batch {micro_batch + 1} of {len(observed.losses)}" if len(observed.losses) > 1 else ""
-                yield 1, f"the loss{of} ({loss})"
-    if observed.norms is not None:
-        finite = torch.isfinite(observed.norms).tolist()
-        for name, good in reversed(list(zip(observed.names, finite, strict=True))):
-            if not good:
-                yield 2, f"the gradient of {name!r}, and with it grad_norm,"
-
-
-def _first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) -> str | None:
-    """The first parameter that is not finite, of all processes if they are to decide alike."""
-    parameters = [parameter for _, parameter in _parameters(model)]
-    flag = torch.zeros((), dtype=torch.bool, device=args.device)
-    if parameters:
-        largest = torch._foreach_norm(parameters, math.inf)  # keeps NaN and infinity, and cannot overflow
-        flag = torch.stack([norm.to(args.device, torch.float32) for norm in largest]).isfinite().all().logical_not()
-    alike = alike and _is_distributed()
-    if not bool(_of_any_process(flag) if alike else flag):
-        return None
-    observed = _Observation(0, flag, losses=None, names=[], norms=None)
-    return _first_of_all_processes(observed, model)[1] if alike else f": {next(_bad_quantities(observed, model))[1]}"
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that are numbers, as far as this process holds them; what a quantiser has packed is none."""
-    quantised = getattr(model, "is_quantized", False)
-    for name, parameter in model.named_parameters():
-        held = _local(getattr(parameter, "ds_tensor", parameter).detach())  # ZeRO-3 has its partition there
-        number = held.is_floating_point() and held.dtype.itemsize > 1
-        if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
-            yield name, held
 
 
 def _nothing_saved(args: TrainingArguments) -> str:
@@ -301,14 +219,6 @@ def _nothing_saved(args: TrainingArguments) -> str:
     if last is None:
         return f"Nothing was saved of it, and {folder!r} holds no checkpoint; start again with a lower `learning_rate`."
     return f"Nothing was saved of it; {last!r} is the last good checkpoint."
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _skips_on_device(optimizer: Any) -> bool:

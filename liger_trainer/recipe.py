@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe_checks import generation_advice
+from liger_trainer.recipe_checks import generation_advice, target_modules
 from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe_trainers import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe_values import check_values
@@ -107,8 +107,11 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
         try:
             built.append(cls(**chosen))
         except (ValueError, TypeError, ImportError) as error:
-            raise RecipeError(f"{source}: {error}{generation_advice(error, values)}") from error
-    return Recipe(source, *built)  # type: ignore[arg-type]
+            reason = " ".join(str(error).split())  # one line
+            raise RecipeError(f"{source}: {reason}{generation_advice(error, values)}") from error
+    recipe = Recipe(source, *built)  # type: ignore[arg-type]
+    recipe.model.lora_target_modules = target_modules(recipe.model.lora_target_modules)
+    return recipe
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:

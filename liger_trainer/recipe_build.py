@@ -178,21 +178,40 @@ def check_targets(recipe: Recipe, trainer: Trainer) -> None:
         )
 
 
-def check_target_parameters(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses names in `lora_target_parameters` that no parameter has, which PEFT leaves out with a warning at most.
+def check_adapted(recipe: Recipe, trainer: Trainer) -> None:
+    """Refuses names of what LoRA shall adapt or train that are not in the model; PEFT leaves them out.
 
     Raises:
         RecipeError: naming them.
     """
-    asked = recipe.model.lora_target_parameters if recipe.model.use_peft else None
-    if not asked:
+    if not recipe.model.use_peft:
         return
+    from peft.utils import ModulesToSaveWrapper
+
     model: Any = trainer.model
-    adapted = model.base_model.targeted_parameter_names
-    missing = [name for name in asked if not any(f".{found}".endswith(f".{name}") for found in adapted)]
-    if missing:
-        raise RecipeError(
-            f"{recipe.source}: `lora_target_parameters` is {asked}, but no parameter of {type(model).__name__} ends in "
-            f"{', '.join(map(repr, missing))}; give ends of names in `model.named_parameters()`, such as "
-            "'experts.gate_up_proj'."
-        )
+    saved = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    parameters = getattr(model.base_model, "targeted_parameter_names", ())
+    for key, kind, found, such_as in (
+        ("lora_target_parameters", "parameter", parameters, "named_parameters()`, such as 'experts.gate_up_proj'"),
+        ("lora_modules_to_save", "module", saved, "named_modules()`, such as 'lm_head'"),
+    ):
+        asked = getattr(recipe.model, key) or ()
+        missing = [name for name in asked if not any(f".{one}".endswith(f".{name}") for one in found)]
+        if missing:
+            raise RecipeError(
+                f"{recipe.source}: `{key}` is {asked}, but no {kind} of {type(model).__name__} ends in "
+                f"{', '.join(map(repr, missing))}; give ends of names in `model.{such_as}."
+            )
+
+
+def check_optimizer(recipe: Recipe, trainer: Trainer) -> None:
+    """Refuses an optimizer that is not installed, or lacks an argument it needs.
+
+    Raises:
+        RecipeError: saying which.
+    """
+    optim: Any = trainer.args.optim
+    try:
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # type: ignore[arg-type]
+    except (ImportError, ValueError) as error:
+        raise RecipeError(f"{recipe.source}: `optim` is {optim.value!r}: {first_line(error)}") from error

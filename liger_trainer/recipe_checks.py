@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Mapping
@@ -34,6 +35,9 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "learning_rate": 0,
     "warmup_steps": 0,
     "weight_decay": 0,
+    "adam_epsilon": 0,
+    "neftune_noise_alpha": 0,
+    "dataloader_num_workers": 0,
     "max_grad_norm": 0,
     "beta": 0,
     "desirable_weight": 0,
@@ -80,7 +84,9 @@ def _allowed(key: str, value: Any) -> str | None:
         return "a share of the data, 0 or more and below 1"
     if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
         return "pairs such as 'beta1=0.9, beta2=0.95'"
-    if key in ("top_p", "min_p") and not 0 <= value <= 1:
+    if key in ("adam_beta1", "adam_beta2") and not 0 <= value < 1:
+        return "0 or more and below 1"
+    if key in ("top_p", "min_p", "label_smoothing_factor") and not 0 <= value <= 1:
         return "from 0 to 1"
     if key == "lora_target_modules" and (wrong := _pattern_problem(value)) is not None:
         return f"names of modules, or a regular expression ({wrong})"
@@ -89,6 +95,11 @@ def _allowed(key: str, value: Any) -> str | None:
     if key in _ONE_OF and value not in _ONE_OF[key]:
         return "one of " + ", ".join(repr(choice) for choice in _ONE_OF[key])
     return None
+
+
+def target_modules(names: Any) -> Any:
+    """`lora_target_modules` for PEFT: TRL makes a pattern of a list with one name, which no whole name would match."""
+    return [names] if isinstance(names, str) and re.fullmatch(r"[\w.]+", names) else names
 
 
 def _pattern_problem(names: Any) -> str | None:
@@ -158,6 +169,22 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
             f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
             f"{options}: {first_line(error)}"
         ) from error
+
+
+def check_generation(training: TrainingArguments, source: Path) -> None:
+    """Refuses names in `generation_kwargs` that transformers would keep and never read; vLLM refuses its own.
+
+    Raises:
+        RecipeError: naming the first.
+    """
+    from transformers import GenerationConfig
+
+    asked, known = getattr(training, "generation_kwargs", None) or {}, vars(GenerationConfig())
+    for name in () if getattr(training, "use_vllm", False) else asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "give those of `transformers.GenerationConfig`."
+            raise RecipeError(f"{source}: `generation_kwargs` has {name!r}, which no generation reads; {hint}")
 
 
 def split_obstacle(values: Mapping[str, Any]) -> str | None:

@@ -113,7 +113,8 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
     evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:
         evaluation = _load_files(recipe.recipe.eval_data_files, "eval_data_files")
-    size = recipe.mixture.test_split_size
+    size, args = recipe.mixture.test_split_size, recipe.training
+    seed = args.seed if args.data_seed is None else args.data_seed
     if evaluated and evaluation is None:
         if not size or not hasattr(train, "train_test_split"):
             raise RecipeError(
@@ -122,7 +123,7 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
                 '`eval_strategy: "no"`.'
             )
         try:
-            parts = train.train_test_split(test_size=size, seed=recipe.training.data_seed or recipe.training.seed)
+            parts = train.train_test_split(test_size=size, seed=seed)
         except ValueError as error:
             raise RecipeError(
                 f"`test_split_size` is {size}, which cannot be taken of {len(train)} rows: {first_line(error)}"

@@ -22,13 +22,17 @@ logger = logging.getLogger(__name__)
 def owned_folder(recipe: Recipe) -> Iterator[None]:
     """Makes ``output_dir``, where it is not there, and keeps other runs from writing there meanwhile.
 
+    One that it has made and that stays empty, as after an error in the recipe, is removed.
+
     Raises:
         RecipeError: if another run is writing there, or nobody can.
     """
     folder = Path(str(recipe.training.output_dir))
+    made = False
     try:
         if folder.exists() and not folder.is_dir():
             raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except RecipeError:
         raise
@@ -39,11 +43,18 @@ def owned_folder(recipe: Recipe) -> Iterator[None]:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
     with contextlib.ExitStack() as held:
+        if made:
+            held.callback(_remove_empty, folder)
         try:
             held.enter_context(owned(folder))
         except BlockingIOError as error:
             raise RecipeError(f"`output_dir`: {error}. Wait for it, end it, or give another `--output_dir`.") from error
         yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it holds something, or another process was first
+        folder.rmdir()
 
 
 def prepare_output_dir(recipe: Recipe) -> str | None:

@@ -15,13 +15,14 @@ from jinja2 import TemplateError
 from liger_trainer.recipe import Recipe
 from liger_trainer.recipe_build import (
     build_trainer,
+    check_adapted,
+    check_optimizer,
     check_prompts,
-    check_target_parameters,
     check_targets,
     check_vocabulary,
     template_error,
 )
-from liger_trainer.recipe_checks import check_schedule
+from liger_trainer.recipe_checks import check_generation, check_schedule
 from liger_trainer.recipe_data import load_data, load_tokenizer
 from liger_trainer.recipe_experts import check_adapted_experts
 from liger_trainer.recipe_file import RecipeError, TrainingError, accelerate_config, first_line
@@ -74,6 +75,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
             "CUDA_VISIBLE_DEVICES=0."
         )
     check_schedule(args, recipe.source)
+    check_generation(args, recipe.source)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size < started:
         raise RecipeError(
@@ -90,8 +92,6 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     try:
         trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
-        model: Any = trainer.model
-        trainer.get_optimizer_cls_and_kwargs(args, model)  # raises here instead of in the first step
     except RecipeError:
         raise
     except UnpicklingError as error:
@@ -106,7 +106,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     check_vocabulary(trainer, tokenizer)
     check_targets(recipe, trainer)
     check_prompts(recipe, trainer, train)
-    check_target_parameters(recipe, trainer)
+    check_adapted(recipe, trainer)
+    check_optimizer(recipe, trainer)
     check_adapted_experts(recipe, trainer.model)
     _check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
@@ -116,10 +117,15 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         with stopping_on_signals(trainer):
             metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
         _check_not_stopped(trainer)
+        _check_began(recipe, trainer)
         if evaluation is not None:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     except CheckpointError as error:
         raise RecipeError(str(error)) from error
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise RecipeError(f"{recipe.source}: {error.args[0]}") from error
     except BatchError as error:
         raise TrainingError(f"The data: {first_line(error)}") from error
     except RouterLogitsError as error:
@@ -149,6 +155,21 @@ def _check_not_stopped(trainer: Any) -> None:
         folder = Path(str(trainer.args.output_dir), f"checkpoint-{step}")
         left = f"{str(folder)!r} holds the last good state" if folder.is_dir() else "no checkpoint was saved of it"
         raise NonFiniteError(f"stopped at step {step}, by `non_finite: stop`; {left}.")
+
+
+def _check_began(recipe: Recipe, trainer: Trainer) -> None:
+    """A training without a step, of which the Trainer makes no error, is none.
+
+    Raises:
+        RecipeError: if it is that.
+    """
+    if trainer.state.global_step == 0:
+        batch, dropped = trainer.args.per_device_train_batch_size, trainer.args.dataloader_drop_last
+        raise RecipeError(
+            f"{recipe.source}: the data does not make one batch, so nothing was trained: `per_device_train_batch_size` "
+            f"is {batch}, and `dataloader_drop_last` {str(dropped).lower()}. Give more rows, a smaller batch, or "
+            "`dataloader_drop_last: false`."
+        )
 
 
 def _check_launch(recipe: Recipe, trainer: Trainer) -> None:

@@ -34,6 +34,7 @@ from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.batch_check import checked_collator
 from liger_trainer.trainers.checkpoints import WholeCheckpointsMixin
 from liger_trainer.trainers.converted_checkpoints import ConvertedCheckpointsMixin
+from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
@@ -69,7 +70,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     """Kernels in the model from construction on, the callbacks, and checks of what goes in.
 
     Attributes:

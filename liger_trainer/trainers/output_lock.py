@@ -7,6 +7,7 @@ import datetime
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -19,7 +20,7 @@ logger = logging.getLogger("liger_trainer")
 LOCK = "_lock"
 """The file in ``output_dir`` that a run locks, and removes at its end. Uploads leave names with this start out."""
 
-_owned: set[Path] = set()  # by this process
+_owned: dict[Path, int] = {}  # by this process, in the thread of this number: a lock keeps only other processes out
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def owned(folder: Path) -> Iterator[None]:
         BlockingIOError: in all processes, if another run owns the folder; nothing in it has been touched.
     """
     folder = folder.resolve()
-    if folder in _owned:
+    if _owned.get(folder) == threading.get_ident():
         yield
         return
     state = PartialState()
@@ -41,11 +42,11 @@ def owned(folder: Path) -> Iterator[None]:
     (refusal,) = broadcast_object_list([refusal])
     if refusal is not None:
         raise BlockingIOError(refusal)
-    _owned.add(folder)
+    _owned[folder] = threading.get_ident()
     try:
         yield
     finally:
-        _owned.discard(folder)
+        del _owned[folder]
         if file is not None:
             with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()  # before it is unlocked: nobody else can have locked it
@@ -54,6 +55,8 @@ def owned(folder: Path) -> Iterator[None]:
 
 def _take(folder: Path) -> tuple[IO[str] | None, str | None]:
     """The locked file (None where there are no locks), and why it could not be locked."""
+    if folder in _owned:
+        return None, f"another run of this process is writing in {str(folder)!r}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
@@ -51,7 +53,11 @@ class ResumingMixin(_Base):
     """Put before a Trainer: looks at a checkpoint before it resumes from it."""
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Trains; see [`~transformers.Trainer.train`]. ``True`` goes on from the last *complete* checkpoint.
 
@@ -71,7 +77,8 @@ class ResumingMixin(_Base):
                         "start at the beginning."
                     )
                 resume_from_checkpoint = str(found[-1])
-            if isinstance(resume_from_checkpoint, str):
+            if isinstance(resume_from_checkpoint, str | os.PathLike):
+                resume_from_checkpoint = os.fspath(resume_from_checkpoint)
                 checkpoint = Path(resume_from_checkpoint)
                 finish_interrupted(checkpoint.parent)
                 _check(checkpoint, self.model)
@@ -88,6 +95,8 @@ class ResumingMixin(_Base):
         rng_state = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
         if not (checkpoint / rng_state).is_file():
             lost[rng_state] = "random numbers are others"
+        if getattr(self.args, "sync_ref_model", False):
+            lost["reference model"] = "the one that `sync_ref_model` moves is that of the beginning again"
         if lost:
             logger.warning("%s holds no %s: %s.", checkpoint, ", no ".join(lost), ", and ".join(lost.values()))
 
@@ -103,12 +112,24 @@ class ResumingMixin(_Base):
         asked = [dict(group) for group in self.optimizer.param_groups]
         with _told_which(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            _check_optimizer(asked, self.optimizer.param_groups)
         overruled = [*_overruled(asked, self.optimizer.param_groups), *self._overruled_steps()]
         if overruled and self.is_world_process_zero():
             logger.warning(
                 "A resumed run keeps the values of its checkpoint: %s. For others, start a new run on the model in %s.",
                 *("; ".join(overruled), checkpoint),
             )
+        if isinstance(self.lr_scheduler, LambdaLR) and self.lr_scheduler.last_epoch > 0:
+            # The checkpoint has the rate that its own `max_steps` gave to the next step.
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one step; none where a checkpoint has all of them: the Trainer would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
 
     def _overruled_steps(self) -> Iterator[str]:
         asked = TrainerState()
@@ -117,6 +138,15 @@ class ResumingMixin(_Base):
             given, kept = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
             if getattr(self.args, f"{kind}_strategy") == "steps" and given != kept:
                 yield f"`{kind}_steps` is {kept}, not {given}"
+
+
+def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a ValueError where the state is another optimizer's: torch takes it, and fails in the first step."""
+    missing = sorted(
+        {key for before, after in zip(asked, loaded, strict=False) for key in before.keys() - after.keys()}
+    )
+    if missing:
+        raise ValueError(f"its optimizer has no {', '.join(map(repr, missing))}.")
 
 
 def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -214,7 +214,33 @@ def test_data_of_another_trainer(recipe, capsys):
 def test_lora_targets_that_are_not_there(recipe, capsys, trainer):
     row = {"prompt": "a", "completion": "b"} if trainer == "sft" else PAIR
     message = refused(capsys, recipe(trainer, row, use_peft=True, lora_target_modules=["q_projj"]))
-    assert "`lora_target_modules` is q_projj; its linear layers are q_proj, k_proj, v_proj, o_proj," in message
+    assert "`lora_target_modules` is ['q_projj']; its linear layers are q_proj, k_proj, v_proj, o_proj," in message
+
+
+def test_one_lora_target_is_a_name(recipe):
+    """TRL makes a regular expression of it, which has to match a module's whole path."""
+    changes = {"use_peft": True, "lora_target_modules": "q_proj"}
+    assert main(["train", recipe("sft", {"prompt": "a", "completion": "b"}, **changes)]) == 0
+    assert json.loads(Path("run/adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
+def test_modules_to_save_that_are_not_there(recipe, capsys):
+    """PEFT leaves them out without a word."""
+    row, changes = {"prompt": "a", "completion": "b"}, {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
+    message = refused(capsys, recipe("sft", row, **changes, lora_modules_to_save=["lm_head", "nope"]))
+    assert (
+        "`lora_modules_to_save` is ['lm_head', 'nope'], but no module of PeftModelForCausalLM ends in 'nope';"
+        in message
+    )
+    assert main(["train", recipe("sft", row, **changes, lora_modules_to_save=["lm_head"], output_dir="good")]) == 0
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_generation_options_that_nothing_reads(recipe, capsys, trainer):
+    message = refused(capsys, recipe(trainer, SUM, generation_kwargs={"max_new_token": 3}))
+    assert (
+        "`generation_kwargs` has 'max_new_token', which no generation reads; did you mean 'max_new_tokens'?" in message
+    )
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

@@ -191,8 +191,13 @@ def test_too_few_rows_to_split(recipe, capsys):  # noqa: F811
 def test_values_that_no_run_can_mean(recipe, capsys):  # noqa: F811
     for key in ("seed", "data_seed"):
         assert f"`{key}` is -1; it must be from 0 to 4294967295." in refused(capsys, recipe(**{key: -1}))
+    for key, value in {"adam_epsilon": -1.0, "neftune_noise_alpha": -3.0, "dataloader_num_workers": -1}.items():
+        assert f"`{key}` is {value}; it must be 0 or more." in refused(capsys, recipe(**{key: value}))
+    assert "`adam_beta1` is 2.0; it must be 0 or more and below 1." in refused(capsys, recipe(adam_beta1=2.0))
+    smoothed = refused(capsys, recipe(label_smoothing_factor=2.0))
+    assert "`label_smoothing_factor` is 2.0; it must be from 0 to 1." in smoothed
     assert "`max_length` is 1; it must be 2 or more." in refused(capsys, recipe(max_length=1))
-    assert "cannot be used: File name too long; give another one." in refused(capsys, recipe(output_dir="x" * 300))
+    assert "cannot be made: File name too long; give another one." in refused(capsys, recipe(output_dir="x" * 300))
 
 
 def test_a_key_that_is_a_list(recipe, capsys):  # noqa: F811
@@ -232,6 +237,37 @@ def test_schedules_that_need_no_options(recipe, kind):  # noqa: F811
 def test_optimizer_arguments_that_are_no_pairs(recipe, capsys):  # noqa: F811
     message = refused(capsys, recipe(optim_args="beta1"))
     assert "`optim_args` is 'beta1'; it must be pairs such as 'beta1=0.9, beta2=0.95'." in message
+
+
+def test_a_metric_that_no_evaluation_has(recipe, capsys):  # noqa: F811
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "test_split_size": 0.2}
+    message = refused(capsys, recipe(metric_for_best_model="nope", **changes))
+    assert "mine.yaml: The `metric_for_best_model` training argument is set to 'eval_nope', which is not" in message
+
+
+def test_data_that_do_not_make_a_batch(recipe, capsys):  # noqa: F811
+    message = refused(capsys, recipe(per_device_train_batch_size=10**6, dataloader_drop_last=True))
+    assert "`per_device_train_batch_size` is 1000000, and `dataloader_drop_last` true." in message
+    assert not Path("run/model.safetensors").exists()
+
+
+def test_an_error_of_several_lines_is_one(recipe, capsys):  # noqa: F811
+    message = refused(capsys, recipe(load_best_model_at_end=True, save_strategy="steps"))
+    assert "requires the save and eval strategy to match" in message
+    assert "Save strategy: SaveStrategy.STEPS" in message
+
+
+@pytest.mark.parametrize("data_seed", [0, None])
+def test_rows_for_the_evaluation_are_drawn_by_data_seed(recipe, monkeypatch, data_seed):  # noqa: F811
+    from datasets import Dataset
+
+    seeds, split = [], Dataset.train_test_split
+    monkeypatch.setattr(
+        Dataset, "train_test_split", lambda *a, seed, **k: seeds.append(seed) or split(*a, seed=seed, **k)
+    )
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.2, "max_steps": 1}
+    assert main(["train", recipe(seed=3, data_seed=data_seed, **changes)]) == 0
+    assert seeds == [3 if data_seed is None else 0]
 
 
 @pytest.mark.parametrize(

@@ -17,33 +17,34 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import TrainerState
 
-from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback, _observe
+from liger_trainer.callbacks.finite import observe
+from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 NORMS = ["a weight"]
 
 
 def _loss_of_one(rank: int) -> None:
-    observed = _observe(1, [torch.tensor(float("nan") if rank else 1.0)], None, "cpu")
+    observed = observe(1, [torch.tensor(float("nan") if rank else 1.0)], None, "cpu")
     assert observed is not None
     assert observed.flag
 
 
 def _shard_of_one(rank: int) -> None:
-    observed = _observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([1.0 if rank else float("inf")])), "cpu")
+    observed = observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([1.0 if rank else float("inf")])), "cpu")
     assert observed is not None
     assert observed.flag
 
 
 def _nothing_seen_by_one(rank: int) -> None:
     losses = [torch.tensor(float("nan"))] if rank else []
-    observed = _observe(1, losses, None, "cpu")
+    observed = observe(1, losses, None, "cpu")
     assert observed is not None
     assert observed.flag
 
 
 def _all_finite(rank: int) -> None:
-    observed = _observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([2.0])), "cpu")
+    observed = observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([2.0])), "cpu")
     assert observed is not None
     assert not observed.flag
 

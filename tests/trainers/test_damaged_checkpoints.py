@@ -133,3 +133,10 @@ def test_the_same_arguments_are_not_mentioned(run, caplog):
     assert "keeps the values" not in caplog.text
     assert "holds no" not in caplog.text
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
+def test_a_checkpoint_of_another_optimizer(optimizer, run):
+    """torch loads its state, and fails in the first step."""
+    with pytest.raises(CheckpointError, match=r"does not fit this run: its optimizer has no '.*'\. Resume with the"):
+        resume(run, optim=optimizer)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_the_second_process_is_refused_and_told_who_is_there(tmp_path):
         assert os.listdir(tmp_path) == [LOCK]
     assert os.listdir(tmp_path) == []
     assert forked.run(try_to_own, str(tmp_path)).stdout == f"owned ['{LOCK}']\n"
+
+
+def test_another_thread_is_refused(tmp_path):
+    """The system's lock is the process's."""
+    with owned(tmp_path), ThreadPoolExecutor() as threads:
+        with pytest.raises(BlockingIOError, match="another run of this process is writing in "):
+            threads.submit(try_to_own, tmp_path).result()
+        assert "BlockingIOError: another run (pid" in forked.run(try_to_own, str(tmp_path)).stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_killed_run_leaves_the_folder_free(tmp_path):

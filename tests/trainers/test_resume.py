@@ -9,9 +9,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.resuming import CheckpointError
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
 from tests.tiny_models import TINY_MODELS
+from tests.trainers.parity import build, save_models
 from tests.trainers.tiny import COMMON, llama, token_rows
 
 ARGUMENTS = {
@@ -95,3 +97,44 @@ def test_the_best_model_has_the_experts_of_its_checkpoint(tmp_path):
     expected = type(trainer.model).from_pretrained(best)
     for (name, a), b in zip(expected.named_parameters(), trainer.model.parameters()):
         assert torch.equal(a, b), name
+
+
+def linear(output_dir, max_steps, **settings):
+    arguments = {**ARGUMENTS, "lr_scheduler_type": "linear", "max_steps": max_steps, **settings}
+    return LigerTrainer(llama(), LigerTrainingArguments(str(output_dir), **arguments), train_dataset=token_rows())
+
+
+def test_a_longer_schedule_has_its_own_rate_from_the_first_step_on(tmp_path):
+    linear(tmp_path, 4).train()
+    longer = linear(tmp_path, 8)
+    longer.train(resume_from_checkpoint=True)
+    rates = [log["learning_rate"] for log in longer.state.log_history if "learning_rate" in log]
+    assert rates[4:] == pytest.approx([1e-2 * (8 - step) / 8 for step in (4, 5, 6, 7)])
+
+
+@pytest.mark.parametrize("max_steps", [6, 5])
+def test_a_run_that_has_made_its_steps_makes_no_more(max_steps, tmp_path):
+    """The checkpoint is in the midst of an epoch, whose next batch the Trainer would take."""
+    constant = {"lr_scheduler_type": "constant"}
+    done = linear(tmp_path, 6, **constant)
+    done.train()
+    again = linear(tmp_path, max_steps, **constant)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    for (name, a), b in zip(done.model.named_parameters(), again.model.parameters()):
+        assert torch.equal(a, b), name
+
+
+def test_a_path_is_checked_as_text_is(tmp_path):
+    linear(tmp_path, 2).train()
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        linear(tmp_path, 4).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+
+
+def test_a_reference_model_that_moves_is_not_in_the_checkpoint_and_told(tmp_path, caplog):
+    folder = save_models(tmp_path)["llama"]
+    moving = {**ARGUMENTS, "max_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    build("DPO", True, tmp_path / "run", folder, **moving).train()
+    build("DPO", True, tmp_path / "run", folder, **{**moving, "max_steps": 3}).train(resume_from_checkpoint=True)
+    assert "holds no reference model: the one that `sync_ref_model` moves is that of the beginning" in caplog.text

@@ -1,0 +1,54 @@
+"""The mean loss of an evaluation is over the batches that have one."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, llama, token_rows, tokenizer
+
+SETTINGS = {**COMMON, "per_device_eval_batch_size": 2}
+
+
+def of_the_model(folder, rows):
+    return LigerTrainer(llama(), LigerTrainingArguments(str(folder), **SETTINGS), eval_dataset=rows)
+
+
+def of_trl(folder, rows):
+    args = LigerSFTConfig(str(folder), **SETTINGS, bf16=False, dataset_kwargs={"skip_prepare_dataset": True})
+    data = Dataset.from_list([{key: row[key].tolist() for key in ("input_ids", "labels")} for row in rows])
+    return LigerSFTTrainer(llama(), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+
+
+def without_labels(rows, *which):
+    return [
+        {**row, "labels": torch.full_like(row["labels"], -100)} if i in which else row for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("build", [of_the_model, of_trl])
+def test_a_batch_without_a_label_is_left_out_and_told(build, tmp_path, caplog):
+    rows = token_rows(6)
+    expected = build(tmp_path, rows[:2] + rows[4:]).evaluate()["eval_loss"]
+    assert "no finite loss" not in caplog.text
+    trainer = build(tmp_path, without_labels(rows, 2, 3))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert "1 of the 3 batches evaluated here have no finite loss" in caplog.text
+    assert trainer.args.logging_nan_inf_filter is False
+
+
+def test_as_the_stock_trainer(tmp_path):
+    rows = without_labels(token_rows(6), 0, 1)
+    stock = Trainer(llama(), TrainingArguments(str(tmp_path), **SETTINGS), eval_dataset=rows).evaluate()
+    assert of_the_model(tmp_path, rows).evaluate()["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
+
+
+def test_no_label_at_all_is_no_loss_of_zero(tmp_path):
+    trainer = of_the_model(tmp_path, without_labels(token_rows(2), 0, 1))
+    assert math.isnan(trainer.evaluate()["eval_loss"])
