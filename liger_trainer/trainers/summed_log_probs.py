@@ -37,7 +37,8 @@ class SummedLogProbs(torch.Tensor):
             return result.as_subclass(cls) if func in _CLONES else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # `torch.load` refuses classes that it does not know
+        # As a plain tensor: `torch.load` refuses classes that it does not know.
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class _SignedPart(torch.autograd.Function):
