@@ -14,13 +14,17 @@ from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 logger = logging.getLogger("liger_trainer")
 
+# What transformers calls the losses in which a label is that of its own token, not of the one before it.
+_OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
+
 
 class LabelledShareCallback(LoggedMetricsCallback):
     """Logs `labelled_share`: of all tokens that are not padding, the share that the loss is of, between 0 and 1.
 
     Over the micro-batches since the last training log, of all processes; `train_labelled_share` at the end is over the
     run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers call [`count`]. Counts stay on
-    the device and are read with a log, and once after the first step, which shows most mistakes.
+    the device and are read with a log, and once after the first step, which shows most mistakes. Of an encoder-decoder,
+    whose labels are not those of its `input_ids`, nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -30,25 +34,28 @@ class LabelledShareCallback(LoggedMetricsCallback):
         self._empty: torch.Tensor | None = None
         self._window, self._run = [0, 0], [0, 0]
         self._has_read = self._has_warned = False
+        self._counts, self._first_label = True, 1
 
     def count(self, batches: Sequence[Any], step: int) -> None:
         """Counts micro-batches of the optimizer step `step`, which is 1 or more; waits for nothing."""
         for batch in batches:
             masks = [(tokens, labelled) for tokens, labelled in token_masks(batch) if labelled is not None]
-            if not masks:
+            if not masks or not self._counts:
                 continue
             counts = torch.stack([torch.stack([mask.sum() for mask in pair]) for pair in masks]).sum(0)
             self._pending = counts if self._pending is None else self._pending + counts
             # The first token of a row is predicted from nothing, so its label trains nothing.
-            empty = ~torch.stack([labelled[:, 1:].any() for _, labelled in masks]).any()
+            empty = ~torch.stack([labelled[:, self._first_label :].any() for _, labelled in masks]).any()
             longest = torch.stack([tokens.sum(-1).max() for tokens, _ in masks]).max()
             found = torch.where(empty, torch.stack([torch.full_like(longest, step), longest]), 0)
             self._empty = found if self._empty is None else torch.where(self._empty[0] > 0, self._empty, found)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Starts counting."""
+        self._counts = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self._first_label = 0 if getattr(model, "loss_type", None) in _OWN_TOKEN_LOSSES else 1
         self._pending = self._empty = None
         self._window, self._run = [0, 0], [0, 0]
         self._has_read = False

@@ -210,8 +210,13 @@ def test_options_of_ligers_loss_are_refused_by_name(options, training):
     assert torch.equal(model(**inputs, **off).loss, model(**inputs).loss)
 
 
-def test_an_option_of_the_users_own_loss_is_not_refused():
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_option_of_the_users_own_loss_is_not_refused(by_name):
     model = TINY_MODELS["llama"]()
     function("llama")(model=model)
-    model.loss_function = lambda logits, labels, vocab_size, label_smoothing, **kwargs: torch.tensor(label_smoothing)
+    if by_name:
+        loss = lambda logits, labels, vocab_size, label_smoothing, **kwargs: torch.tensor(label_smoothing)  # noqa: E731
+    else:
+        loss = lambda logits, labels, vocab_size, **kwargs: torch.tensor(kwargs["label_smoothing"])  # noqa: E731
+    model.loss_function = loss
     assert model(**tiny_batch("llama", model), label_smoothing=0.5).loss == 0.5

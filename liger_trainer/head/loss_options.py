@@ -32,7 +32,12 @@ def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, A
     asked = [name for name, value in values.items() if isinstance(value, torch.Tensor) or value]
     if not asked:
         return
-    taken = inspect.signature(model.loss_function).parameters
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    loss = model.loss_function
+    if loss not in LOSS_MAPPING.values():  # the user's own may read it from its `**kwargs`
+        return
+    taken = inspect.signature(loss).parameters
     ignored = ", ".join(f"`{name}`" for name in asked if name not in taken)
     if ignored:
         raise ValueError(

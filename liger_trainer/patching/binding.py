@@ -55,8 +55,9 @@ def overriding_forward(module: nn.Module) -> str | None:
 
 
 def is_bound_by_us(module: nn.Module) -> bool:
-    """Whether [`bind_forward`] gave this instance its forward."""
-    return is_ours(getattr(module.__dict__.get("forward"), "__func__", None))
+    """Whether [`bind_forward`] gave this instance its forward; a wrapper may hold the one of the module inside."""
+    bound = module.__dict__.get("forward")
+    return is_ours(getattr(bound, "__func__", None)) and getattr(bound, "__self__", None) is module
 
 
 def is_ours(forward: Callable | None) -> bool:

@@ -3,7 +3,8 @@
 They may also be called w1, w3 and w2, as in Mixtral's and other lists of experts and in Llama's own code.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
-adapters, quantised layers and hooks on them go on working, but for two cases in which nobody could tell.
+adapters, quantised layers and hooks on them go on working, but for two cases in which nobody could tell. With a hook on
+the activation the class's own code runs.
 
 Projections with PEFT's LoRA adapters: gate and up are one operator on their common input, and the down projection
 another, which builds its input again instead of keeping it (`lora.py`).
@@ -43,6 +44,7 @@ from liger_trainer.patching.probe import (
     Agreement,
     Probe,
     identity,
+    is_hooked,
     is_stateless,
     only_argument,
     projection,
@@ -163,6 +165,11 @@ def twin(module: nn.Module) -> nn.Module:
     return stand_in(module, {}, {name: twin(child) for name, child in module._modules.items() if child is not None})
 
 
+def has_hooks_between(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a child besides the projections `names`, the activation, has a hook: the kernel would not call it."""
+    return any(is_hooked(child) for name, child in module._modules.items() if child is not None and name not in names)
+
+
 @functools.cache
 def gated_mlp_forward(
     argument: str, names: tuple[str, ...], variant: _Variant, recompute: bool, lora: bool
@@ -200,7 +207,7 @@ def gated_mlp_forward(
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or has_hooks_between(self, names):
             return type(self).forward(self, x)
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
         layers = adapted_layers(x, gate_proj, up_proj) if lora else None
@@ -220,7 +227,7 @@ def gated_mlp_forward(
         return apply(self, gate, up, outputs_are_unseen(gate_proj, up_proj))
 
     def forward_fused(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or has_hooks_between(self, names):
             return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unseen(gate_up_proj))

@@ -198,6 +198,11 @@ def stand_in(module: nn.Module, parameters: Mapping[str, Any], children: Mapping
     return twin
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody has put a hook on `module` itself."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
 class _Projection(nn.Linear):
     """A linear layer without a matrix product, so that TF32 and reduced-precision settings stay out of the probe."""
 

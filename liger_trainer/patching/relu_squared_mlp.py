@@ -13,7 +13,7 @@ from liger_trainer.kernels.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unseen
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.gated_mlp import twin
+from liger_trainer.patching.gated_mlp import has_hooks_between, twin
 from liger_trainer.patching.probe import (
     Agreement,
     Probe,
@@ -76,7 +76,7 @@ def relu_squared_mlp_forward(argument: str) -> Callable:
     """The forward; the same function for equal arguments."""
 
     def forward(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or has_hooks_between(self, _NAMES):
             return type(self).forward(self, x)
         return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unseen(self.up_proj)))
 

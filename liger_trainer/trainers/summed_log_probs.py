@@ -36,6 +36,10 @@ class SummedLogProbs(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             return result.as_subclass(cls) if func in _CLONES else result
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a plain tensor: `torch.load` refuses classes that it does not know.
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
 
 class _SignedPart(torch.autograd.Function):
     """``sign * tensor[:, :length]``. An expanded gradient stays so, dropped positions included: they have no label."""

@@ -182,6 +182,26 @@ def test_foreign_override_is_left_alone_and_named():
     assert norm.forward.__func__ is somebodys_forward
 
 
+def test_wrapper_with_the_forward_of_the_model_inside_keeps_it():
+    """PEFT's `AdaptionPromptModel` has no forward of its own, and takes that of the model."""
+    peft = pytest.importorskip("peft")
+    native, ours = (TINY_MODELS["llama"]().train() for _ in range(2))
+    apply_liger_kernel(ours)
+    config = {"task_type": "CAUSAL_LM", "adapter_len": 4, "adapter_layers": 1}
+    adapted = []
+    for model in (native, ours):
+        torch.manual_seed(0)
+        adapted.append(peft.get_peft_model(model, peft.AdaptionPromptConfig(**config)))
+    batch = tiny_batch("llama", native)
+    truth = loss_and_gradients(adapted[0], batch)
+    assert apply_liger_kernel(adapted[1]).applied
+    for _ in range(2):
+        found = loss_and_gradients(adapted[1], batch)
+        assert found.keys() == truth.keys()
+        assert all(relative(value, found[name]) < 1e-5 for name, value in truth.items())
+        revert_liger_kernel(adapted[1])
+
+
 def test_accelerate_hook_is_left_alone():
     from accelerate.hooks import ModelHook, add_hook_to_module
 

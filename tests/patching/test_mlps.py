@@ -72,6 +72,20 @@ def test_loss_and_gradients_are_the_models(family):
     assert revert_liger_kernel(model) == 2
 
 
+@families
+def test_a_hook_on_the_activation_is_called(family):
+    model = built(family)
+    ids = torch.randint(3, 120, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    mlp = next(module for module in model.modules() if hasattr(module, "down_proj"))
+    seen = []
+    mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(module) or 1.5 * output + 0.1)
+    expected = loss_and_gradients(model, batch)
+    apply_liger_kernel(model, MLPS)
+    assert_same(loss_and_gradients(model, batch), expected)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("config", [{"relu_squared": False}, {}])
 def test_relu_squared_has_a_switch_of_its_own(config):
     (row,) = (row for row in apply_liger_kernel(built("nemotron"), {**MLPS, **config}) if row.target == "NemotronMLP")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import BertConfig, BertForTokenClassification, T5Config, T5ForConditionalGeneration
 
 import liger_trainer
 from liger_trainer import LigerSFTTrainer, LigerTrainer
@@ -94,6 +95,31 @@ def test_a_label_of_the_first_token_alone_trains_nothing(tmp_path, caplog):
         row["labels"][0] = row["input_ids"][0]
     build(tmp_path, rows, max_steps=1).train()
     assert "Step 1 has a micro-batch without a label" in caplog.text
+
+
+def tagger():
+    config = BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=128, num_labels=128
+    )
+    return BertForTokenClassification(config)
+
+
+def seq2seq():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize(("model", "share"), [(tagger, 0.1), (seq2seq, None)])
+def test_a_loss_that_predicts_no_next_token(model, share, tmp_path, caplog):
+    """A label of the first token is trained on; those of an encoder-decoder are no labels of the encoder's tokens."""
+    rows = [{key: row[key] for key in ("input_ids", "labels")} for row in without_labels(token_rows(8), *range(8))]
+    for row in rows:
+        row["labels"][0] = 5
+    args = LigerTrainingArguments(str(tmp_path), **{**SETTINGS, "max_steps": 1})
+    trainer = LigerTrainer(model(), args, train_dataset=rows)
+    trainer.train()
+    assert "without a label" not in caplog.text
+    assert losses(trainer)[0].get("labelled_share") == share
 
 
 def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):

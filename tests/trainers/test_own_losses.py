@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import types
 from typing import Any
@@ -225,6 +226,10 @@ def test_log_probs_are_a_tensor_like_any_other() -> None:
             torch.testing.assert_close(torch.autograd.grad(reduced(ours), values, retain_graph=True), expected)
     log_probs = SummedLogProbs.of(values.detach(), 3)
     assert torch.equal(pickle.loads(pickle.dumps(log_probs)), values.detach()[:, :3])
+    file = io.BytesIO()
+    torch.save({"log_probs": SummedLogProbs.of(values, 3)}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)["log_probs"]) is torch.Tensor
     assert type(log_probs.sum()) is type(log_probs * 2) is type(-log_probs) is torch.Tensor
 
 
