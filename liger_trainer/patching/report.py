@@ -6,6 +6,7 @@ import dataclasses
 import io
 import shutil
 from collections.abc import Iterator
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ class KernelReport:
 
         table = Table(title=f"liger_trainer kernels in {self.model}", title_justify="left")
         for heading in ("component", "target", "count", "kernel", "probe error", "remark"):
-            table.add_column(heading, justify="right" if heading in ("count", "probe error") else "left")
+            justify: Literal["left", "right"] = "right" if heading in ("count", "probe error") else "left"
+            table.add_column(heading, justify=justify, no_wrap=heading == "component")
         for row in self.rows:
             error = "" if row.probe_error is None else f"{row.probe_error:.1e}"
             table.add_row(row.component, row.target, str(row.count), row.kernel or "left alone", error, row.reason)

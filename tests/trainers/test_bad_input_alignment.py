@@ -124,13 +124,12 @@ def test_empty_unpaired_completion(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("bad", [math.nan, None])
 @pytest.mark.parametrize("every", [1, 2])
-def test_reward_that_is_no_number_moves_nothing(kind, bad, every, folder, tmp_path):
+def test_reward_of_none_moves_nothing(kind, every, folder, tmp_path):
     """TRL leaves such completions out of the group; a group of them alone has no advantage."""
 
     def reward(completions, **kwargs):
-        return [bad if i % every == 0 else float(len(text)) for i, text in enumerate(completions)]
+        return [None if i % every == 0 else float(len(text)) for i, text in enumerate(completions)]
 
     trainer = policy(kind, folder, tmp_path, reward)
     before = [p.detach().clone() for p in trainer.model.parameters()]
