@@ -1,4 +1,4 @@
-"""Which positions of a batch are tokens, and which of these carry a label."""
+"""Which positions of a batch are tokens, and which of these carry a label that trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any
 import torch
 
 _IGNORE_INDEX = -100
+
+# What transformers calls the losses in which a label is that of its own token, not of the one before it.
+_OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
+
+
+def first_label(model: Any) -> int | None:
+    """The first position of a row whose label trains `model`; None where labels are not those of `input_ids`.
+
+    It is 1 where a token is predicted from those before it, as the first is predicted from nothing.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    return 0 if getattr(model, "loss_type", None) in _OWN_TOKEN_LOSSES else 1
 
 
 def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.batch_tokens import first_label, token_masks
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 logger = logging.getLogger("liger_trainer")
-
-# What transformers calls the losses in which a label is that of its own token, not of the one before it.
-_OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
 
 class LabelledShareCallback(LoggedMetricsCallback):
@@ -34,17 +31,16 @@ class LabelledShareCallback(LoggedMetricsCallback):
         self._empty: torch.Tensor | None = None
         self._window, self._run = [0, 0], [0, 0]
         self._has_read = self._has_warned = False
-        self._counts, self._first_label = True, 1
+        self._first_label: int | None = 1
 
     def count(self, batches: Sequence[Any], step: int) -> None:
         """Counts micro-batches of the optimizer step `step`, which is 1 or more; waits for nothing."""
         for batch in batches:
             masks = [(tokens, labelled) for tokens, labelled in token_masks(batch) if labelled is not None]
-            if not masks or not self._counts:
+            if not masks or self._first_label is None:
                 continue
             counts = torch.stack([torch.stack([mask.sum() for mask in pair]) for pair in masks]).sum(0)
             self._pending = counts if self._pending is None else self._pending + counts
-            # The first token of a row is predicted from nothing, so its label trains nothing.
             empty = ~torch.stack([labelled[:, self._first_label :].any() for _, labelled in masks]).any()
             longest = torch.stack([tokens.sum(-1).max() for tokens, _ in masks]).max()
             found = torch.where(empty, torch.stack([torch.full_like(longest, step), longest]), 0)
@@ -54,8 +50,7 @@ class LabelledShareCallback(LoggedMetricsCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Starts counting."""
-        self._counts = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        self._first_label = 0 if getattr(model, "loss_type", None) in _OWN_TOKEN_LOSSES else 1
+        self._first_label = first_label(model)
         self._pending = self._empty = None
         self._window, self._run = [0, 0], [0, 0]
         self._has_read = False

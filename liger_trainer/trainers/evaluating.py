@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from liger_trainer.callbacks.batch_tokens import first_label
+
 if TYPE_CHECKING:
     _Base = Trainer
 else:
@@ -44,7 +46,7 @@ class EvaluatingMixin(_Base):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """One batch; see [`~transformers.Trainer.prediction_step`]. Without a label its loss is not a number."""
-        labelled = _labelled(inputs)
+        labelled = _labelled(inputs, self.model)
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
             if labelled is not None:
@@ -54,11 +56,12 @@ class EvaluatingMixin(_Base):
         return loss, *rest
 
 
-def _labelled(inputs: Any) -> torch.Tensor | None:
+def _labelled(inputs: Any, model: Any) -> torch.Tensor | None:
     """Whether any token of a batch has a label; None where the labels are not those of its tokens."""
-    if not isinstance(inputs, Mapping):
+    first = first_label(model)
+    if not isinstance(inputs, Mapping) or first is None:
         return None
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
     if not isinstance(ids, torch.Tensor) or not isinstance(labels, torch.Tensor) or ids.shape != labels.shape:
         return None
-    return labels[:, 1:].ne(-100).any()  # the first token is predicted from nothing
+    return labels[:, first:].ne(-100).any()

@@ -271,7 +271,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs; see [`~transformers.Trainer.log`]."""
         super().log(logs, *args, **kwargs)
-        if not math.isfinite(logs.get("loss", 0.0)):
+        loss = logs.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss) and self.is_in_train:
             # The Trainer sets its sum of losses back by subtracting it from itself, and NaN - NaN is NaN.
             self._tr_loss.zero_()
 

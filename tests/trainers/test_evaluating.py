@@ -52,3 +52,10 @@ def test_as_the_stock_trainer(tmp_path):
 def test_no_label_at_all_is_no_loss_of_zero(tmp_path):
     trainer = of_the_model(tmp_path, without_labels(token_rows(2), 0, 1))
     assert math.isnan(trainer.evaluate()["eval_loss"])
+
+
+def test_a_user_may_log_what_is_no_number_before_training(tmp_path):
+    trainer = of_the_model(tmp_path, token_rows(2))
+    trainer.log({"loss": math.nan})
+    trainer.log({"loss": "none yet"})
+    assert len(trainer.state.log_history) == 2

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def test_a_loss_that_predicts_no_next_token(model, share, tmp_path, caplog):
     trainer.train()
     assert "without a label" not in caplog.text
     assert losses(trainer)[0].get("labelled_share") == share
+    assert math.isfinite(trainer.evaluate(rows)["eval_loss"])  # a batch without a label would have none
 
 
 def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):
