@@ -72,8 +72,8 @@ class CheckpointWriteError(OSError):
 
 def room_in(folder: Path) -> str:
     """How much room a run's folder has, and how to make some: a new checkpoint is written before an old one goes."""
-    folder = folder.absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    whole = folder.absolute()
+    free = shutil.disk_usage(next(path for path in (whole, *whole.parents) if path.exists())).free
     room = f"{free / 2**20:,.1f} MiB were free there"
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:

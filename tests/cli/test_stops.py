@@ -123,7 +123,7 @@ def test_an_update_that_overflows(steps, recipe, capsys):
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert last.startswith("liger-trainer: Stopped at step ")
     assert "parameter 'model." in last
-    assert os.listdir("run") == []
+    assert not Path("run").exists()  # nothing was saved
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "-1e-3"])
