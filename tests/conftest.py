@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -11,6 +12,10 @@ os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tes
 
 import pytest
 import torch
+
+# Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
+_KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KIND))
 
 # One thread a test process: the tensors are tiny, and xdist already uses the cores.
 torch.set_num_threads(1)
