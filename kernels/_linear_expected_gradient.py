@@ -96,7 +96,7 @@ class _ExpectedGradient(torch.autograd.Function):
             arguments = (hidden, weight, target, bias, nll, lse, entropy, allocate_kept(hidden, weight, 0))
             rest = (*ctx.options, ctx.logits_memory, 0, weight.shape[0])
             gradients = recomputed_gradients(None if grad is None else -grad, grad_entropy, (*arguments, *rest), needs)
-        return (*gradients, *(None,) * 10)
+        return (*gradients, *(None,) * 10)  # target, options, logits_memory and the seven that were known already
 
 
 def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
