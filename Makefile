@@ -40,13 +40,14 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-test
-	$(BIN)/mypy liger_trainer kernels configs callbacks benchmarks
+	$(BIN)/mypy liger_trainer
 
 # One thread a process: the tensors are tiny, and the workers already use the cores.
 unit: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile tests
 
 interpreter: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
 
 # LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.

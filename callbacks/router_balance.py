@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
-from liger_trainer.patching.experts_formula import layout_of
+from liger_trainer.patching.moe.experts_formula import layout_of
+from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import full_shape, only_argument
-from liger_trainer.quantized_experts import declared_weights
 
 NO_EXPERTS = "no experts with stacked weights, as a dense model and one with a list of experts have none"
 

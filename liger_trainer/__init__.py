@@ -1,16 +1,9 @@
 """liger_trainer: fast, small-memory fine-tuning inside the Hugging Face stack."""
 
 import importlib as _importlib
-import os as _os
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer._version import __version__ as __version__
-
-# In a source tree the sibling folders kernels/, configs/, callbacks/ and recipes/ are subpackages of
-# liger_trainer, as they are in the installed wheel (see the package-dir map in pyproject.toml).
-_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_os.path.join(_root, "kernels")):
-    __path__.append(_root)
 
 _MODELS = [
     *("llama", "mllama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text"),
@@ -46,7 +39,7 @@ _EXPORTS = {
     "LigerTrainer": "liger_trainer.trainers.trainer",
     "LigerTrainingArguments": "liger_trainer.configs.training_arguments",
     "apply_liger_kernel": "liger_trainer.patching.apply",
-    "quantize_experts": "liger_trainer.quantized_experts",
+    "quantize_experts": "liger_trainer.patching.moe.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
     "set_stock_trainer_kernels": "liger_trainer.integration",
     "undo_liger_kernel": "liger_trainer.liger_api",
@@ -72,9 +65,9 @@ if TYPE_CHECKING:
     from liger_trainer.liger_api import undo_liger_kernel as undo_liger_kernel
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
+    from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
-    from liger_trainer.quantized_experts import quantize_experts as quantize_experts
     from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
     from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
     from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer

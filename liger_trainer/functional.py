@@ -1,47 +1,47 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
-from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
-from liger_trainer.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.dyt import dyt
-from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
-from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
-from liger_trainer.kernels.fused_add_layer_norm import fused_add_layer_norm
-from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm
-from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
-from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.geglu import geglu, geglu_fused
-from liger_trainer.kernels.group_norm import group_norm
-from liger_trainer.kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
-from liger_trainer.kernels.layer_norm import layer_norm
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
-from liger_trainer.kernels.linear_kl_div import linear_kl_div
-from liger_trainer.kernels.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.load_balancing import RouterLosses, load_balancing_loss, router_losses, router_z_loss
-from liger_trainer.kernels.log_probs import LogProbsOutput, log_probs
-from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linear, lora_linears
-from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
-from liger_trainer.kernels.modulated_rms_norm import modulated_rms_norm
-from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
-from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.kernels.moe_routing import ExpertRows, sort_by_expert, tile_table
-from liger_trainer.kernels.multi_token_attention import multi_token_attention
-from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
-from liger_trainer.kernels.poly_norm import poly_norm
-from liger_trainer.kernels.qk_norm_rope import qk_norm_rope
-from liger_trainer.kernels.relu_squared import relu_squared
-from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.kernels.rope import rope
-from liger_trainer.kernels.rope_layouts import rope_complex, rope_multimodal, rope_vision
-from liger_trainer.kernels.softmax import softmax
-from liger_trainer.kernels.sparsemax import sparsemax
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
-from liger_trainer.kernels.tiled_mlp import tiled_mlp
-from liger_trainer.kernels.vocab_parallel import (
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linear, lora_linears
+from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
+from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.relu_squared import relu_squared
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
+from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe.load_balancing import RouterLosses, load_balancing_loss, router_losses, router_z_loss
+from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.kernels.moe.routing import ExpertRows, sort_by_expert, tile_table
+from liger_trainer.kernels.norms.layer_norm import layer_norm
+from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
+from liger_trainer.kernels.parity.dyt import dyt
+from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, tied_embedding
+from liger_trainer.kernels.parity.fused_add_layer_norm import fused_add_layer_norm
+from liger_trainer.kernels.parity.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.kernels.parity.fused_ce_tvd import fused_ce_tvd
+from liger_trainer.kernels.parity.group_norm import group_norm
+from liger_trainer.kernels.parity.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
+from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div
+from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention
+from liger_trainer.kernels.parity.poly_norm import poly_norm
+from liger_trainer.kernels.parity.softmax import softmax
+from liger_trainer.kernels.parity.sparsemax import sparsemax
+from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_vision
+from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
+from liger_trainer.kernels.rope.rope import rope
+from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_log_probs,
 )
+from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
 __all__ = [
     "CrossEntropyOutput",

@@ -30,7 +30,7 @@ IMPORTED = [
     "transformers.models.auto.modeling_auto",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "liger_trainer.recipe_run",
+    "liger_trainer.recipe.run",
     "liger_trainer.trainers.trainer",
     "liger_trainer.trainers.sft_trainer",
     "liger_trainer.trainers.dpo_trainer",

@@ -8,15 +8,14 @@ from collections.abc import Callable
 import torch
 
 from liger_trainer import functional
-from liger_trainer.kernels import (
+from liger_trainer.kernels.norms import layer_norm, rms_norm
+from liger_trainer.kernels.parity import (
     dyt,
     fused_add_layer_norm,
     fused_add_rms_norm,
     group_norm,
-    layer_norm,
     modulated_rms_norm,
     poly_norm,
-    rms_norm,
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liger_trainer.benchmarks.quantised import quantise
-from liger_trainer.kernels.nf4 import NestedAbsmax, NF4Weight
+from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight
 
 __all__ = ["library", "matrix", "quantise"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -29,23 +31,31 @@ def test_nothing_imports_the_folders_by_their_bare_names():
                     assert words[1].split(".")[0] not in FOLDERS, f"{path.relative_to(ROOT)}: {line}"
 
 
-def _imported_from_kernels(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.kernels."):
-            yield node.module.split(".")[-1], [alias.name for alias in node.names]
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_top_level_folder_is_a_subpackage(folder):
+    link = ROOT / "liger_trainer" / folder
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / folder
 
 
-def test_kernel_modules_with_plain_names_are_those_of_functional():
-    plain = {path.stem for path in (ROOT / "kernels").glob("*.py") if not path.stem.startswith("_")}
-    functional = {module for module, _ in _imported_from_kernels(ROOT / "liger_trainer" / "functional.py")}
-    assert plain == functional | {"runtime"}
+@pytest.mark.parametrize("name", ["tests", "docs", "liger_trainer"])
+def test_other_folders_are_no_subpackages(name):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"liger_trainer.{name}")
 
 
-def test_private_names_stay_in_their_kernel_module():
-    for folder in ("kernels", "liger_trainer", "benchmarks"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for module, names in _imported_from_kernels(path):
-                assert not [name for name in names if name.startswith("_")], f"{path.relative_to(ROOT)}: {module}"
+def test_types_hold_across_folders():
+    code = (
+        "from liger_trainer.configs.kernel_config import KernelConfig\n"
+        "from liger_trainer.functional import rms_norm\n"
+        "reveal_type(rms_norm)\n"
+        "reveal_type(KernelConfig.rms_norm)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    function, flag = re.findall(r'Revealed type is "(.*)"', run.stdout)
+    assert function.startswith("def (x: torch._tensor.Tensor, weight: torch._tensor.Tensor | None"), run.stdout
+    assert flag == "bool", run.stdout
 
 
 def test_only_the_command_line_imports_the_command_line():

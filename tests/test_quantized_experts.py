@@ -14,8 +14,8 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, quantize_experts
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.quantized_experts import FourBits, four_bits
-from liger_trainer.trainers.experts_in_4_bits import check_experts_in_4_bits
+from liger_trainer.patching.moe.quantized_experts import FourBits, four_bits
+from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.quantised import library
 from tests.tiny_models import TINY_MODELS

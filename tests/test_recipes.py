@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from liger_trainer.recipe import build_recipe, load_recipe
-from liger_trainer.recipe_build import chat_template
-from liger_trainer.recipe_file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
-from liger_trainer.recipe_model import check_model, model_kwargs
-from liger_trainer.recipe_run import run_recipe
-from liger_trainer.recipe_values import check_values
+from liger_trainer.recipe.build import chat_template
+from liger_trainer.recipe.file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.model import check_model, model_kwargs
+from liger_trainer.recipe.run import run_recipe
+from liger_trainer.recipe.values import check_values
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

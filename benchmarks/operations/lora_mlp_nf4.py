@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.lora_linear import SCALING, adapter, autocast
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
 from liger_trainer.functional import NestedAbsmax, NF4Weight
-from liger_trainer.kernels.nf4 import NF4_CODE
+from liger_trainer.kernels.lora.nf4 import NF4_CODE
 
 _BLOCKSIZE, _NESTED_BLOCKSIZE = 64, 256
 
@@ -67,7 +67,7 @@ def _mlp(x: Tensor, parts: dict[str, Any], product: Callable[[Tensor, NF4Weight]
 
 @provider("lora_mlp_nf4", "torch")
 def dense(x: Tensor, **parts: Any) -> Tensor:
-    from liger_trainer.kernels.nf4 import nf4_dequantize_reference
+    from liger_trainer.kernels.lora.nf4 import nf4_dequantize_reference
 
     return _mlp(x, parts, lambda x, weight: F.linear(x, nf4_dequantize_reference(weight, x.dtype)))
 

@@ -17,12 +17,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import _cross_entropy_rows, _linear_cross_entropy_chunks
-from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels._cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels._weight_gradient import matmul_into
-from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
+from liger_trainer.kernels.head import linear_cross_entropy_chunks as _linear_cross_entropy_chunks
+from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.weight_gradient import matmul_into
 
 CONFIGURATIONS = [
     (4096, 8, 1),

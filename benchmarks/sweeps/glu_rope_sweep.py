@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels import _gated_kernels, _rope_kernel
-from liger_trainer.kernels._gated_activation import scalars
-from liger_trainer.kernels.rope import rope_reference
+from liger_trainer.kernels.mlp import gated_kernels as _gated_kernels
+from liger_trainer.kernels.mlp.gated_activation import scalars
+from liger_trainer.kernels.rope import rope_kernel as _rope_kernel
+from liger_trainer.kernels.rope.rope import rope_reference
 
 ROPE_SHAPES = {  # (batch, seq, q heads, k heads, head_dim)
     "llama3-8b": (4, 4096, 32, 8, 128),

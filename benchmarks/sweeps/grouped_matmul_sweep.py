@@ -19,13 +19,14 @@ import torch
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from liger_trainer.kernels import _grouped_library as library
-from liger_trainer.kernels import _grouped_rows_kernel, _grouped_weights_kernel
-from liger_trainer.kernels._gated_activation import scalars
-from liger_trainer.kernels._grouped_matmul import combine_rows
-from liger_trainer.kernels._grouped_rows_kernel import Tile
-from liger_trainer.kernels._moe_activation import activate, activation_gradients
-from liger_trainer.kernels.moe_routing import sort_by_expert
+from liger_trainer.kernels.mlp.gated_activation import scalars
+from liger_trainer.kernels.moe import grouped_library as library
+from liger_trainer.kernels.moe import grouped_rows_kernel as _grouped_rows_kernel
+from liger_trainer.kernels.moe import grouped_weights_kernel as _grouped_weights_kernel
+from liger_trainer.kernels.moe.activation import activate, activation_gradients
+from liger_trainer.kernels.moe.grouped_matmul import combine_rows
+from liger_trainer.kernels.moe.grouped_rows_kernel import Tile
+from liger_trainer.kernels.moe.routing import sort_by_expert
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 TILES = [

@@ -19,8 +19,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from liger_trainer.kernels import _lora_gated_kernels as kernels
-from liger_trainer.kernels._lora_gated_kernels import LaunchConfig, LowRank
+from liger_trainer.kernels.lora import lora_gated_kernels as kernels
+from liger_trainer.kernels.lora.lora_gated_kernels import LaunchConfig, LowRank
 
 TOKENS, COLUMNS = 16384, 14336
 TILES = [  # rows, columns, warps

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from liger_trainer.kernels._weight_gradient import WeightGradientSum, hopper_launch, launch
+from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch, launch
 
 SHAPES = {  # vocabulary, hidden size, tokens of a chunk
     "llama3-8b": (128256, 4096, 2048),

@@ -89,13 +89,13 @@ def _run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.cli.ranks import leave_process_group, rank
     from liger_trainer.recipe import load_recipe
-    from liger_trainer.recipe_file import RecipeError, TrainingError
+    from liger_trainer.recipe.file import RecipeError, TrainingError
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # TRL imports DeepSpeed, which would warn that it found no GPU
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
-        from liger_trainer.recipe_run import run_recipe
+        from liger_trainer.recipe.run import run_recipe
 
         run_recipe(recipe)
     except TrainingError as error:

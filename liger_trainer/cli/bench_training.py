@@ -118,7 +118,7 @@ def _check_quantize(arguments: argparse.Namespace) -> None:
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
     """The file of the configuration that was asked for or several GPUs need; empty for one process without."""
     from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.recipe_file import RecipeError, accelerate_config
+    from liger_trainer.recipe.file import RecipeError, accelerate_config
 
     gpus, default = max(arguments.gpus or [1]), "ddp" if device.module is None else "fsdp2"
     name = arguments.accelerate_config or (default if gpus > 1 else "")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def inspect(arguments: Namespace) -> int:
     """Prints the kernel report of ``arguments.model``; returns the exit code."""
-    from liger_trainer.recipe_file import RecipeError
+    from liger_trainer.recipe.file import RecipeError
 
     try:
         print(plan(arguments.model, arguments.liger_kernel_config, arguments.trust_remote_code))
@@ -46,7 +46,7 @@ def plan(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe_config import model_class
+    from liger_trainer.recipe.model_config import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
@@ -57,8 +57,8 @@ def plan(
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
-    from liger_trainer.recipe_config import make_config, published_config, read_config
-    from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
+    from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
+    from liger_trainer.recipe.model_config import make_config, published_config, read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):

@@ -65,7 +65,7 @@ def plan(arguments: Namespace, options: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     from liger_trainer.plan.choose import make_plan
     from liger_trainer.plan.inputs import read_inputs
-    from liger_trainer.recipe_file import RecipeError
+    from liger_trainer.recipe.file import RecipeError
 
     gpus, size = arguments.gpus, arguments.gpu_memory or _gpu_memory_here()
     try:

@@ -10,7 +10,7 @@ from liger_trainer.cli.parser import complain
 
 def recipes(name: str | None) -> int:
     """Lists the shipped recipes with their first comment line, or copies recipe `name` into the current folder."""
-    from liger_trainer.recipe_file import RecipeError, find_recipe, shipped_recipes
+    from liger_trainer.recipe.file import RecipeError, find_recipe, shipped_recipes
 
     if name is None:
         shipped = shipped_recipes()

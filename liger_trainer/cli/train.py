@@ -24,8 +24,8 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     from liger_trainer.cli import prepare_environment
 
     prepare_environment()
-    from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe
-    from liger_trainer.recipe_values import check_values
+    from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
+    from liger_trainer.recipe.values import check_values
 
     flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
     try:
@@ -53,7 +53,7 @@ def _config_of(recipe: Path, smoke: bool) -> str | None:
     Raises:
         RecipeError: if there is none of that name, also where it would not be followed.
     """
-    from liger_trainer.recipe_file import accelerate_config, read_recipe
+    from liger_trainer.recipe.file import accelerate_config, read_recipe
 
     name = read_recipe(recipe).get("accelerate_config")
     if name is not None:
@@ -72,7 +72,7 @@ def launch_command(
     """
     import torch
 
-    from liger_trainer.recipe_file import accelerate_config
+    from liger_trainer.recipe.file import accelerate_config
 
     gpus = count_gpus()
     if config is None:
@@ -97,7 +97,7 @@ def _check_for_cpu(config: str, file: Path) -> None:
     """Refuses a configuration that splits the model: on a CPU that hangs with DeepSpeed, and is not done with FSDP."""
     import yaml
 
-    from liger_trainer.recipe_file import RecipeError
+    from liger_trainer.recipe.file import RecipeError
 
     kind = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("distributed_type", "NO")
     if str(kind) not in ("NO", "MULTI_CPU", "MULTI_GPU"):

@@ -12,8 +12,8 @@ from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.lm_head import gathered, through_owner
 from liger_trainer.head.vocab_parallel import VocabParallelCall
-from liger_trainer.kernels.elementwise_divergence import jsd
-from liger_trainer.kernels.linear_jsd import DivergenceOutput, linear_jsd
+from liger_trainer.kernels.head.elementwise_divergence import jsd
+from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_jsd
 
 
 def divergence(

@@ -13,11 +13,11 @@ from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import gathered, linear, through_owner
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_log_probs, vocab_parallel_loss
-from liger_trainer.kernels._autograd import saved_as_is
-from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.log_probs import LogProbsOutput
+from liger_trainer.kernels.autograd import saved_as_is
+from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.head.log_probs import LogProbsOutput
 
 
 def deferred_cross_entropy(

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
-from liger_trainer.kernels._autograd import saved_as_is
-from liger_trainer.kernels.cross_entropy import CrossEntropyOutput
-from liger_trainer.kernels.log_probs import LogProbsOutput
-from liger_trainer.kernels.vocab_parallel import (
+from liger_trainer.kernels.autograd import saved_as_is
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
+from liger_trainer.kernels.head.log_probs import LogProbsOutput
+from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_log_probs,

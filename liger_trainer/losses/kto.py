@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liger_trainer.kernels._linear_grouped_loss import linear_grouped_loss
+from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import kto
 from liger_trainer.losses.sequences import (
     LOGITS_MEMORY,

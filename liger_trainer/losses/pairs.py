@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.kernels._linear_grouped_loss import linear_grouped_loss
+from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import Pairs
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, completion_log_probs
 

@@ -13,24 +13,24 @@ from torch import nn
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head import patch_head
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
-from liger_trainer.kernels._nf4_matmul import free_buffers
+from liger_trainer.kernels.lora.nf4_matmul import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
-from liger_trainer.patching.expert_parallel import find_expert_exchange
-from liger_trainer.patching.experts import find_experts
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
-from liger_trainer.patching.load_balancing import find_load_balancing_loss
-from liger_trainer.patching.lora import find_lora
-from liger_trainer.patching.lora_attention import share_inputs
-from liger_trainer.patching.lora_experts import find_adapted_parameter
+from liger_trainer.patching.lora.attention import share_inputs
+from liger_trainer.patching.lora.layers import find_lora
+from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
+from liger_trainer.patching.moe.experts import find_experts
+from liger_trainer.patching.moe.load_balancing import find_load_balancing_loss
+from liger_trainer.patching.moe.lora_experts import find_adapted_parameter
+from liger_trainer.patching.moe.routers import find_router
+from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
-from liger_trainer.patching.routers import find_router
-from liger_trainer.patching.scaled_experts import find_scaled_experts
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "

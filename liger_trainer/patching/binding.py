@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from liger_trainer.patching.experts_choice import is_chosen, unchoose
+from liger_trainer.patching.moe.experts_choice import is_chosen, unchoose
 
 # Weak, as a forward over another library's holds that one, and with it a module.
 _bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()

@@ -16,7 +16,7 @@ layer's time. In layers that are checkpointed it saves the product of the layer 
 recomputation makes over it. Without a gradient nothing would be kept, and the projection is called.
 Policies that choose by operator which products to keep do not see the down projection's.
 
-With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`kernels/tiled_mlp.py`), so that
+With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`tiling/tiled_mlp.py`), so that
 what an MLP needs no longer grows with the sequence.
 """
 
@@ -30,16 +30,15 @@ import torch
 from torch import nn
 
 from liger_trainer.head.context import serves_as_written
-from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.geglu import geglu, geglu_fused
-from liger_trainer.kernels.lora import lora_linears
-from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused
-from liger_trainer.kernels.tiled_mlp import tiled_mlp
+from liger_trainer.kernels.lora.lora import lora_linears
+from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
+from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.lora_layer import adapted_layers, is_plain_linear
+from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Agreement,
     Probe,
@@ -50,6 +49,7 @@ from liger_trainer.patching.probe import (
     projection,
     stand_in,
 )
+from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
 # In the order in which they are used: gate and up, or both in one, and down. The second are Llama's and Mixtral's own.
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_trainer.kernels.rms_norm import rms_norm
+from liger_trainer.kernels.norms.rms_norm import rms_norm
 
 _OPERATORS = (
     "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul rmatmul neg pos "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from liger_trainer.head.context import serves_as_written
-from liger_trainer.kernels.relu_squared import relu_squared
+from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unseen
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding

@@ -15,9 +15,9 @@ from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
-from liger_trainer.recipe_checks import split_obstacle
-from liger_trainer.recipe_file import RecipeError, find_recipe, first_line, read_recipe
-from liger_trainer.recipe_values import check_values
+from liger_trainer.recipe.checks import split_obstacle
+from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
+from liger_trainer.recipe.values import check_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -71,7 +71,7 @@ def read_inputs(
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
     if smoke:
-        from liger_trainer.smoke import shrink
+        from liger_trainer.recipe.smoke import shrink
 
         values = shrink(values, given)
     config, mapping = _config(values, source), kernels_of(values, source)
@@ -107,7 +107,7 @@ def read_inputs(
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
     from liger_trainer.configs.recipe_arguments import RecipeArguments
-    from liger_trainer.recipe_config import check_causal, make_config, published_config, read_config
+    from liger_trainer.recipe.model_config import check_causal, make_config, published_config, read_config
 
     name, settings = values["model_name_or_path"], values["model_config"]
     if (name is None) == (settings is None):
@@ -132,7 +132,7 @@ def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
 
 
 def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
-    from liger_trainer.recipe_model import check_expert_count
+    from liger_trainer.recipe.model import check_expert_count
 
     size = values["expert_parallel_size"] or 1
     if size == 1:
@@ -146,7 +146,7 @@ def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, 
 
 
 def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source: Path) -> None:
-    from liger_trainer.recipe_experts import check_loading_in_4_bits
+    from liger_trainer.recipe.experts import check_loading_in_4_bits
 
     if values["load_in_4bit"]:
         check_loading_in_4_bits(source, values["trainer"], config)
@@ -154,7 +154,7 @@ def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source
 
 def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
     """Experts that `expert_parallel_size` may split: what a recipe is refused with is not proposed."""
-    from liger_trainer.recipe_model import can_split_experts, count_experts
+    from liger_trainer.recipe.model import can_split_experts, count_experts
 
     return count_experts(config) if can_split_experts(config) and split_obstacle(values) is None else 0
 
@@ -164,7 +164,7 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     import torch
     from trl import ModelConfig, get_peft_config
 
-    from liger_trainer.recipe_config import model_class
+    from liger_trainer.recipe.model_config import model_class
 
     dtype = values["dtype"]
     if dtype in (None, "auto"):
@@ -263,7 +263,7 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
     from liger_trainer.plan.optimizers import is_known
-    from liger_trainer.recipe_config import published_config
+    from liger_trainer.recipe.model_config import published_config
 
     notes = []
     name = values["model_name_or_path"]

@@ -159,7 +159,7 @@ def _quantised(model: nn.Module, head: nn.Parameter | None) -> dict[int, int]:
 
 def _stacked(model: nn.Module) -> dict[int, int]:
     """The same of stacked weights of experts, the frozen ones."""
-    from liger_trainer.quantized_experts import stacked_weights
+    from liger_trainer.patching.moe.quantized_experts import stacked_weights
 
     found = (module._parameters[name] for module, name in stacked_weights(model))
     return {id(weight): weight.numel() for weight in found if weight is not None}

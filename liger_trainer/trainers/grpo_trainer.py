@@ -6,7 +6,7 @@ import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
-from liger_trainer.trainers.checked_generation import CheckedGeneration
+from liger_trainer.trainers.checks.generation import CheckedGeneration
 
 
 class LigerGRPOTrainer(CheckedGeneration, GRPOTrainer):

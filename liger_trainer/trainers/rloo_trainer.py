@@ -6,7 +6,7 @@ import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
-from liger_trainer.trainers.checked_generation import CheckedGeneration
+from liger_trainer.trainers.checks.generation import CheckedGeneration
 
 
 class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):

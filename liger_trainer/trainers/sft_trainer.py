@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.trainers.mixin import wants_kernels
+from liger_trainer.trainers.base import wants_kernels
 from liger_trainer.trainers.one_pass import OnePassModel
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 

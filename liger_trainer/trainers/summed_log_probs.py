@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.head.deferred_logits import unwrapped
-from liger_trainer.kernels._autograd import one_number
+from liger_trainer.kernels.autograd import one_number
 
 _NEGATIONS = (torch.neg, torch.negative, torch.Tensor.neg, torch.Tensor.negative)
 _CLONES = (torch.clone, torch.Tensor.clone)  # DistributedDataParallel clones the outputs of a model

@@ -11,7 +11,7 @@ from liger_trainer.head.chunked_module import chunked_log_probs
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.fused_loss import head_log_probs
-from liger_trainer.kernels.log_probs import log_probs
+from liger_trainer.kernels.head.log_probs import log_probs
 
 _KERNEL_NAMES = {
     "entropy": "entropy",

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.converted_checkpoints import split_models_resume
-from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments
-from liger_trainer.trainers.router_aux_loss import aux_loss_coefficients, averaged_aux_loss
+from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments
+from liger_trainer.trainers.checkpoints.converted import split_models_resume
+from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients, averaged_aux_loss
 
 
 class LigerTrainer(LigerTrainerMixin, Trainer):

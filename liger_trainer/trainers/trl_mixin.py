@@ -18,12 +18,12 @@ from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.converted_checkpoints import split_models_resume
+from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
+from liger_trainer.trainers.checkpoints.converted import split_models_resume
+from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
-from liger_trainer.trainers.mixin import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.offloading import check_offloading
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from liger_trainer.trainers.trl_checks import check_reference, check_rows
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:

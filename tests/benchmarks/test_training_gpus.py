@@ -10,7 +10,7 @@ from liger_trainer.benchmarks.training import sweep
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess, launch_command
 from liger_trainer.benchmarks.training_step import Task, run
 from liger_trainer.cli import main
-from liger_trainer.recipe_file import shipped_configs
+from liger_trainer.recipe.file import shipped_configs
 
 # accelerate has FSDP on accelerators alone, so its processes are told that they have some.
 AS_ON_GPUS = """

@@ -8,8 +8,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from liger_trainer.cli import main, train
-from liger_trainer.recipe_file import RecipeError, shipped_configs
-from liger_trainer.recipe_run import _check_launch
+from liger_trainer.recipe.file import RecipeError, shipped_configs
+from liger_trainer.recipe.run import _check_launch
 
 NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}

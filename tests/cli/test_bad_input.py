@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.cli import main
-from liger_trainer.recipe_file import RecipeError
-from liger_trainer.trainers.checkpoints import complete_checkpoints
+from liger_trainer.recipe.file import RecipeError
+from liger_trainer.trainers.checkpoints.whole import complete_checkpoints
 
 ROOT = Path(__file__).parents[2]
 TINY = {

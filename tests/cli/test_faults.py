@@ -12,7 +12,7 @@ import torch
 
 from liger_trainer.cli import run_recipe_file
 from liger_trainer.cli.ranks import lost_a_peer
-from liger_trainer.recipe_file import RecipeError, TrainingError
+from liger_trainer.recipe.file import RecipeError, TrainingError
 from tests.forked import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,6 @@ def test_what_one_rank_alone_may_know_is_told_by_any(error, told, monkeypatch, c
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("liger_trainer.recipe.load_recipe", lambda *args, **kwargs: None)
-    monkeypatch.setattr("liger_trainer.recipe_run.run_recipe", failing)
+    monkeypatch.setattr("liger_trainer.recipe.run.run_recipe", failing)
     assert run_recipe_file("some.yaml", []) == 2
     assert ("liger-trainer: rank 1: a bad row" in capsys.readouterr().err) == told

@@ -7,9 +7,9 @@ import torch
 import yaml
 
 from liger_trainer.cli import main
-from liger_trainer.published_configs import PUBLISHED
-from liger_trainer.recipe_config import model_class, published_config
-from liger_trainer.recipe_file import find_recipe, shipped_recipes
+from liger_trainer.recipe.file import find_recipe, shipped_recipes
+from liger_trainer.recipe.model_config import model_class, published_config
+from liger_trainer.recipe.published_configs import PUBLISHED
 
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}'

@@ -8,10 +8,10 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.quantized_experts import four_bits
+from liger_trainer.patching.moe.quantized_experts import four_bits
 from liger_trainer.recipe import load_recipe
-from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_run import train_recipe
+from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.run import train_recipe
 from tests.quantised import library
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer
@@ -119,7 +119,7 @@ def test_what_is_refused(folder, changes, message):
 
 def test_a_launch_that_splits_the_model_is_refused(folder, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    from liger_trainer.recipe_experts import check_loading_in_4_bits
+    from liger_trainer.recipe.experts import check_loading_in_4_bits
 
     with pytest.raises(RecipeError, match="the launch splits the model with DeepSpeed; launch it on one GPU"):
         check_loading_in_4_bits(folder, "sft", TINY_MODELS["qwen3_moe"]().config)

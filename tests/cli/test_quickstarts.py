@@ -6,8 +6,8 @@ import re
 import pytest
 
 from liger_trainer.cli import main
-from liger_trainer.quickstart import SORTING_KINDS, sorting
-from liger_trainer.recipe_file import find_recipe, read_recipe
+from liger_trainer.recipe.file import find_recipe, read_recipe
+from liger_trainer.recipe.quickstart import SORTING_KINDS, sorting
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from liger_trainer import smoke
 from liger_trainer.cli import main
-from liger_trainer.patching import experts_formula
-from liger_trainer.recipe import load_recipe
-from liger_trainer.recipe_file import RecipeError, find_recipe, read_recipe, shipped_recipes
-from liger_trainer.recipe_run import run_recipe
+from liger_trainer.patching.moe import experts_formula
+from liger_trainer.recipe import load_recipe, smoke
+from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.run import run_recipe
 from tests.quantised import library
 
 # A smoke run is one process: of the recipes for several GPUs one shows that, the others are those without their suffix.

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from liger_trainer.cli import main, run_recipe_file
-from liger_trainer.trainers.output_lock import LOCK, owned
+from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
 from tests import forked
 from tests.cli.test_faults import RECIPE, losses, run_forked, saved
 

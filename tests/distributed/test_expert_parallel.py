@@ -24,10 +24,10 @@ pytest.importorskip("transformers.distributed")
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from liger_trainer.kernels.moe_experts import moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.patching.binding import is_bound_by_us
-from liger_trainer.patching.expert_parallel import run_exchanged
-from liger_trainer.patching.experts_choice import is_chosen
+from liger_trainer.patching.moe.expert_parallel import run_exchanged
+from liger_trainer.patching.moe.experts_choice import is_chosen
 from tests.distributed.tensor_parallel import (
     FAMILIES,
     Case,
@@ -145,7 +145,7 @@ def _autocast_rows_are_sent_in_its_dtype(rank: int) -> None:
 @contextmanager
 def _counted_exchanges() -> Iterator[list[torch.Tensor]]:
     """What every all-to-all of `_expert_exchange` is given, in order."""
-    from liger_trainer.kernels import _expert_exchange
+    from liger_trainer.parallel import expert_exchange as _expert_exchange
 
     seen: list[torch.Tensor] = []
     exchange = _expert_exchange._all_to_all

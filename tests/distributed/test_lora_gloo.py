@@ -75,7 +75,7 @@ def _fsdp2(rank: int) -> None:
 
 def _experts(rank: int, sharded: bool) -> None:
     """Adapters on experts, of which both processes' tokens reach all."""
-    from liger_trainer.patching import experts_formula
+    from liger_trainer.patching.moe import experts_formula
 
     model, single = (build("qwen3_moe", **EXPERTS) for build in (_patched, _model))
     wrapped = model if sharded else nn.parallel.DistributedDataParallel(model)

@@ -14,7 +14,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.quantized_experts import four_bits
+from liger_trainer.patching.moe.quantized_experts import four_bits
 from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 ROWS = 4

@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        from liger_trainer.kernels.tiled_mlp import tiled_mlp
+        from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
         def forward(module: nn.Module, tile: torch.Tensor) -> torch.Tensor:
             return module["down"](F.gelu(module["up"](tile)))

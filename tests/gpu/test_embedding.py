@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
+from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, tied_embedding
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_reference
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_reference
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused, geglu_reference
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
 
 pytestmark = pytest.mark.gpu
 

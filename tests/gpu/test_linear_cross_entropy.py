@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels._cross_entropy_reference import linear_cross_entropy_reference
-from liger_trainer.kernels.cross_entropy import cross_entropy
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels import _weight_gradient_panels as panels
-from liger_trainer.kernels._weight_gradient import launch_for
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels.head import weight_gradient_panels as panels
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.weight_gradient import launch_for
 from liger_trainer.kernels.runtime import INTERPRETED
 
 pytestmark = pytest.mark.gpu

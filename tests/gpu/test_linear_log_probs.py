@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from liger_trainer import apply_liger_kernel
 from liger_trainer.callbacks.router_balance import RouterBalanceCallback
 from liger_trainer.functional import load_balancing_loss, router_losses
-from liger_trainer.kernels.load_balancing import router_losses_reference
-from liger_trainer.patching.load_balancing import recorded_z_losses
+from liger_trainer.kernels.moe.load_balancing import router_losses_reference
+from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 
 pytestmark = pytest.mark.gpu
 

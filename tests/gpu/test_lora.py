@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.lora import LoRA, LoRALayer, lora_linears
-from liger_trainer.kernels.lora_mlp import lora_mlp
+from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linears
+from liger_trainer.kernels.lora.lora_mlp import lora_mlp
 
 pytestmark = pytest.mark.gpu
 

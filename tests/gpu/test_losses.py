@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_trainer import losses
-from liger_trainer.kernels.linear_log_probs import linear_log_probs_reference
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
 
 pytestmark = pytest.mark.gpu
 

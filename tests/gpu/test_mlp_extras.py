@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
-from liger_trainer.kernels.gated_down import swiglu_down, swiglu_down_reference
-from liger_trainer.kernels.relu_squared import relu_squared, relu_squared_reference
-from liger_trainer.kernels.swiglu import swiglu, swiglu_reference
-from liger_trainer.kernels.tiled_mlp import tiled_mlp
+from liger_trainer.kernels.mlp.gated_down import swiglu_down, swiglu_down_reference
+from liger_trainer.kernels.mlp.relu_squared import relu_squared, relu_squared_reference
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_reference
+from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from liger_trainer.nn import LigerSwiGLUMLP
+from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
 pytestmark = pytest.mark.gpu
 

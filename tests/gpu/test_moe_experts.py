@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from liger_trainer.kernels import _grouped_library, _grouped_rows_kernel
-from liger_trainer.kernels._grouped_matmul import grouped_rows, grouped_weight_gradient
-from liger_trainer.kernels.moe_experts import moe_experts, moe_experts_reference
-from liger_trainer.kernels.moe_routing import sort_by_expert
+from liger_trainer.kernels.moe import grouped_library as _grouped_library
+from liger_trainer.kernels.moe import grouped_rows_kernel as _grouped_rows_kernel
+from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient
+from liger_trainer.kernels.moe.routing import sort_by_expert
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 
 pytestmark = pytest.mark.gpu
 

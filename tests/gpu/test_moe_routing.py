@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from liger_trainer.kernels.moe_router import (
+from liger_trainer.kernels.moe.router import (
     grouped_topk_sigmoid_routing,
     grouped_topk_sigmoid_routing_reference,
     topk_softmax_routing,
     topk_softmax_routing_reference,
 )
-from liger_trainer.kernels.moe_routing import (
+from liger_trainer.kernels.moe.routing import (
     sort_by_expert,
     sort_by_expert_reference,
     tile_table,
@@ -126,7 +126,7 @@ def test_a_negative_id_is_an_assertion_of_the_device():
     """In a process of its own, as it takes the device's context with it."""
     code = (
         "import torch\n"
-        "from liger_trainer.kernels.moe_routing import sort_by_expert\n"
+        "from liger_trainer.kernels.moe.routing import sort_by_expert\n"
         "sort_by_expert(torch.tensor([[0, -1]], device=torch.accelerator.current_accelerator()), 4)\n"
         "torch.accelerator.synchronize()"
     )

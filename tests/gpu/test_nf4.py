@@ -14,8 +14,8 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.functional import nf4_dequantize
-from liger_trainer.kernels import _nf4_matmul as matmul
-from liger_trainer.kernels.nf4 import nf4_dequantize_reference
+from liger_trainer.kernels.lora import nf4_matmul as matmul
+from liger_trainer.kernels.lora.nf4 import nf4_dequantize_reference
 from tests.quantised import library, matrix, quantise
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer

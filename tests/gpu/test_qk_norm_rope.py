@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from liger_trainer.functional import qk_norm_rope, rms_norm, rope, rope_complex, rope_multimodal
-from liger_trainer.kernels import rope as rope_module
-from liger_trainer.kernels._qk_norm_rope_kernels import backward_kernel, forward_kernel
-from liger_trainer.kernels.qk_norm_rope import qk_norm_rope_reference
-from liger_trainer.kernels.rope import rope_reference
+from liger_trainer.kernels.rope import rope as rope_module
+from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope_reference
+from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
+from liger_trainer.kernels.rope.rope import rope_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from liger_trainer import apply_liger_kernel, quantize_experts
-from liger_trainer.quantized_experts import four_bits
+from liger_trainer.patching.moe.quantized_experts import four_bits
 from tests.quantised import library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from liger_trainer.kernels._rope_kernel import rope_kernel
-from liger_trainer.kernels.rope import rope, rope_reference
+from liger_trainer.kernels.rope.rope import rope, rope_reference
+from liger_trainer.kernels.rope.rope_kernel import rope_kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from liger_trainer.kernels import _row_softmax_kernels as kernels
-from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
-from liger_trainer.kernels.softmax import softmax, softmax_reference
-from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
+from liger_trainer.kernels.parity import row_softmax_kernels as kernels
+from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
+from liger_trainer.kernels.parity.softmax import softmax, softmax_reference
+from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_reference
 
 pytestmark = pytest.mark.gpu
 

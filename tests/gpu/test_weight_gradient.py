@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels import _weight_gradient as weight_gradient
-from liger_trainer.kernels._weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
+from liger_trainer.kernels.head import weight_gradient
+from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
 from liger_trainer.kernels.runtime import INTERPRETED
 
 pytestmark = pytest.mark.gpu

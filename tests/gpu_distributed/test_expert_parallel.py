@@ -13,8 +13,8 @@ import torch.distributed as dist
 pytest.importorskip("trl")
 pytest.importorskip("transformers.distributed")
 
-from liger_trainer.kernels.moe_experts import moe_experts
-from liger_trainer.patching.expert_parallel import run_exchanged
+from liger_trainer.kernels.moe.experts import moe_experts
+from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from tests.distributed.test_expert_parallel import MODELS, ROWS, model_is_that_of_one_process, rows_are_those_of_one
 from tests.gpu_distributed.gpus import failures_in, join_group, needs_gpu, results_of, write_results
 from tests.tiny_models import TINY_MODELS

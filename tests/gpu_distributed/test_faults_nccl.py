@@ -2,7 +2,7 @@
 
 import pytest
 
-from liger_trainer.recipe_file import accelerate_config
+from liger_trainer.recipe.file import accelerate_config
 from tests.cli.test_faults import run, saved
 from tests.trainers.test_two_process_faults import assert_all_act_alike, folders
 from tests.trainers.test_two_process_faults import run as run_script

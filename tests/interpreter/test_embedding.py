@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from liger_trainer.kernels import embedding as operators
-from liger_trainer.kernels.embedding import embedding, embedding_backward_, embedding_reference, tied_embedding
+from liger_trainer.kernels.parity import embedding as operators
+from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, embedding_reference, tied_embedding
 from tests.accuracy import seeded_randn as randn
 
 HALF = [torch.bfloat16, torch.float16]

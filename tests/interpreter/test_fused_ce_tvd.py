@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels import fused_ce_tvd as operators
-from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
+from liger_trainer.kernels.parity import fused_ce_tvd as operators
+from liger_trainer.kernels.parity.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.kernels.runtime import use_triton
 
 IGNORE = -100

@@ -11,10 +11,10 @@ from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _gated_activation as operators
-from liger_trainer.kernels import gated_down as down_operators
-from liger_trainer.kernels.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
-from liger_trainer.kernels.swiglu import swiglu
+from liger_trainer.kernels.mlp import gated_activation as operators
+from liger_trainer.kernels.mlp import gated_down as down_operators
+from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
+from liger_trainer.kernels.mlp.swiglu import swiglu
 from tests.accuracy import seeded_randn as randn
 
 HIDDEN, INTERMEDIATE = 6, 20

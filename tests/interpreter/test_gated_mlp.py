@@ -8,10 +8,10 @@ import torch
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _gated_activation as operators
-from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
+from liger_trainer.kernels.mlp import gated_activation as operators
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
 from liger_trainer.kernels.runtime import INTERPRETED
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
 from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
 PAIRS = {

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
-from liger_trainer.kernels.geglu import geglu, geglu_fused
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_fused_reference
+from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
 SCALED = {"gate_multiplier": 0.75, "down_multiplier": 1.5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels.linear_log_probs import linear_log_probs_reference
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
 from liger_trainer.kernels.runtime import use_triton
 from liger_trainer.losses import LigerFusedLinearDPOLoss
 

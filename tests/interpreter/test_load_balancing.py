@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels import _router_statistics as operators
-from liger_trainer.kernels.load_balancing import load_balancing_loss, router_losses, router_losses_reference
-from liger_trainer.kernels.moe_router import topk_softmax_routing
+from liger_trainer.kernels.moe import router_statistics as operators
+from liger_trainer.kernels.moe.load_balancing import load_balancing_loss, router_losses, router_losses_reference
+from liger_trainer.kernels.moe.router import topk_softmax_routing
 from tests.accuracy import seeded_randn
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels.log_probs import log_probs, log_probs_reference
+from liger_trainer.kernels.head.log_probs import log_probs, log_probs_reference
 from liger_trainer.kernels.runtime import use_triton
 
 ALL_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _lora_down as operators
-from liger_trainer.kernels._gated_activation import scalars
-from liger_trainer.kernels.lora import LoRA, LoRALayer
-from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
-from liger_trainer.kernels.nf4 import LAYOUT_LENGTH
+from liger_trainer.kernels.lora import lora_down as operators
+from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
+from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH
+from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn

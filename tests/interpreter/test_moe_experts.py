@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels._grouped_matmul import combine_rows
-from liger_trainer.kernels._grouped_rows_kernel import precision
-from liger_trainer.kernels.moe_experts import moe_experts, moe_experts_reference
-from liger_trainer.kernels.moe_routing import sort_by_expert
+from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe.grouped_matmul import combine_rows
+from liger_trainer.kernels.moe.grouped_rows_kernel import precision
+from liger_trainer.kernels.moe.routing import sort_by_expert
 from tests.kernels.test_moe_experts import cases, gradients, made
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.kernels._grouped_library import add_to_rows
-from liger_trainer.kernels.moe_experts import moe_experts_reference
-from liger_trainer.kernels.moe_routing import sort_by_expert
+from liger_trainer.kernels.moe.experts import moe_experts_reference
+from liger_trainer.kernels.moe.grouped_library import add_to_rows
+from liger_trainer.kernels.moe.routing import sort_by_expert
 from tests.kernels.test_moe_lora import Case
 
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import moe_router
-from liger_trainer.kernels.moe_router import (
+from liger_trainer.kernels.moe import router as moe_router
+from liger_trainer.kernels.moe.router import (
     grouped_topk_sigmoid_routing,
     grouped_topk_sigmoid_routing_reference,
     topk_softmax_routing,
     topk_softmax_routing_reference,
 )
+from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.routers import find_router
 from tests.accuracy import seeded_randn
 from tests.moe_routers import ROUTERS
 

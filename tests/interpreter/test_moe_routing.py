@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import moe_routing
-from liger_trainer.kernels.moe_routing import (
+from liger_trainer.kernels.moe import routing as moe_routing
+from liger_trainer.kernels.moe.routing import (
     sort_by_expert,
     sort_by_expert_reference,
     tile_table,

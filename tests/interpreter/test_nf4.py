@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_trainer.functional import nf4_dequantize
-from liger_trainer.kernels.nf4 import nf4_dequantize_reference
+from liger_trainer.kernels.lora.nf4 import nf4_dequantize_reference
 from tests.kernels.test_nf4 import random_weight
 
 

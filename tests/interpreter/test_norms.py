@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _layer_norm_kernels, _norm_common, _rms_norm_kernels
-from liger_trainer.kernels._norm_common import NormConfig, column_sum
-from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
-from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
-from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
+from liger_trainer.kernels.norms import launch as _norm_common
+from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms.launch import NormConfig, column_sum
+from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
+from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
+from liger_trainer.kernels.parity.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from tests.accuracy import assert_as_accurate, run
 from tests.norm_cases import weight_gradient_errors
 

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels import qk_norm_rope as module
-from liger_trainer.kernels._norm_common import NormConfig
-from liger_trainer.kernels.qk_norm_rope import (
+from liger_trainer.kernels.norms.launch import NormConfig
+from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.rope import qk_norm_rope as module
+from liger_trainer.kernels.rope.qk_norm_rope import (
     qk_norm_rope,
     qk_norm_rope_backward,
     qk_norm_rope_forward,
     qk_norm_rope_reference,
 )
-from liger_trainer.kernels.rms_norm import rms_norm
-from liger_trainer.kernels.rope import rope
+from liger_trainer.kernels.rope.rope import rope
 
 # (batch, seq, q heads, k heads, head_dim, rotary_dim, table batch)
 SHAPES = [
@@ -178,7 +178,7 @@ def test_same_bits_and_inputs_left_alone(device):
 
 @pytest.mark.parametrize("config", [NormConfig(1, 4, 1, 1), NormConfig(8, 4, 3, 2)])
 def test_every_tiling_gives_the_same(config, device, monkeypatch):
-    from liger_trainer.kernels import _qk_norm_rope_launch as launch
+    from liger_trainer.kernels.rope import qk_norm_rope_launch as launch
 
     arguments = inputs(SHAPES[2], device=device)
     expected = values_and_gradients(qk_norm_rope, arguments)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels import relu_squared as operators
-from liger_trainer.kernels.relu_squared import relu_squared, relu_squared_reference
+from liger_trainer.kernels.mlp import relu_squared as operators
+from liger_trainer.kernels.mlp.relu_squared import relu_squared, relu_squared_reference
 from tests.accuracy import in_float64, seeded_randn, value_and_gradients
 
 randn = partial(seeded_randn, scale=3.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from liger_trainer.kernels import rope as rope_kernel
-from liger_trainer.kernels.rope import rope, rope_reference, rotate
+from liger_trainer.kernels.rope import rope as rope_kernel
+from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from liger_trainer.kernels.runtime import INTERPRETED
 
 # (batch, seq, q heads, k heads, head_dim, rotary_dim, table batch)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels.rope import rope, rope_reference, rotate
-from liger_trainer.kernels.rope_layouts import rope_complex, rope_multimodal, rope_multimodal_reference, rope_vision
+from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_multimodal_reference, rope_vision
+from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from tests.interpreter.test_rope import values_and_gradients as _values_and_gradients
 
 HEADS = (5, 2)

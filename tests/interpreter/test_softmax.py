@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels import _row_softmax as operators
-from liger_trainer.kernels import _row_softmax_launch as launches
-from liger_trainer.kernels.multi_token_attention import multi_token_attention, multi_token_attention_reference
+from liger_trainer.kernels.parity import row_softmax as operators
+from liger_trainer.kernels.parity import row_softmax_launch as launches
+from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
+from liger_trainer.kernels.parity.softmax import softmax, softmax_reference
+from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_reference
 from liger_trainer.kernels.runtime import use_triton
-from liger_trainer.kernels.softmax import softmax, softmax_reference
-from liger_trainer.kernels.sparsemax import sparsemax, sparsemax_reference
 
 INF, NAN = float("inf"), float("nan")
 PAIRS = {"softmax": (softmax, softmax_reference), "sparsemax": (sparsemax, sparsemax_reference)}

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import _cross_entropy_rows, _rescale
-from liger_trainer.kernels import cross_entropy as operator
-from liger_trainer.kernels._cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
-from liger_trainer.kernels.cross_entropy import cross_entropy
+from liger_trainer.kernels.head import cross_entropy as operator
+from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
+from liger_trainer.kernels.head import rescale as _rescale
+from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy_options import RowOptions, RowStats
+from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import _elementwise_divergence_kernel
-from liger_trainer.kernels import elementwise_divergence as operators
-from liger_trainer.kernels.elementwise_divergence import jsd, kl_div, tvd
+from liger_trainer.kernels.head import elementwise_divergence as operators
+from liger_trainer.kernels.head import elementwise_divergence_kernel as _elementwise_divergence_kernel
+from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from tests.aot import compile_launch, on_targets, recorded_launches
 
 IGNORE = -100

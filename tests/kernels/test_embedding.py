@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels import embedding as operators
-from liger_trainer.kernels.embedding import embedding, embedding_backward_, tied_embedding
+from liger_trainer.kernels.parity import embedding as operators
+from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, tied_embedding
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

@@ -14,17 +14,15 @@ from liger_trainer.functional import (
     poly_norm,
     rms_norm,
 )
-from liger_trainer.kernels import (
-    _group_norm_launch,
-    _layer_norm_kernels,
-    _modulated_rms_norm_kernels,
-    _norm_common,
-    _rms_norm_kernels,
-    runtime,
-)
-from liger_trainer.kernels import dyt as dyt_module
-from liger_trainer.kernels import group_norm as group_norm_module
-from liger_trainer.kernels import poly_norm as poly_norm_module
+from liger_trainer.kernels import runtime
+from liger_trainer.kernels.norms import launch as _norm_common
+from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.parity import dyt as dyt_module
+from liger_trainer.kernels.parity import group_norm as group_norm_module
+from liger_trainer.kernels.parity import group_norm_launch as _group_norm_launch
+from liger_trainer.kernels.parity import modulated_rms_norm_kernels as _modulated_rms_norm_kernels
+from liger_trainer.kernels.parity import poly_norm as poly_norm_module
 from tests import aot
 from tests.norm_cases import NORMS
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels import fused_ce_tvd as operators
-from liger_trainer.kernels.fused_ce_tvd import fused_ce_tvd
+from liger_trainer.kernels.parity import fused_ce_tvd as operators
+from liger_trainer.kernels.parity.fused_ce_tvd import fused_ce_tvd
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100

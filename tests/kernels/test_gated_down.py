@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from liger_trainer.kernels import _gated_activation as operators
-from liger_trainer.kernels import gated_down as down_operators
-from liger_trainer.kernels.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.geglu import geglu
-from liger_trainer.kernels.swiglu import swiglu
+from liger_trainer.kernels.mlp import gated_activation as operators
+from liger_trainer.kernels.mlp import gated_down as down_operators
+from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
+from liger_trainer.kernels.mlp.geglu import geglu
+from liger_trainer.kernels.mlp.swiglu import swiglu
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

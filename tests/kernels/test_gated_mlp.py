@@ -11,10 +11,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from liger_trainer.kernels import _gated_activation as operators
-from liger_trainer.kernels.clamped_swiglu import clamped_swiglu
-from liger_trainer.kernels.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
-from liger_trainer.kernels.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+from liger_trainer.kernels.mlp import gated_activation as operators
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
+from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 SIZES = {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}

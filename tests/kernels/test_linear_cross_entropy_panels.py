@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels import _weight_gradient_panels as panels
-from liger_trainer.kernels._cross_entropy_reference import linear_cross_entropy_reference
-from liger_trainer.kernels._head_chunks import chunk_rows
-from liger_trainer.kernels._weight_gradient_panels import PanelPlan, plan_panels
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels.head import weight_gradient_panels as panels
+from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels.head.head_chunks import chunk_rows
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.weight_gradient_panels import PanelPlan, plan_panels
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 40, 16, 500
@@ -240,7 +240,7 @@ def test_calls_that_do_without() -> None:
 def test_a_block_floating_point_sum_needs_no_bigger_buffer() -> None:
     hidden, weight = _meta(8192, 4096, 128256)
     assert chunk_rows(hidden, weight, 64 * 2**20, True) == 1024
-    with mock.patch("liger_trainer.kernels._weight_gradient.launch_for", return_value=print):
+    with mock.patch("liger_trainer.kernels.head.weight_gradient.launch_for", return_value=print):
         assert chunk_rows(hidden, weight, 64 * 2**20, True) == 256
         assert chunk_rows(hidden, weight, 62 * 2**20, True) == 249
         assert chunk_rows(hidden, weight.t().contiguous().t(), 64 * 2**20, True) == 1024

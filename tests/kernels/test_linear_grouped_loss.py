@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels._head_chunks import chunk_rows
-from liger_trainer.kernels._linear_grouped_loss import GroupedLoss, linear_grouped_loss
-from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.head.head_chunks import chunk_rows
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.parity.linear_grouped_loss import GroupedLoss, linear_grouped_loss
 
 IGNORE = -100
 GROUPS, GROUP, HIDDEN, VOCAB = 4, 3, 6, 20

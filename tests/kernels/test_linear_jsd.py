@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import _divergence_rows, _linear_divergence
-from liger_trainer.kernels._divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels._divergence_reference import linear_jsd_reference
-from liger_trainer.kernels.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
-from liger_trainer.kernels.linear_kl_div import linear_kl_div, linear_kl_div_reference
+from liger_trainer.kernels.head import divergence_rows as _divergence_rows
+from liger_trainer.kernels.head import linear_divergence as _linear_divergence
+from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
+from liger_trainer.kernels.head.divergence_reference import linear_jsd_reference
+from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
+from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
 from tests.aot import compile_launch, on_targets, recorded_launches
 
 IGNORE = -100

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _cross_entropy_rows, _linear_rows
-from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels import _linear_row_gradients as row_gradients
-from liger_trainer.kernels import linear_log_probs as operator
-from liger_trainer.kernels._cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
-from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
+from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels.head import linear_log_probs as operator
+from liger_trainer.kernels.head import linear_row_gradients as row_gradients
+from liger_trainer.kernels.head import linear_rows as _linear_rows
+from liger_trainer.kernels.head.cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels import _linear_expected_gradient as expected_gradient
-from liger_trainer.kernels._autograd import one_number
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.autograd import one_number
+from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels.head import linear_expected_gradient as expected_gradient
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 13, 6, 20

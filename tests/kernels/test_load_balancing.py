@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from liger_trainer.functional import load_balancing_loss, router_losses, router_z_loss
-from liger_trainer.kernels import _router_statistics as operators
+from liger_trainer.kernels.moe import router_statistics as operators
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 

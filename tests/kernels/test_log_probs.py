@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.log_probs import log_probs, log_probs_reference
+from liger_trainer.kernels.head.log_probs import log_probs, log_probs_reference
 
 IGNORE = -100
 ALL_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")

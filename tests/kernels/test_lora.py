@@ -7,8 +7,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from liger_trainer.kernels import _lora_linears as operators
-from liger_trainer.kernels.lora import (
+from liger_trainer.kernels.lora import lora_linears as operators
+from liger_trainer.kernels.lora.lora import (
     LoRA,
     LoRALayer,
     lora_linear,
@@ -16,7 +16,7 @@ from liger_trainer.kernels.lora import (
     lora_linears,
     lora_linears_reference,
 )
-from liger_trainer.kernels.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
 from tests.accuracy import assert_as_accurate, seeded_randn
 
 IN, TOKENS = 16, (2, 5)

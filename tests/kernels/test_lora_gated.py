@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from liger_trainer.kernels import _lora_gated_kernels as kernels
-from liger_trainer.kernels._lora_gated_kernels import LowRank
+from liger_trainer.kernels.lora import lora_gated_kernels as kernels
+from liger_trainer.kernels.lora.lora_gated_kernels import LowRank
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 ROWS, COLUMNS = 8192, 1024

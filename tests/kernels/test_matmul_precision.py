@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels import _matmul_precision
-from liger_trainer.kernels._linear_grouped_loss import linear_grouped_loss
-from liger_trainer.kernels._matmul_precision import fp32_reductions
-from liger_trainer.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.linear_jsd import linear_jsd
-from liger_trainer.kernels.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.head import matmul_precision as _matmul_precision
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_jsd import linear_jsd
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.head.matmul_precision import fp32_reductions
+from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 
 BF16 = "allow_bf16_reduced_precision_reduction"
 FP16 = "allow_fp16_reduced_precision_reduction"

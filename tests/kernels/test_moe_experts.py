@@ -13,8 +13,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_trainer.functional import moe_experts
-from liger_trainer.kernels import _grouped_library, _moe_down, _moe_gate_up
-from liger_trainer.kernels.moe_experts import moe_experts_reference
+from liger_trainer.kernels.moe import down as _moe_down
+from liger_trainer.kernels.moe import gate_up as _moe_gate_up
+from liger_trainer.kernels.moe import grouped_library as _grouped_library
+from liger_trainer.kernels.moe.experts import moe_experts_reference
 from liger_trainer.nn import LigerExperts
 
 SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}
@@ -236,7 +238,7 @@ def test_compiles_to_one_graph(case, dynamic, frozen, device):
 @pytest.mark.parametrize("case", ["gpt_oss", "no gate"])
 def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
     calls = []
-    from liger_trainer.kernels import moe_experts as module
+    from liger_trainer.kernels.moe import experts as module
 
     for name in ("moe_gate_up", "moe_down_save", "moe_down"):
         native = getattr(module, name)

@@ -9,10 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels import _grouped_library, _grouped_rows_kernel, _moe_down, _moe_gate_up, _moe_lora
-from liger_trainer.kernels import moe_experts as operator
-from liger_trainer.kernels.moe_experts import ExpertLoRA, moe_experts, moe_experts_reference
-from liger_trainer.kernels.moe_routing import sort_by_expert
+from liger_trainer.kernels.moe import down as _moe_down
+from liger_trainer.kernels.moe import expert_lora as _moe_lora
+from liger_trainer.kernels.moe import experts as operator
+from liger_trainer.kernels.moe import gate_up as _moe_gate_up
+from liger_trainer.kernels.moe import grouped_library as _grouped_library
+from liger_trainer.kernels.moe import grouped_rows_kernel as _grouped_rows_kernel
+from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts, moe_experts_reference
+from liger_trainer.kernels.moe.routing import sort_by_expert
 from tests.aot import compile_launch, recorded_launches
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from liger_trainer.kernels import moe_router as operators
-from liger_trainer.kernels.moe_router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.kernels.moe import router as operators
+from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.moe_routers import HIDDEN, ROUTERS

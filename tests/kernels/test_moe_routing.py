@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels import moe_routing as operators
-from liger_trainer.kernels.moe_routing import sort_by_expert, tile_table
+from liger_trainer.kernels.moe import routing as operators
+from liger_trainer.kernels.moe.routing import sort_by_expert, tile_table
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

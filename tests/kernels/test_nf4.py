@@ -9,10 +9,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.functional import LoRA, LoRALayer, NestedAbsmax, NF4Weight, lora_linear, lora_linears, nf4_dequantize
-from liger_trainer.kernels import _nf4_matmul as matmul
-from liger_trainer.kernels import nf4
-from liger_trainer.kernels.lora import lora_linears_reference
-from liger_trainer.kernels.lora_mlp import lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.lora import nf4
+from liger_trainer.kernels.lora import nf4_matmul as matmul
+from liger_trainer.kernels.lora.lora import lora_linears_reference
+from liger_trainer.kernels.lora.lora_mlp import lora_mlp, lora_mlp_reference
 from tests import aot
 from tests.quantised import matrix
 

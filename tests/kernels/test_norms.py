@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_trainer.kernels import _norm_common
-from liger_trainer.kernels.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
-from liger_trainer.kernels.layer_norm import layer_norm, layer_norm_reference
-from liger_trainer.kernels.rms_norm import rms_norm, rms_norm_reference
+from liger_trainer.kernels.norms import launch as _norm_common
+from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
+from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
+from liger_trainer.kernels.parity.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from tests import aot
 
 CASTINGS = ["llama", "gemma", "olmo2", "none"]

@@ -8,7 +8,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.qwen3 import modeling_qwen3
 
 from liger_trainer.functional import qk_norm_rope
-from liger_trainer.kernels.qk_norm_rope import (
+from liger_trainer.kernels.rope.qk_norm_rope import (
     qk_norm_rope_backward,
     qk_norm_rope_forward,
     qk_norm_rope_reference,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from liger_trainer.kernels import relu_squared as operators
-from liger_trainer.kernels.relu_squared import relu_squared, relu_squared_reference
+from liger_trainer.kernels.mlp import relu_squared as operators
+from liger_trainer.kernels.mlp.relu_squared import relu_squared, relu_squared_reference
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

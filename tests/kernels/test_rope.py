@@ -7,7 +7,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer.kernels.rope import rope, rope_reference, rotate
+from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama4 import modeling_llama4
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from liger_trainer.functional import rope, rope_complex, rope_multimodal, rope_vision
-from liger_trainer.kernels.rope import rotate
+from liger_trainer.kernels.rope.rope import rotate
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 

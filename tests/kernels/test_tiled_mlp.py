@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.swiglu import swiglu
-from liger_trainer.kernels.tiled_mlp import tile_length, tiled_mlp
+from liger_trainer.kernels.mlp.swiglu import swiglu
+from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 
 HIDDEN, INTERMEDIATE = 6, 10
 

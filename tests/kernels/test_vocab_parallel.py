@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels import _vocab_parallel_rows as rows
-from liger_trainer.kernels import vocab_parallel
-from liger_trainer.kernels._cross_entropy_options import RowOptions, Shard
-from liger_trainer.kernels._cross_entropy_reference import cross_entropy_reference
-from liger_trainer.kernels._row_partials import combine
-from liger_trainer.kernels.linear_log_probs import linear_log_probs_reference
+from liger_trainer.kernels.head.cross_entropy_options import RowOptions, Shard
+from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
+from liger_trainer.kernels.head.row_partials import combine
+from liger_trainer.parallel import vocab_parallel
+from liger_trainer.parallel import vocab_parallel_rows as rows
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 9, 5, 14

@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
-from liger_trainer.kernels import _weight_gradient as weight_gradient
-from liger_trainer.kernels._weight_gradient import (
+from liger_trainer.kernels.head import weight_gradient
+from liger_trainer.kernels.head.weight_gradient import (
     MAX_HALF_CHUNKS,
     WeightGradientSum,
     hopper_launch,
@@ -99,7 +99,7 @@ def test_a_triton_that_was_not_tried_leaves_hopper_to_the_plain_kernel(version):
 
 
 def test_without_gluon_there_is_no_kernel_for_hopper():
-    with mock.patch.dict(sys.modules, {"liger_trainer.kernels._weight_gradient_gluon": None}):
+    with mock.patch.dict(sys.modules, {"liger_trainer.kernels.head.weight_gradient_gluon": None}):
         assert hopper_launch() is None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import liger_trainer
 from liger_trainer import losses
 from liger_trainer import nn as modules
-from liger_trainer.kernels._linear_grouped_loss import GroupedLoss
+from liger_trainer.kernels.parity.linear_grouped_loss import GroupedLoss
 from liger_trainer.losses import functional, grpo, kto, pairs
 from tests.losses.cases import (
     ALL_AT_ONCE,

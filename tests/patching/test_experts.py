@@ -27,7 +27,7 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.patching import experts_formula
+from liger_trainer.patching.moe import experts_formula
 from tests.patching import toys
 from tests.tiny_models import COMMON, TINY_MODELS, VOCAB, _build
 

@@ -8,8 +8,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.patching import load_balancing
-from liger_trainer.patching.load_balancing import recorded_z_losses
+from liger_trainer.patching.moe import load_balancing
+from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from tests.tiny_models import TINY_MODELS
 
 ALONE = {key: key == "load_balancing_loss" for key in KERNEL_KEYS}

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels import lora as operators
+from liger_trainer.kernels.lora import lora as operators
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 NONE = dict.fromkeys(KERNEL_KEYS, False)

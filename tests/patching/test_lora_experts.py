@@ -15,8 +15,10 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels import _moe_down, _moe_gate_up, _moe_lora
-from liger_trainer.patching import experts_formula
+from liger_trainer.kernels.moe import down as _moe_down
+from liger_trainer.kernels.moe import expert_lora as _moe_lora
+from liger_trainer.kernels.moe import gate_up as _moe_gate_up
+from liger_trainer.patching.moe import experts_formula
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True, "lora": True}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.patching import experts_formula
+from liger_trainer.patching.moe import experts_formula
 from tests.moe_blocks import BLOCKS, measure_block
 
 TOKENS = 64

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.kernels.rms_norm import rms_norm
+from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.patching import rotations
 from liger_trainer.patching.pending_norm import PendingNorm
 from tests.patching.test_families import LAYERS, loss_and_gradients, relative

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels.tiled_mlp import tiled_mlp
 from liger_trainer.patching import gated_mlp
+from liger_trainer.tiling.tiled_mlp import tiled_mlp
 from tests.patching import toys
 from tests.tiny_models import TINY_MODELS, tiny_batch
 

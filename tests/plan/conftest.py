@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from liger_trainer.published_configs import PUBLISHED
+from liger_trainer.recipe.published_configs import PUBLISHED
 
 _NAMES = {
     "llama3_8b": "meta-llama/Llama-3.1-8B",

@@ -7,7 +7,7 @@ from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import changed_keys, command, memory_table
 from liger_trainer.plan.settings import Setting
-from liger_trainer.recipe_file import RecipeError, find_recipe
+from liger_trainer.recipe.file import RecipeError, find_recipe
 
 GB = 10**9
 

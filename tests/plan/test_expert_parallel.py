@@ -11,8 +11,8 @@ import torch.distributed as dist
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.operations.moe_experts import cases
 from liger_trainer.benchmarks.registry import Data
-from liger_trainer.kernels.moe_experts import moe_experts
-from liger_trainer.patching.expert_parallel import run_exchanged
+from liger_trainer.kernels.moe.experts import moe_experts
+from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.choose import make_plan, written_setting
 from liger_trainer.plan.estimate import _head, estimate, moments
@@ -22,8 +22,8 @@ from liger_trainer.plan.running import _strategy
 from liger_trainer.plan.settings import Setting, candidates, exchanged_bytes, relative_cost
 from liger_trainer.plan.splitting import held
 from liger_trainer.recipe import load_recipe
-from liger_trainer.recipe_file import RecipeError
-from liger_trainer.recipe_model import check_model, model_kwargs
+from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.model import check_model, model_kwargs
 from tests.plan.cases import counted, run_of
 from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, kept
 

@@ -8,7 +8,7 @@ from liger_trainer.cli.plan import _size
 from liger_trainer.plan.choose import make_plan
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
-from liger_trainer.recipe_file import find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
 
 GIB = 2**30
 FULL = sorted(

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import nn
 
 import liger_trainer
-from liger_trainer.kernels.log_probs import log_probs_reference
+from liger_trainer.kernels.head.log_probs import log_probs_reference
 from liger_trainer.trainers.fused_head import own_fused_head
 from tests.trainers.tiny import (
     COMMON,

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
-from liger_trainer.trainers.mixin import LigerTrainerMixin
 from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer

@@ -7,7 +7,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-from liger_trainer.patching import experts_formula
+from liger_trainer.patching.moe import experts_formula
 from tests.trainers.tiny import mixtral, text_dataset, tokenizer
 
 

@@ -6,7 +6,7 @@ from transformers import DataCollatorWithPadding, TrainingArguments
 
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.batch_check import CheckedCollator, checked_collator
+from liger_trainer.trainers.checks.batches import CheckedCollator, checked_collator
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, token_rows
 

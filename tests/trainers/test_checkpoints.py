@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.checkpoints import complete_checkpoints, put_in_place, room_in
+from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, put_in_place, room_in
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
 from tests.trainers.parity import build as build_trl

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.resuming import CheckpointError
+from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.test_checkpoints import FILES, build
 from tests.trainers.tiny import COMMON, llama, token_rows

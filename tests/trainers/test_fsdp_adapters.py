@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from liger_trainer.trainers import fsdp_adapters
-from liger_trainer.trainers.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
+from liger_trainer.trainers.checkpoints import fsdp_adapters
+from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from tests.trainers.tiny import llama
 
 

@@ -10,9 +10,9 @@ from transformers import TrainingArguments
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.running import running
-from liger_trainer.trainers import out_of_memory
+from liger_trainer.trainers.checks import out_of_memory
+from liger_trainer.trainers.checks.out_of_memory import advice, budgets
 from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
-from liger_trainer.trainers.out_of_memory import advice, budgets
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from liger_trainer.kernels import lora as operators
+from liger_trainer.kernels.lora import lora as operators
 from tests.quantised import library
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer

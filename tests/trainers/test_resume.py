@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.resuming import CheckpointError
+from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
 from tests.tiny_models import TINY_MODELS

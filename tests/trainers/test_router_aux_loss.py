@@ -139,7 +139,7 @@ def test_a_loss_of_the_users_finds_coefficient_and_loss_as_they_are(tmp_path):
 
 def test_a_coefficient_nobody_finds_is_said_once(tmp_path, caplog, monkeypatch):
     from liger_trainer.head import warn_once
-    from liger_trainer.trainers.router_aux_loss import aux_loss_coefficients
+    from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients
 
     monkeypatch.setattr(warn_once, "_said", set())
     model = mixtral()

@@ -12,7 +12,7 @@ from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers import mixin
+from liger_trainer.trainers import base as mixin
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, gemma2, llama, logged, mixtral, token_rows
 

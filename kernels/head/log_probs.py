@@ -1,0 +1,235 @@
+"""Log-probability of every target token under given logits, with statistics of its distribution.
+
+`linear_log_probs` without the head: for logits that exist, because a module of any kind has computed them. The formulas
+are those of `linear_log_probs`, the kernel that of cross entropy (`_cross_entropy_rows`).
+
+Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Saved are the logits and two to three fp32
+numbers a token; the backward makes the gradient, N*V*b, in memory of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.autograd import refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy_options import (
+    OPTIONS_SCHEMA,
+    ExtraStats,
+    RowOptions,
+    RowStats,
+    check_options,
+    compute_dtype,
+)
+from liger_trainer.kernels.head.cross_entropy_reference import transformed_logits
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.logit_rows import row_view
+from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_outputs, check_target
+
+LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
+
+
+@dataclasses.dataclass
+class LogProbsOutput:
+    """Log-probabilities and the outputs that were asked for, all shaped as `target`; the others are None.
+
+    Attributes:
+        log_probs: fp32, log-probability of the target; 0 at ignored tokens, as are all others.
+        entropy: fp32, of the distribution after scale, soft-cap and temperature; it has a gradient too.
+        top1: bool, whether the target is the most likely id (the lowest of equals).
+        mean_logit: fp32, mean of the transformed logits over the vocabulary, without gradient.
+        sum_squared_probs: fp32, log of the sum of the squared probabilities, without gradient.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    top1: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+    sum_squared_probs: torch.Tensor | None = None
+
+
+@torch.library.custom_op(
+    "liger_trainer::log_probs_rows",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, {OPTIONS_SCHEMA}, bool entropy, bool predicted, bool mean_logit, "
+    "bool sum_squared_probs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _rows(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+    """nll, entropy, lse and predicted of `RowStats`, and both of `ExtraStats`, each `(N,)` or empty."""
+    stats, extra = _allocate(logits, target, *rest[6:])
+    row_statistics_(logits, target, stats, RowOptions(*rest[:6]), extra=extra)
+    return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
+
+
+def _allocate(
+    logits: torch.Tensor, target: torch.Tensor, entropy: bool, predicted: bool, mean_logit: bool, squares: bool
+) -> tuple[RowStats, ExtraStats]:
+    tokens = target.numel()
+    return (
+        RowStats.allocate(logits, tokens, entropy, predicted),
+        ExtraStats.allocate(logits, tokens, mean_logit, squares),
+    )
+
+
+@_rows.register_fake
+def _(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+    stats, extra = _allocate(logits, target, *rest[6:])
+    return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
+
+
+@torch.library.custom_op(
+    "liger_trainer::log_probs_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor nll, Tensor lse, Tensor entropy, "
+    f"{OPTIONS_SCHEMA}) -> Tensor",
+)
+def _backward(
+    grad: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    *options: Any,
+) -> torch.Tensor:
+    """The gradient of `logits`, contiguous, for upstream gradients of the token losses and of the entropies."""
+    stats = RowStats(nll, nll, lse, entropy if entropy.numel() else lse, lse)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    row_gradient_(logits, target, stats, RowOptions(*options), grad, out=out, entropy_coefficient=grad_entropy)
+    return out
+
+
+@_backward.register_fake
+def _(grad: torch.Tensor, grad_entropy: torch.Tensor | None, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    logits, target, *options = inputs
+    nll, entropy, lse, *_ = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(logits, target, nll, lse, entropy)
+    ctx.options = options[:6]
+
+
+def _backward_of_rows(
+    ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    missing = (None,) * 11
+    given = grad if grad is not None else grad_entropy
+    if given is None:
+        return (None, *missing)
+    refuse_double_backward("log_probs")
+    grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
+    return (_backward(grad, grad_entropy, *ctx.saved_tensors, *ctx.options), *missing)
+
+
+_rows.register_autograd(_backward_of_rows, setup_context=_setup_context)
+
+
+def log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | LogProbsOutput:
+    """Log-probability of each target under ``softmax(transform(logits))``, as `linear_log_probs` of a head gives it.
+
+    The logits are transformed to ``softcap * tanh(x * logit_scale / softcap) / temperature`` (without `softcap`:
+    ``x * logit_scale / temperature``), in fp32. Log-probabilities and entropies are differentiable, with any upstream
+    gradient; double backward is an error.
+
+    Args:
+        logits: `(..., V)` of fp16, bf16, fp32 or float64; not overwritten.
+        target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
+            looking at it would stall the device, it makes the token's outputs NaN.
+        ignore_index: Tokens with this label give 0 and no gradient, and their logits are not read.
+        temperature: Divides the logits after the soft-cap, more than 0.
+        softcap: Soft-cap of the logits, more than 0.
+        logit_scale: Factor of the logits before the soft-cap.
+        outputs: Names among "entropy", "top1", "mean_logit" and "sum_squared_probs".
+
+    Returns:
+        fp32 log-probabilities (float64 for float64 logits) shaped as `target`; with `outputs` a `LogProbsOutput`.
+
+    Raises:
+        ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
+        RuntimeError: In a backward with ``create_graph=True``.
+    """
+    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    check_options(options, "none", None, ())
+    check_outputs(outputs, LOG_PROBS_OUTPUTS)
+    if logits.dim() < 1 or not logits.is_floating_point():
+        raise ValueError(f"`logits` has shape {tuple(logits.shape)} and dtype {logits.dtype}; give floats of (..., V).")
+    check_target(target, logits.shape[:-1], logits.shape[-1], logits, "logits")
+    check_labels_on_cpu(target, logits.shape[-1], ignore_index)
+    labels = target.reshape(-1).contiguous()
+    asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
+    nll, entropy, _, predicted, mean_logit, squares = _rows(row_view(logits), labels, *options, *asked)
+    return log_probs_with_outputs(
+        0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
+    )
+
+
+def log_probs_with_outputs(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    predicted: torch.Tensor,
+    mean_logit: torch.Tensor,
+    squares: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    outputs: Sequence[str],
+    shape: torch.Size,
+) -> torch.Tensor | LogProbsOutput:
+    """The log-probabilities alone, or with the asked `outputs`, all of `shape`."""
+    if not outputs:
+        return log_probs.view(shape)
+    result = LogProbsOutput(log_probs.view(shape))
+    if "entropy" in outputs:
+        result.entropy = entropy.view(shape)
+    if "top1" in outputs:
+        result.top1 = ((predicted == labels) & (labels != ignore_index)).view(shape)
+    if "mean_logit" in outputs:
+        result.mean_logit = mean_logit.view(shape)
+    if "sum_squared_probs" in outputs:
+        result.sum_squared_probs = squares.view(shape)
+    return result
+
+
+def log_probs_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | LogProbsOutput:
+    """`log_probs` in plain torch, differentiated by autograd as often as wanted."""
+    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    z = transformed_logits(logits.to(compute_dtype(logits)), options)
+    all_log_probs = z.log_softmax(-1)
+    valid = target != ignore_index
+    label = torch.where(valid, target, 0).long().unsqueeze(-1)
+    chosen = torch.where(valid, all_log_probs.gather(-1, label).squeeze(-1), 0.0)
+    if not outputs:
+        return chosen
+    # p * log p is 0 where p is, but its derivative would be NaN there.
+    entropy = -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(z.dtype).min)).sum(-1)
+    values = {
+        "entropy": entropy,
+        "top1": z.argmax(-1) == label.squeeze(-1),
+        "mean_logit": z.detach().mean(-1),
+        "sum_squared_probs": (2.0 * all_log_probs.detach()).logsumexp(-1),
+    }
+    asked = {name: values[name] for name in outputs}
+    return LogProbsOutput(chosen, **{name: value.masked_fill(~valid, 0) for name, value in asked.items()})

@@ -1,0 +1,276 @@
+"""The weight gradient of a head summed over chunks of tokens, in 16 bits an element and yet rounded once.
+
+    dW (V, H) = sum over chunks of dZ_c.T @ X_c,        dZ_c (n, V) the gradient of the logits, X_c (n, H) hidden states
+
+A sum kept in bf16 is rounded at every chunk; an fp32 sum takes twice the memory of dW. Here the sum lives in dW's own
+memory as block floating point until the last chunk: 128 elements of a row share one power of two 2**e, and each is an
+integer of 16 bits in units of it (15 bits below the largest of the block, where bf16 has 8). The matmul's tile is in
+fp32 registers; its epilogue adds the stored integers and either stores new ones or, in the last chunk, rounds to dW's
+dtype. So dW has the error of one matmul over all tokens.
+
+    encode: peak = max |a| of the block;  e = exponent of peak, one more where rounding would carry;  m = a / 2**(e-14)
+    decode: a = m * 2**(e-14);  an infinite or NaN peak has e = 255 and decodes to NaN
+            (a NaN in dZ fills its row, as in every gradient of a softmax, and so whole blocks of dW)
+
+Integers become floats and back through the low bits of a float near 2**23, where they stand as they are: the GPU's
+conversion instructions run at an eighth of the speed of an addition.
+
+Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, as a half-
+precision accumulation moves. Memory: dW, and V*H/128 bytes of exponents.
+
+Two kernels compute the same: the one here, and for Hopper the one of _weight_gradient_gluon.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, num_sms, on_device, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+_TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], None]
+"""What `launch` is, for any of the kernels."""
+
+_GLUON_TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Tritons whose Gluon kernel has run on a GPU; a kernel of many barriers is not taken on trust."""
+
+MAX_HALF_CHUNKS = 8
+"""A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
+
+
+@triton.jit
+def _decode(mantissas, exponents):
+    scale = tl.where(exponents == 255, float("nan"), ((exponents.to(tl.int32) - 14) << 23).to(tl.float32, bitcast=True))
+    # The low 16 bits of 2**23 + 2**15 + m; what lies past the end of a row is read as zeros, and is m = 0.
+    bits = mantissas.to(tl.uint16, bitcast=True).to(tl.uint32) ^ 0x4B008000
+    return (bits.to(tl.float32, bitcast=True) - 8421376.0) * scale[:, None]
+
+
+@triton.jit
+def _finish(sums, stored_desc, dw_desc, exponents_ptr, row, column, vocab_size, KEEP: tl.constexpr, ROWS: tl.constexpr):
+    """Stores one block of sums: with KEEP as integers with their exponents, else in dW's dtype."""
+    if KEEP:
+        rows = row + tl.arange(0, ROWS)
+        peak = tl.max(tl.abs(sums), 1).to(tl.int32, bitcast=True)
+        peak = tl.minimum(peak, 0x7F800000)  # NaN as infinity
+        exponents = tl.maximum((peak + 256) >> 23, 15)
+        tl.store(exponents_ptr + rows, exponents.to(tl.uint8), mask=rows < vocab_size)
+        inverse = ((268 - exponents) << 23).to(tl.float32, bitcast=True)
+        bits = (sums * inverse[:, None] + 12582912.0).to(tl.uint32, bitcast=True)  # 1.5 * 2**23
+        stored_desc.store([row, column], bits.to(tl.uint16).to(tl.int16, bitcast=True))
+    else:
+        dw_desc.store([row, column], sums.to(dw_desc.dtype))
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    dz_desc,
+    x_desc,
+    stored_desc,  # dW's memory as integers
+    dw_desc,
+    exponents_ptr,  # (2 * tiles of columns, V), or V of the columns of one that is wider
+    exponents_stride,
+    tokens,
+    vocab_size,
+    hidden_size,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = COLUMNS // 2
+    row_tiles = tl.cdiv(vocab_size, ROWS)
+    column_tiles = tl.cdiv(hidden_size, COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        # GROUP tiles of rows together, so that the columns of dZ they read stay in L2.
+        first = tile // (GROUP * column_tiles) * GROUP
+        height = tl.minimum(row_tiles - first, GROUP)
+        within = tile % (GROUP * column_tiles)
+        row = (first + within % height) * ROWS
+        column = within // height * COLUMNS
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(tokens, DEPTH)):
+            dz = dz_desc.load([step * DEPTH, row])
+            x = x_desc.load([step * DEPTH, column])
+            sums = tl.dot(dz.T, x, sums)
+        halves = tl.permute(tl.reshape(sums, (ROWS, 2, BLOCK)), (0, 2, 1))
+        left, right = tl.split(halves)
+        left_exponents = exponents_ptr + (column // BLOCK).to(tl.int64) * exponents_stride
+        right_exponents = left_exponents + exponents_stride
+        if ADD:
+            rows = row + tl.arange(0, ROWS)
+            left_old = tl.load(left_exponents + rows, mask=rows < vocab_size, other=15)
+            right_old = tl.load(right_exponents + rows, mask=rows < vocab_size, other=15)
+            left += _decode(stored_desc.load([row, column]), left_old)
+        _finish(left, stored_desc, dw_desc, left_exponents, row, column, vocab_size, KEEP, ROWS)
+        if ADD:
+            right += _decode(stored_desc.load([row, column + BLOCK]), right_old)
+        _finish(right, stored_desc, dw_desc, right_exponents, row, column + BLOCK, vocab_size, KEEP, ROWS)
+
+
+def launch(
+    weight_gradient: torch.Tensor,
+    exponents: torch.Tensor,
+    logits_gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    add: bool,
+    keep: bool,
+) -> None:
+    """Adds a chunk to the sum stored in `weight_gradient` and `exponents`, or starts one; keeps the sum, or ends it.
+
+    `weight_gradient` may be some of the rows of dW, with the same columns of the logits' gradient and of the exponents.
+    """
+    (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
+    rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
+    programs = num_sms(hidden.device)
+    with on_device(hidden):
+        _weight_gradient_kernel[(programs,)](
+            TensorDescriptor.from_tensor(logits_gradient, [depth, rows]),
+            TensorDescriptor.from_tensor(hidden, [depth, columns]),
+            TensorDescriptor.from_tensor(weight_gradient.view(torch.int16), [rows, columns // 2]),
+            TensorDescriptor.from_tensor(weight_gradient, [rows, columns // 2]),
+            exponents,
+            exponents.stride(0),
+            tokens,
+            vocab_size,
+            hidden_size,
+            ADD=add,
+            KEEP=keep,
+            PROGRAMS=programs,
+            **_TILE,
+        )
+
+
+def hopper_launch() -> Launch | None:
+    """The launcher of the kernel for Hopper; None where this Triton's Gluon cannot compile it."""
+    try:
+        from liger_trainer.kernels.head.weight_gradient_gluon import launch
+    except (ImportError, AttributeError):
+        return None
+    return launch
+
+
+@functools.cache
+def launch_for(device: torch.device) -> Launch | None:
+    """The launcher that keeps up with the vendor's matmul there; None where no matmul written in Triton does.
+
+    One does with tensor cores fed by a bulk copy engine: on Blackwell the kernel of this file, on Hopper its
+    counterpart in Gluon.
+    """
+    if device.type != "cuda" or not HAS_TRITON or torch.version.hip is not None:
+        return launch if INTERPRETED else None
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) and triton.__version__.startswith(_GLUON_TRIED) and not INTERPRETED:
+        return hopper_launch() or launch
+    return launch if capability[0] in (9, 10) else None
+
+
+@torch.compiler.assume_constant_result
+def _has_launch(device: torch.device) -> bool:
+    return launch_for(device) is not None
+
+
+def sums_in_block_floating_point(weight: torch.Tensor) -> bool:
+    """Whether the gradient of `weight` is summed, over chunks, as block floating point in its own memory."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return half and weight.shape[1] % 8 == 0 and weight.is_contiguous() and _has_launch(weight.device)
+
+
+class WeightGradientSum:
+    """``dW = sum of dZ.T @ X`` over `chunks` calls of [`add`][WeightGradientSum.add], left in `weight_gradient`.
+
+    How the sum is kept between chunks depends on what the device offers:
+
+    - one chunk, or fp32 and float64: in dW itself;
+    - fp16 and bf16 on NVIDIA GPUs from Hopper on: in dW's memory as block floating point, rounded once at the end;
+    - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
+
+    Args:
+        weight_gradient: dW, (V, H); written to, its contents do not matter. Where it is not contiguous, as that of a
+            transposed weight is, it is summed as elsewhere.
+        chunks: How many chunks there will be.
+    """
+
+    def __init__(self, weight_gradient: torch.Tensor, chunks: int) -> None:
+        self.weight_gradient = weight_gradient
+        self.chunks = chunks
+        self.added = 0
+        self.launch: Launch | None = None
+        self.exponents: torch.Tensor | None = None
+        self.total = weight_gradient
+        if chunks > 1 and sums_in_block_floating_point(weight_gradient):
+            self.launch = launch_for(weight_gradient.device)
+        elif chunks > MAX_HALF_CHUNKS and weight_gradient.element_size() == 2:
+            self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
+
+    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, vocab_start: int = 0) -> None:
+        """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous.
+
+        The logits' gradient may come as panels of its columns, in their order, each with the `vocab_start` of its
+        first; the panel with the last column ends the chunk. Only the rows of dW that are a panel's are written.
+        """
+        stop = vocab_start + logits_gradient.shape[1]
+        add = self.added > 0
+        if self.launch is not None:
+            if self.exponents is None:
+                vocab_size, hidden_size = self.weight_gradient.shape
+                blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
+                self.exponents = self.weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
+            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
+                hidden = hidden.clone()
+            keep = self.added + 1 < self.chunks
+            rows, exponents = self.weight_gradient[vocab_start:stop], self.exponents[:, vocab_start:stop]
+            self.launch(rows, exponents, logits_gradient, hidden, add, keep)
+        else:
+            matmul_into(self.total[vocab_start:stop], logits_gradient.t(), hidden, add=add)
+        self.added += stop == self.weight_gradient.shape[0]
+
+    def finish(self) -> None:
+        """Rounds the sum into dW, where it is not there already."""
+        assert self.added == self.chunks, "every chunk adds once"
+        if self.total is not self.weight_gradient:
+            self.weight_gradient.copy_(self.total)
+
+
+def uses_cublas(device: torch.device) -> bool:
+    """Whether cuBLAS runs the matmuls of `device`."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether `matmul_into` rounds no product of half-precision operands to half precision before an fp32 sum."""
+    return device.type == "cpu" or uses_cublas(device)
+
+
+def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
+    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision."""
+    if out.device.type == "cpu":  # no matmul there sums half precision into fp32
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    if out.dtype == left.dtype:
+        if add:
+            torch.addmm(out, left, right, out=out)
+        else:
+            torch.mm(left, right, out=out)
+        return
+    if uses_cublas(out.device):
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    # No matmul sums half precision into fp32 here: the product is rounded to half precision, but the sum is not.
+    product = torch.mm(left, right)
+    if add:
+        out.add_(product)
+    else:
+        out.copy_(product)

@@ -1,0 +1,141 @@
+"""Squared ReLU, the activation of Primer (arXiv 2109.08668), Nemotron and Arcee.
+
+::
+
+    y = max(x, 0)^2        dx = 2 max(x, 0) dy
+
+Bytes moved: forward 2 elements (one read, one written), backward 3 (two read, one written). Saved for backward: x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.mlp.gated_activation import overwrites_saved
+from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, triton, use_triton
+
+
+@triton.jit
+def _relu(x):
+    return tl.where(x < 0.0, 0.0, x)  # not a maximum, which would turn a NaN into 0
+
+
+@triton.jit
+def _forward_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
+    tl.store(y_ptr + offsets, (positive * positive).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
+    # dx may be x: every element is read before it is written, by the same thread.
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
+    tl.store(dx_ptr + offsets, (2.0 * positive * dy).to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _config(element_size: int) -> tuple[int, int]:
+    """(elements a program, warps): 16 bytes a thread and tensor."""
+    return (1024, 4) if element_size == 2 else (512, 4)
+
+
+def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
+    numel = tensors[0].numel()
+    if numel == 0:
+        return
+    block, num_warps = _config(tensors[0].element_size())
+    with on_device(tensors[0]):
+        kernel[(cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
+
+
+@torch.library.custom_op("liger_trainer::relu_squared", mutates_args=())
+def _relu_squared(x: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
+    y = x.new_empty(x.shape)
+    _launch(_forward_kernel, x.contiguous(), y)
+    return y
+
+
+@_relu_squared.register_fake
+def _(x, inplace_backward):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("liger_trainer::relu_squared_backward", mutates_args=())
+def _relu_squared_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dx = x.new_empty(x.shape)
+    _launch(_backward_kernel, dy.contiguous(), x.contiguous(), dx)
+    return dx
+
+
+@_relu_squared_backward.register_fake
+def _(dy, x):
+    return x.new_empty(x.shape)
+
+
+refuse_second_derivative(_relu_squared_backward, "relu_squared")
+
+
+@torch.library.custom_op("liger_trainer::relu_squared_backward_", mutates_args=("x",))
+def _relu_squared_backward_(dy: torch.Tensor, x: torch.Tensor) -> None:
+    """Overwrites x with its gradient."""
+    dx = x.contiguous()
+    _launch(_backward_kernel, dy.contiguous(), dx, dx)
+    if dx.data_ptr() != x.data_ptr():
+        x.copy_(dx)
+
+
+@_relu_squared_backward_.register_fake
+def _(dy, x):
+    return None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.inplace_backward = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+    if dy is None:
+        return None, None
+    (x,) = ctx.saved_tensors
+    if not overwrites_saved(ctx):
+        return _relu_squared_backward(dy, x), None
+    dx = x.detach()
+    _relu_squared_backward_(dy, dx)
+    return dx, None
+
+
+_relu_squared.register_autograd(_backward, setup_context=_setup_context)
+
+
+def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Tensor:
+    """``relu(x) ** 2``, one pass forward and one backward.
+
+    Args:
+        x: Any shape and strides. float16, bfloat16 or float32 for the kernel; other dtypes run as the reference.
+        inplace_backward: Let the backward write the gradient over `x`; only for an intermediate that nothing else reads
+            afterwards. A backward that keeps its graph never overwrites. Without effect on the reference path.
+
+    Returns:
+        A new contiguous tensor shaped as `x`, in its dtype.
+
+    Raises:
+        ValueError: If `inplace_backward` is asked for while `x` is expanded, so that its elements share memory.
+    """
+    if inplace_backward and is_expanded(x):
+        raise ValueError("`inplace_backward=True` writes a gradient over `x`, but it is expanded.")
+    return _relu_squared(x, inplace_backward) if use_triton(x) else relu_squared_reference(x)
+
+
+def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
+    """`relu_squared` in plain torch."""
+    return F.relu(x).square()

@@ -1,0 +1,163 @@
+"""A loss of log-probabilities over a head whose gradient is made in the forward, one group of tokens at a time.
+
+Preference losses couple the tokens of a pair or of a sequence, and policy losses not even those, but none couples all
+tokens of a batch once its normaliser is known. So the upstream gradient of a token's log-probability is known as soon
+as the log-probabilities of its group are. For each chunk of whole groups:
+
+    Z = X_c @ W.T            into one buffer
+    l = log-probabilities    one pass over Z (`_cross_entropy_rows`)
+    g = d loss / d l         torch's autograd through the loss, on as many numbers as the chunk has tokens
+    Z = dZ                   in place, one pass
+    dX_c = Z @ W             dW += Z.T @ X_c
+
+These are the three matmuls of a head that is trained, where a loss of `linear_log_probs` takes four in the same memory.
+A frozen head takes two either way, and `linear_log_probs` needs fewer logits at a time for it; and where a group's
+logits do not fit the memory, it is `linear_log_probs` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.kernels.autocast import head_as_autocast
+from liger_trainer.kernels.autograd import saved_as_is
+from liger_trainer.kernels.head.cross_entropy_options import ExtraStats, RowOptions, RowStats
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import Needs, chunk_rows, run_head_chunks
+from liger_trainer.kernels.head.linear_log_probs import LogProbsOutput, linear_log_probs
+from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_linear, check_transform
+from liger_trainer.kernels.head.matmul_precision import fp32_reductions
+from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+
+Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""``formula(log_probs, start, stop)``: what tokens `start` to `stop`, whole groups, add to the loss, 0-d."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class GroupedLoss(NamedTuple):
+    """The loss, 0-d, with its gradient, and of each token the log-probability and the mean logit without one."""
+
+    loss: torch.Tensor
+    log_probs: torch.Tensor
+    mean_logit: torch.Tensor | None
+
+
+class _GradientInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        formula: Formula,
+        rows: int,
+        options: RowOptions,
+        mean_logit: bool,
+        expected: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens = hidden.shape[0]
+        stats = RowStats.allocate(hidden, tokens, entropy=False, predicted=False)
+        extra = ExtraStats.allocate(hidden, tokens, mean_logit, sum_squared_probs=False)
+        total = stats.nll.new_zeros(())
+
+        def step(logits: torch.Tensor, start: int, stop: int) -> None:
+            labels, part, width = target[start:stop], stats.rows(start, stop), logits.stride(0)
+            row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
+            nll = part.nll.detach().requires_grad_()
+            # Hooks around the call, such as those of a checkpoint, have no business with this graph: it ends here.
+            with torch.enable_grad(), saved_as_is():
+                loss = formula(0.0 - nll, start, stop)
+            (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
+            total.add_(loss.detach())
+            row_gradient_(logits, labels, part, options, upstream.contiguous(), bias, width=width)
+
+        check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        with fp32_reductions(weight):
+            gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
+        log_probs = 0.0 - stats.nll
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(log_probs, extra.mean_logit)
+        ctx.save_for_backward(*(gradient if need else None for gradient, need in zip(gradients, needs)), expected)
+        return total, log_probs, extra.mean_logit
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        gradients: list[torch.Tensor | None] = [None, None, None]
+        if grad is not None:
+            *gradients, expected = ctx.saved_tensors
+            gradients = rescaled_gradients(gradients, grad, expected, "a loss over a head")
+        return (*gradients, *(None,) * 6)
+
+
+@torch.compiler.disable
+def linear_grouped_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    formula: Formula,
+    group: int,
+    normalizer: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    mean_logit: bool = False,
+    logits_memory: int = 2**30,
+    arrange: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+) -> GroupedLoss:
+    """The loss ``formula(linear_log_probs(hidden, weight, target))``, in the fewest matmuls that the memory allows.
+
+    A graph that ``torch.compile`` traces breaks here, around the loss and its head.
+
+    Args:
+        hidden: `(N, H)`.
+        weight: `(V, H)`.
+        target: `(N,)` labels.
+        formula: The loss as a sum over groups, differentiable in torch. It is called once for each chunk, and must take
+            any whole number of groups that follow each other.
+        group: Tokens that the formula couples; a divisor of N.
+        normalizer: 0-d, about the inverse of the largest derivative of the loss to a log-probability. In fp16 the
+            gradients are kept times a power of two up to it until the backward, where they would underflow.
+        bias: `(V,)`.
+        ignore_index: Tokens with this label have log-probability 0 and no gradient.
+        temperature: Divides the logits.
+        mean_logit: Whether the mean logits are wanted.
+        logits_memory: Bytes of logits at a time, as in `linear_log_probs`.
+        arrange: Brings `(N, ...)` rows into the order in which the tokens of a group lie side by side, which is that of
+            the formula and of the results.
+
+    Raises:
+        ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
+        RuntimeError: In a backward with ``create_graph=True``.
+    """
+    check_transform(temperature)
+    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    check_linear(hidden, weight, target, bias, logits_memory)
+    grad_enabled = torch.is_grad_enabled()
+    trained = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))
+    rows = chunk_rows(hidden, weight, logits_memory, trained and weight.requires_grad, group) if trained else 0
+    if rows == 0:
+        outputs = ("mean_logit",) if mean_logit else ()
+        result = linear_log_probs(
+            hidden, weight, target, bias, ignore_index, temperature, outputs=outputs, logits_memory=logits_memory
+        )
+        if not isinstance(result, LogProbsOutput):
+            result = LogProbsOutput(result)
+        log_probs = arrange(result.log_probs)
+        mean_logits = None if result.mean_logit is None else arrange(result.mean_logit)
+        return GroupedLoss(formula(log_probs, 0, len(target)), log_probs.detach(), mean_logits)
+    options = RowOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
+    scale = 1.0 / normalizer.detach().clamp(min=1.0)
+    expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
+    loss, log_probs, mean_logits = _GradientInForward.apply(
+        *(arrange(hidden).contiguous(), weight, bias, arrange(target).contiguous()),
+        *(formula, rows, options, mean_logit, expected),
+    )
+    return GroupedLoss(loss, log_probs, mean_logits if mean_logit else None)

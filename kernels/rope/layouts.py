@@ -1,0 +1,142 @@
+"""Rotary position embeddings whose tables come in another form: complex factors, several axes, no batch dimension.
+
+Each is one launch of the kernel of `rope`, which has the formula, the bytes and the memory layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.rope.rope import (
+    check_rope_arguments,
+    check_rows,
+    rope,
+    rope_reference,
+    rotate,
+    runs_on_triton,
+)
+
+
+def rope_complex(
+    q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding with complex factors: neighbours (0, 1), (2, 3), ... are complex numbers (Llama 4).
+
+    Args:
+        q: Queries, (batch, seq, q_heads, head_dim), or (batch, q_heads, seq, head_dim) with ``unsqueeze_dim=1`` (as in
+            DeepSeek-V2). Any strides and floating dtype.
+        k: Keys, as `q` with any number of heads.
+        freqs_cis: cosine + i sine of every pair, complex, (batch or 1, seq, rotary_dim / 2); (seq, rotary_dim / 2) or
+            (seq, 1, rotary_dim / 2), as Llama 4's vision tower keeps it, is one table for the batch.
+        unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
+
+    Returns:
+        Rotated q and k in the dtype of `q`, computed in float32 and rounded once; laid out as `rope` does.
+
+    Raises:
+        ValueError: If `freqs_cis` is not complex, or shapes or devices do not fit together.
+    """
+    if not freqs_cis.is_complex():
+        raise ValueError(
+            f"`freqs_cis` has dtype {freqs_cis.dtype}; it must be complex. Casting a model to a real dtype drops the "
+            "imaginary part of a complex buffer: keep it out of the cast."
+        )
+    check_rows(q, k, unsqueeze_dim)
+    seq_len = q.shape[3 - unsqueeze_dim]
+    if freqs_cis.dim() == 2 or (freqs_cis.dim() == 3 and freqs_cis.shape[:2] == (seq_len, 1) and seq_len > 1):
+        freqs_cis = freqs_cis.reshape(1, -1, freqs_cis.shape[-1])
+    rotary_dim = 2 * freqs_cis.shape[-1]
+    check_rope_arguments(q, k, freqs_cis, freqs_cis, unsqueeze_dim, rotary_dim)
+    parts = torch.view_as_real(freqs_cis.resolve_conj())
+    if runs_on_triton(q, k, parts):
+        table = parts.flatten(-2)
+        return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
+    cos, sin = parts.unbind(-1)
+    options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": True, "keep_dtype": True}
+    return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
+
+
+def rope_multimodal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: Sequence[int],
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multimodal rotary position embedding (M-RoPE of Qwen2-VL, arXiv 2409.12191): each pair follows one of three axes.
+
+    Models whose rotary embedding has already put the axes together (transformers 5) call `rope`.
+
+    Args:
+        q: Queries, as `rope` takes them.
+        k: Keys, as `rope` takes them.
+        cos: Cosines of the positions in time, height and width, (3, batch or 1, seq, head_dim).
+        sin: Sines, shaped as `cos`.
+        sections: How many pairs follow time, how many height and how many width; together head_dim / 2.
+        unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
+
+    Returns:
+        Rotated q and k, as `rope` gives them.
+
+    Raises:
+        ValueError: If shapes or devices do not fit together, or the sections are not all pairs.
+    """
+    sections = list(sections)
+    check_rope_arguments(q, k, cos, sin, unsqueeze_dim, planes=(len(sections),))
+    if 2 * sum(sections) != cos.shape[-1] or min(sections) < 0:
+        raise ValueError(
+            f"`sections` is {sections}; it must add up to {cos.shape[-1] // 2}, half the width of the tables."
+        )
+    if not runs_on_triton(q, k, cos, sin):
+        return rope_multimodal_reference(q, k, cos, sin, sections, unsqueeze_dim)
+    out_dtype = torch.promote_types(q.dtype, cos.dtype)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
+
+
+def rope_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of a packed sequence without a batch dimension, in the dtype of q (vision towers).
+
+    Args:
+        q: Queries, (seq, q_heads, head_dim).
+        k: Keys, (seq, k_heads, head_dim).
+        cos: Cosines, (seq, rotary_dim), usually float32.
+        sin: Sines, shaped as `cos`.
+
+    Returns:
+        Rotated q and k in the dtype of `q`, computed in float32 and rounded once.
+
+    Raises:
+        ValueError: If shapes or devices do not fit together.
+    """
+    tensors = (q, k, cos, sin)
+    if [x.dim() for x in tensors] != [3, 3, 2, 2]:
+        raise ValueError(
+            f"`q` is {tuple(q.shape)}, `k` {tuple(k.shape)}, `cos` {tuple(cos.shape)} and `sin` {tuple(sin.shape)}; "
+            "they must be (seq, heads, head_dim), twice, and (seq, rotary_dim), twice."
+        )
+    q, k, cos, sin = (x.unsqueeze(0) for x in tensors)
+    q_out, k_out = rope(q, k, cos, sin, unsqueeze_dim=2, keep_dtype=True)
+    return q_out.squeeze(0), k_out.squeeze(0)
+
+
+def rope_multimodal_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: Sequence[int],
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope_multimodal` in plain torch."""
+
+    def together(table: torch.Tensor) -> torch.Tensor:
+        planes = [part[index] for index, part in enumerate(table.unflatten(-1, (2, -1)).split(list(sections), dim=-1))]
+        return torch.cat(planes, dim=-1).flatten(-2)
+
+    return rope_reference(q, k, together(cos), together(sin), unsqueeze_dim)

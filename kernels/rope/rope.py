@@ -1,0 +1,264 @@
+"""Rotary position embedding of queries and keys in one launch, on the layout attention projections leave in memory.
+
+With pairs ``(x1, x2)`` of a head's rotary part and the entries ``(c1, c2)`` and ``(s1, s2)`` of a position's tables::
+
+    y1 = x1 * c1 - x2 * s1          dx1 = dy1 * c1 + dy2 * s2
+    y2 = x2 * c2 + x1 * s2          dx2 = dy2 * c2 - dy1 * s1
+
+A pair is a number of the first half and its counterpart in the second (Hugging Face's Llama), or two neighbours (GLM4,
+Cohere, DeepSeek, Llama 4). The two entries of a table are read as given: they are equal in plain RoPE, but need not be;
+tables of half the width hold one entry for both. What lies beyond the rotary part passes through. The backward is the
+forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (`_rope_kernel`) and one operator do both, and a
+second derivative works too.
+
+Bytes moved, each way: q and k read once and written once; the tables come from L2 for all but the first reader.
+Saved for backward: cos and sin alone. The results are new tensors (queries and keys are the caller's), so the peak is
+one q and one k of one layer; both inputs are free as soon as the caller drops them.
+
+Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through
+their strides, and results and gradients are laid out in that same memory order, so that the projections' backward
+matmul takes the gradient without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.rope.rope_kernel import launch
+from liger_trainer.kernels.runtime import use_triton
+
+_BACKWARD_PAIRS = {
+    "halves": "halves",
+    "interleaved": "interleaved",
+    "interleaved to halves": "halves to interleaved",
+    "halves to interleaved": "interleaved to halves",
+}
+
+
+def _by_token(x: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
+    """(batch, seq, heads, head_dim) view of `x`, or back again; what lies contiguous in memory."""
+    return x.transpose(1, 2) if unsqueeze_dim == 1 else x
+
+
+def _empty_by_token(x: torch.Tensor, unsqueeze_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    return _by_token(x.new_empty(_by_token(x, unsqueeze_dim).shape, dtype=dtype), unsqueeze_dim)
+
+
+@torch.library.custom_op("liger_trainer::rope", mutates_args=())
+def rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    transposed: bool,
+    out_dtype: torch.dtype,
+    pairs: str = "halves",
+    table: str = "halves",
+    sections: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated q and k as an operator; call `rope` or one of its kin, which check their inputs."""
+    q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
+    k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
+    q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
+    launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
+    return q_out, k_out
+
+
+@rotate.register_fake
+def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
+    return _empty_by_token(q, unsqueeze_dim, out_dtype), _empty_by_token(k, unsqueeze_dim, out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+    ctx.unsqueeze_dim, ctx.in_dtype = unsqueeze_dim, q.dtype
+    ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections)
+
+
+def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[Any, ...]:
+    dq_out = dq_out if ctx.needs_input_grad[0] else None
+    dk_out = dk_out if ctx.needs_input_grad[1] else None
+    some = dk_out if dq_out is None else dq_out
+    if some is None:
+        return (None,) * 10
+    cos, sin = ctx.saved_tensors
+    no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
+    dq, dk = rotate(
+        no_heads if dq_out is None else dq_out,
+        no_heads if dk_out is None else dk_out,
+        cos,
+        sin,
+        ctx.unsqueeze_dim,
+        *ctx.options,
+    )
+    return (None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 8)
+
+
+rotate.register_autograd(_backward, setup_context=_setup_context)
+
+
+def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
+    """Raises ValueError unless queries and keys are 4-dimensional and differ only in their heads."""
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(
+            f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 "
+            "for (batch, seq, heads, head_dim)."
+        )
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; both must have 4 dimensions, (batch, heads, seq, "
+            "head_dim), or (batch, seq, heads, head_dim) with `unsqueeze_dim=2`."
+        )
+    batch, seq_len = q.shape[0], q.shape[3 - unsqueeze_dim]
+    if (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) != (batch, seq_len, q.shape[3]):
+        raise ValueError(
+            f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; with `unsqueeze_dim={unsqueeze_dim}` they may "
+            f"differ only in dimension {unsqueeze_dim}, the heads."
+        )
+
+
+def _check_devices(**tensors: torch.Tensor) -> None:
+    devices = [tensor.device for tensor in tensors.values()]
+    if any(device != devices[0] for device in devices):
+        names, places = (", ".join(f"`{x}`" for x in tensors), ", ".join(map(str, devices)))
+        raise ValueError(f"{names} must be on one device; they are on {places}.")
+
+
+def check_rope_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    rotary_dim: int | None = None,
+    planes: tuple[int, ...] = (),
+) -> None:
+    """Raises ValueError unless the arguments of `rope` (or, with a leading dimension `planes`, its like) fit."""
+    check_rows(q, k, unsqueeze_dim)
+    batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    shapes = [(*planes, size, seq_len) for size in (1, batch)]  # a set would fix the batch size of a compiled graph
+    if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
+        wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
+        raise ValueError(
+            f"`cos` is {tuple(cos.shape)} and `sin` is {tuple(sin.shape)}; both must be ({'planes, ' if planes else ''}"
+            f"batch or 1, seq, rotary_dim), here ({wanted})."
+        )
+    width = cos.shape[-1]
+    if rotary_dim not in (None, width, 2 * width):
+        raise ValueError(f"`rotary_dim` is {rotary_dim}; with tables {width} wide it is that or twice that.")
+    rotary_dim = width if rotary_dim is None else rotary_dim
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(
+            f"`cos` and `sin` rotate {rotary_dim} of the {head_dim} dimensions of a head; rotary_dim must be even and "
+            "at most head_dim."
+        )
+    _check_devices(q=q, k=k, cos=cos, sin=sin)
+
+
+def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
+    """Whether the kernel can rotate these: one dtype each, tables without a gradient, on a device Triton drives."""
+    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+        return False
+    if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
+        return False
+    return use_triton(q) and use_triton(tables[0])
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    split_output: bool = False,
+    keep_dtype: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
+
+    By default the result is that of ``apply_rotary_pos_emb`` in Hugging Face's Llama and, with a narrower table, Phi-3,
+    rounded once. No gradient flows to `cos` and `sin` from the kernel; where either requires one, and where q and k or
+    cos and sin differ in dtype, the reference runs instead.
+
+    Args:
+        q: Queries, (batch, q_heads, seq, head_dim), or (batch, seq, q_heads, head_dim) with ``unsqueeze_dim=2``. Any
+            strides; float16, bfloat16 or float32 for the kernel, and any floating dtype for the reference.
+        k: Keys, as `q` with any number of heads (grouped-query and multi-query attention).
+        cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head beyond
+            rotary_dim pass through. Column i belongs to dimension i of a head. With `rotary_dim` given, half as wide:
+            column i belongs to pair i (GPT-OSS; GLM4 and DeepSeek-V3 with ``cos[..., :rotary_dim // 2]``).
+        sin: Sines, shaped as `cos`.
+        unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
+        rotary_dim: How many dimensions of a head are rotated: the width of the tables (the default) or twice that.
+        interleaved: Pairs are neighbours, (0, 1), (2, 3) and so on (GLM4, Cohere), not counterparts in two halves.
+        split_output: With `interleaved`, results hold the first members of all pairs, then the second ones
+            (DeepSeek-V3). The dot product of a query and a key is the same.
+        keep_dtype: Results have the dtype of `q` whatever the tables have, and the reference too computes in float32
+            and rounds once (Cohere; vision towers).
+
+    Returns:
+        Rotated q and k: new tensors shaped as the inputs, in the dtype that torch promotes q and cos to, laid out in
+        memory as (batch, seq, heads, head_dim) whatever `unsqueeze_dim` is.
+
+    Raises:
+        ValueError: If shapes or devices do not fit together, or for `split_output` without `interleaved`.
+    """
+    check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
+    if split_output and not interleaved:
+        raise ValueError("`split_output` is set without `interleaved`; results are then split anyway.")
+    if not runs_on_triton(q, k, cos, sin):
+        options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+        options |= {"split_output": split_output, "keep_dtype": keep_dtype}
+        return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
+    pairs = "halves" if not interleaved else "interleaved to halves" if split_output else "interleaved"
+    table = "interleaved" if interleaved else "halves"
+    if rotary_dim not in (None, cos.shape[-1]):
+        table = "shared"
+    out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
+
+
+def rope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    split_output: bool = False,
+    keep_dtype: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope` in plain torch, differentiable in all four tensors."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    if rotary_dim is None:
+        rotary_dim = cos.shape[-1]
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+        if keep_dtype:
+            rotary = rotary.to(torch.promote_types(x.dtype, torch.float32))
+        rotated = rotary * cos + turn(rotary) * sin
+        if split_output:
+            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
+        rotated = rotated.to(x.dtype) if keep_dtype else rotated
+        return torch.cat((rotated, tail), dim=-1) if tail.shape[-1] else rotated
+
+    return rotate(q), rotate(k)

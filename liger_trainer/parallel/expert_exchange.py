@@ -1,0 +1,268 @@
+"""Rows of tokens on their way to the processes that hold their experts, and back.
+
+Every process of a group has T tokens of its own, k choices each, and a part of the experts. With its R = T k choices
+sorted by expert (`moe_routing`), those of one process lie together, and one all-to-all brings them there::
+
+    there   x_r = hidden[order[r] // k]    w_r = weights[order[r]]
+    back    o_t = sum over j of y_slots[t k + j]                        y_r = w_r * expert(x_r)
+
+The weight travels with its row and is applied by the experts. So its gradient, ``<dO, expert(x)>``, is made there, of
+what the experts keep anyway, and the results, (R, H) on the process that asked for them, are not kept. The sums over
+the k rows of a token, in the forward and of hidden's gradient, are in fp32 and in the order of j, without atomics.
+
+`bring_back` is two operators, as in `gated_down`: the first saves, the second exchanges. A recomputation under a
+checkpoint that ends with the experts stops between them, and sends nothing back.
+
+An exchange takes the number of rows for every process, and from it, on the host; see `Exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.moe.grouped_matmul import combine_rows
+from liger_trainer.kernels.moe.routing import ExpertRows, sort_by_expert
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_FUNCTION = "experts of other processes"
+
+
+class Exchange(NamedTuple):
+    """Which rows go where in one layer.
+
+    Args:
+        rows: The choices of this process, sorted by expert over the experts of all processes.
+        top_k: k.
+        send_sizes: The number of rows for every process.
+        recv_sizes: The number of rows from every process.
+        local_ids: int64 (sum of recv_sizes, 1), the expert of each row that arrives, counted within this process.
+        group: Name of the process group.
+    """
+
+    rows: ExpertRows
+    top_k: int
+    send_sizes: list[int]
+    recv_sizes: list[int]
+    local_ids: torch.Tensor
+    group: str
+
+
+def plan_exchange(top_k_index: torch.Tensor, num_local_experts: int, group: ProcessGroup) -> Exchange:
+    """Agrees with the other processes of `group` on the sizes of an exchange.
+
+    The sizes are read by the host, once a layer: collectives take them there. It is the one synchronisation of a layer.
+
+    Args:
+        top_k_index: (T, k), experts of the whole group: process r holds those from ``r * num_local_experts`` on. T may
+            differ between the processes, and be 0.
+        num_local_experts: Experts of this process, as many as of every other one.
+        group: The process group.
+    """
+    size = group.size()
+    rows = sort_by_expert(top_k_index, num_local_experts * size)
+    counts = rows.offsets.diff()  # of every expert
+    parts = [num_local_experts] * size
+    arriving = _all_to_all(counts, parts, parts, group.group_name).view(size, num_local_experts)
+    sizes = torch.stack([counts.view(size, num_local_experts).sum(1), arriving.sum(1)])
+    send_sizes, recv_sizes = sizes.tolist()  # the read
+    experts = torch.arange(num_local_experts, device=counts.device).repeat(size)
+    local_ids = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(recv_sizes))
+    return Exchange(rows, top_k_index.shape[1], send_sizes, recv_sizes, local_ids.unsqueeze(1), group.group_name)
+
+
+def send(hidden: torch.Tensor, top_k_weights: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends every choice of this process to the process of its expert.
+
+    Args:
+        hidden: (T, H).
+        top_k_weights: (T, k).
+        exchange: Of these tokens.
+
+    Returns:
+        The rows that arrive, (R', H), those of one process after those of another, each sorted by expert, and their
+        weights, (R', 1).
+    """
+    sizes = exchange.send_sizes, exchange.recv_sizes, exchange.group
+    return _send(hidden, top_k_weights, *exchange.rows, *sizes)
+
+
+def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Sends results to where their tokens are, and sums those of a token.
+
+    Args:
+        y: (R', H), the experts' results for what `send` gave, weighted.
+        exchange: As for `send`.
+
+    Returns:
+        (T, H) in y's dtype.
+    """
+    operands = y, *exchange.rows, exchange.top_k, exchange.send_sizes, exchange.recv_sizes, exchange.group
+    return _bring_back(_bring_back_save(*operands), *operands)
+
+
+def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str) -> torch.Tensor:
+    """`x` exchanged along its first dimension."""
+    collectives = torch.ops._c10d_functional  # what torch.compile traces; eager takes them alike
+    return collectives.wait_tensor(
+        collectives.all_to_all_single(x.contiguous(), list(output_sizes), list(input_sizes), group)
+    )
+
+
+@torch.library.custom_op("liger_trainer::expert_send", mutates_args=())
+def _send(
+    hidden: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = order // top_k_weights.shape[1]
+    weights = top_k_weights.reshape(-1, 1).index_select(0, order)
+    return (
+        _all_to_all(hidden.index_select(0, tokens), recv_sizes, send_sizes, group),
+        _all_to_all(weights, recv_sizes, send_sizes, group),
+    )
+
+
+@_send.register_fake
+def _(hidden, top_k_weights, order, slots, offsets, send_sizes, recv_sizes, group):
+    arriving = sum(recv_sizes)
+    return hidden.new_empty(arriving, hidden.shape[1]), top_k_weights.new_empty(arriving, 1)
+
+
+@torch.library.custom_op("liger_trainer::expert_send_backward", mutates_args=())
+def _send_backward(
+    drows: torch.Tensor,
+    dweights: torch.Tensor,
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    group: str,
+    need_hidden: bool,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of hidden and of the weights; one that is not needed has no elements, and sends nothing."""
+    dhidden, dtop_k = drows.new_empty(0), dweights.new_empty(0)
+    if need_hidden:
+        rows = _all_to_all(drows, send_sizes, recv_sizes, group)
+        dhidden = combine_rows(rows, ExpertRows(order, slots, offsets), top_k)
+    if need_weights:
+        weights = _all_to_all(dweights, send_sizes, recv_sizes, group)
+        dtop_k = weights.index_select(0, slots).view(-1, top_k)
+    return dhidden, dtop_k
+
+
+@_send_backward.register_fake
+def _(drows, dweights, order, slots, offsets, top_k, send_sizes, recv_sizes, group, need_hidden, need_weights):
+    tokens = order.shape[0] // top_k
+    return (
+        drows.new_empty(tokens, drows.shape[1]) if need_hidden else drows.new_empty(0),
+        dweights.new_empty(tokens, top_k) if need_weights else dweights.new_empty(0),
+    )
+
+
+refuse_second_derivative(_send_backward, _FUNCTION)
+
+
+def _setup_send(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, top_k_weights, *rows, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
+    ctx.top_k = top_k_weights.shape[1]
+    ctx.save_for_backward(*rows)
+
+
+def _backward_send(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad[:2]
+    options = ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group
+    gradients = _send_backward(drows, dweights, *ctx.saved_tensors, *options, *needs)
+    return *(x if needed else None for x, needed in zip(gradients, needs)), *(None,) * 6
+
+
+_send.register_autograd(_backward_send, setup_context=_setup_send)
+
+
+@torch.library.custom_op("liger_trainer::expert_bring_back_save", mutates_args=())
+def _bring_back_save(
+    y: torch.Tensor,
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    group: str,
+) -> torch.Tensor:
+    """Stands in for the output, (T, H) of one element, whose gradient it sends to the results."""
+    return y.new_zeros(()).expand(order.shape[0] // top_k, y.shape[1])
+
+
+@_bring_back_save.register_fake
+def _(y, order, slots, offsets, top_k, send_sizes, recv_sizes, group):
+    return y.new_zeros(()).expand(order.shape[0] // top_k, y.shape[1])
+
+
+@torch.library.custom_op("liger_trainer::expert_bring_back_backward", mutates_args=())
+def _bring_back_backward(
+    dout: torch.Tensor,
+    order: torch.Tensor,
+    top_k: int,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    group: str,
+) -> torch.Tensor:
+    return _all_to_all(dout.index_select(0, order // top_k), recv_sizes, send_sizes, group)
+
+
+@_bring_back_backward.register_fake
+def _(dout, order, top_k, send_sizes, recv_sizes, group):
+    return dout.new_empty(sum(recv_sizes), dout.shape[1])
+
+
+refuse_second_derivative(_bring_back_backward, _FUNCTION)
+
+
+def _setup_bring_back(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, order, _, _, *ctx.options = inputs
+    ctx.save_for_backward(order)
+
+
+def _backward_bring_back(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+    return _bring_back_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+
+
+_bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back)
+
+
+@torch.library.custom_op("liger_trainer::expert_bring_back", mutates_args=())
+def _bring_back(
+    stand_in: torch.Tensor,
+    y: torch.Tensor,
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    group: str,
+) -> torch.Tensor:
+    """The output, whose gradient goes to `stand_in`."""
+    return combine_rows(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(order, slots, offsets), top_k)
+
+
+@_bring_back.register_fake
+def _(stand_in, y, *_):
+    return y.new_empty(stand_in.shape)
+
+
+_bring_back.register_autograd(lambda ctx, dout: (dout, *(None,) * 8))

@@ -1,0 +1,119 @@
+"""PEFT's LoRA layers: `base_layer(x) + lora_B(lora_A(dropout(x))) * scaling`.
+
+PEFT runs them as separate layers, on a copy of x in the adapters' dtype that is kept for the backward: fp32 in a bf16
+model, as PEFT widens adapters for their optimiser. Ours is one operator that keeps x as it is (`kernels/lora`). In
+gated MLPs that are patched, gate and up are one such operator, and the down projection another (`gated_mlp.py`);
+queries, keys and values are one where an attention computes them of one tensor (`lora_attention.py`). Base layers may
+be plain or bitsandbytes' in 4 bits (`quantized.py`); on any other PEFT's own forward runs.
+
+The proof runs both forwards on a stand-in in plain linear layers on the CPU, where fp32 products are fp32. Of a base in
+4 bits it also compares what is read of one with what bitsandbytes makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.lora.lora import lora_linears
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.lora.attention import shared_result
+from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, is_lora_linear
+from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
+from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
+
+_SIZES = (16, 24, 3)  # input and output features of the stand-in, and the rank of its first adapter
+
+
+def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward that is bound to a LoRA layer."""
+    if args or kwargs:
+        return type(self).forward(self, x, *args, **kwargs)
+    shared = shared_result(self, x)
+    if shared is not None:
+        return shared
+    layer = adapted_layer(self, x)
+    return type(self).forward(self, x) if layer is None else lora_linears(x, [layer])[0]
+
+
+def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it is one of PEFT's LoRA layers on a linear layer, else None."""
+    kind = type(module)
+    if kind.__module__.startswith("peft.tuners.lora.") and "Linear" in kind.__name__:
+        target = f"lora.{kind.__name__}"
+        reason = _obstacle(module) if enabled("lora") else "switched off in liger_kernel_config"
+        if reason:
+            return Finding("lora", target, module, reason=reason)
+        agreement = _proof(module, probe)
+        if not agreement.equal:
+            return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
+        kernel = "lora_linear (4 bits)" if is_linear_4bit(module.base_layer) else "lora_linear"
+        return Finding("lora", target, module, kernel, forward, agreement.error)
+    return None
+
+
+def _obstacle(module: Any) -> str:
+    """Why no call of `module` would be ours."""
+    if not is_lora_linear(module):
+        return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        return f"its forward is already overridden by {foreign}"
+    base = type(module.base_layer)
+    if base is not nn.Linear and not is_linear_4bit(module.base_layer):
+        return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
+    variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+    if variants and len(module.lora_variant) == len(module.lora_A):
+        return f"its adapters are of another kind ({', '.join(sorted(variants))}); PEFT's own forward runs"
+    return ""
+
+
+def _proof(module: Any, probe: Probe) -> Agreement:
+    names = [name for name in active_adapters(module) if name not in module.lora_variant]
+    scalings = tuple(module.scaling[name] for name in names)
+    base: Any = module.base_layer
+    layout = layout_of(base) if is_linear_4bit(base) else None
+    key = ("lora", type(module).forward, tuple(names), scalings, layout)
+    if key not in probe.cache:
+        agreement = _compare(module, names, probe)
+        if agreement.equal and layout is not None and not reads_as_bitsandbytes(layout, probe):
+            agreement = Agreement(float("inf"), reason="this bitsandbytes stores its 4 bits in another way")
+        probe.cache[key] = agreement
+    return probe.cache[key]
+
+
+def _compare(module: nn.Module, names: list[str], probe: Probe) -> Agreement:
+    inputs, outputs, rank = _SIZES
+    shapes = [(4, 16, inputs), (outputs, inputs)]
+    for index in range(len(names)):
+        shapes += [(rank + index, inputs), (outputs, rank + index)]
+    tensors = [probe.randn(*shapes[0]).cpu(), *(probe.randn(*shape).cpu() * 0.25 for shape in shapes[1:])]
+
+    def on(forward: Callable) -> Callable:
+        def computation(x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
+            return forward(_stand_in(module, names, weight, adapters), x)
+
+        return computation
+
+    return probe.compare(on(type(module).forward), on(forward), tensors)
+
+
+def _stand_in(module: nn.Module, names: list[str], weight: torch.Tensor, adapters: tuple[torch.Tensor, ...]) -> Any:
+    """`module` with other weights, in the state in which its adapters are used."""
+    children = {
+        "base_layer": _linear(weight),
+        "lora_A": nn.ModuleDict({name: _linear(a) for name, a in zip(names, adapters[::2])}),
+        "lora_B": nn.ModuleDict({name: _linear(b) for name, b in zip(names, adapters[1::2])}),
+        "lora_dropout": nn.ModuleDict({name: nn.Identity() for name in names}),
+    }
+    twin = stand_in(module, {}, children)
+    twin.__dict__.update(merged_adapters=[], _disable_adapters=False, _active_adapter=names)
+    return twin
+
+
+def _linear(weight: torch.Tensor) -> nn.Module:
+    return projection(weight, nn.Linear)

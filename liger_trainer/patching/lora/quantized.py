@@ -1,0 +1,97 @@
+"""Linear layers of bitsandbytes in 4 bits: what one multiplies with at the time of a call, read without calling it.
+
+A layer casts its input to its compute dtype. Only where that is the dtype of the products anyway, the activation's or
+autocast's, is its weight handed out; elsewhere the layer itself runs. So it does for a few rows without a gradient, the
+steps of a generation, for which bitsandbytes has products that read the 4 bits directly; but not beside dropout, whose
+masks a checkpoint's forward, which is without a gradient too, has to draw as its backward will.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+from liger_trainer.patching.probe import Probe
+
+_FEW_ROWS = 64
+_KINDS = ("Linear4bit", "LinearNF4", "LinearFP4")
+_PROBED_BLOCKS = 300  # more than one scale of scales has
+
+
+def is_linear_4bit(module: nn.Module) -> bool:
+    """Whether `module` is exactly one of bitsandbytes' linear layers in 4 bits."""
+    kind = type(module)
+    return kind.__name__ in _KINDS and kind.__module__ == "bitsandbytes.nn.modules"
+
+
+def nf4_weight_of(module: Any, x: torch.Tensor, drops: bool) -> NF4Weight | None:
+    """The weight that `module` multiplies `x` with; None where the layer must be called, as it computes otherwise.
+
+    Args:
+        module: A layer in 4 bits.
+        x: `(..., in_features)`.
+        drops: Whether an adapter of the layer has dropout now.
+    """
+    if not drops and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+        return None
+    if type(x) not in (torch.Tensor, nn.Parameter) or (module.compute_dtype or x.dtype) != _product_dtype(x):
+        return None
+    weight, state = module.weight, state_of(module)
+    if state is None or weight.requires_grad or weight.device != x.device or not weight.is_contiguous():
+        return None
+    if type(weight) not in (torch.Tensor, nn.Parameter) and type(weight).__name__ != "Params4bit":
+        return None
+    if getattr(state, "packing_format_for_cpu", False) or tuple(state.shape) != (module.out_features, x.shape[-1]):
+        return None
+    if 2 * weight.numel() * weight.element_size() != state.shape.numel():  # a shard, or not quantised yet
+        return None
+    return _weight(weight, state)
+
+
+def state_of(module: Any) -> Any:
+    """The quantisation state of a layer; FSDP's copies of its weight lose it, the layer keeps it."""
+    state = getattr(module.weight, "quant_state", None)
+    return module.quant_state if state is None else state
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _weight(packed: torch.Tensor, state: Any) -> NF4Weight:
+    nested = None
+    if state.nested:
+        inner = state.state2
+        nested = NestedAbsmax(inner.code, inner.absmax, state.offset, inner.blocksize)
+    # Stored in any dtype, as sharding wants it; the bytes are the same. bitsandbytes' own `__torch_function__`, which
+    # only keeps the class, has no part in it: torch.compile does not get through it.
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = packed.data.view(torch.uint8)
+    return NF4Weight(memory, state.absmax, state.code, tuple(state.shape), state.blocksize, nested)
+
+
+def layout_of(module: Any) -> tuple[str, int, bool]:
+    """Type, blocksize and whether scales are quantised too, of a layer that is quantised or will be."""
+    state, weight = state_of(module), module.weight
+    if state is None:
+        return weight.quant_type, weight.blocksize, weight.compress_statistics
+    return state.quant_type, state.blocksize, state.nested
+
+
+def reads_as_bitsandbytes(layout: tuple[str, int, bool], probe: Probe) -> bool:
+    """Whether ours makes of a small matrix, quantised as `layout` says, the very numbers that bitsandbytes makes."""
+    library = sys.modules["bitsandbytes.functional"]
+    quant_type, blocksize, nested = layout
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = probe.randn(_PROBED_BLOCKS, blocksize).to(dtype)
+        packed, made = library.quantize_4bit(
+            matrix, blocksize=blocksize, compress_statistics=nested, quant_type=quant_type
+        )
+        if not torch.equal(nf4_dequantize(_weight(packed, made), dtype), library.dequantize_4bit(packed, made)):
+            return False
+    return True

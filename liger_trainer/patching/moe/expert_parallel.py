@@ -1,0 +1,120 @@
+"""Experts that transformers has split over processes: how their tokens reach them, and what comes back.
+
+`DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives the module that holds them
+a forward which brings it the tokens of the others. In training that is an all-to-all, whose place ours takes
+(`parallel/expert_exchange.py`). The experts themselves run as they do anywhere, on rows with one expert each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.autocast import as_autocast
+from liger_trainer.parallel.expert_exchange import bring_back, plan_exchange, send
+from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.finding import Finding
+
+
+def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
+    """The verdict on how the experts of `module` get tokens of other processes; None where no all-to-all brings any."""
+    forward = module.__dict__.get("forward")
+    library: Any = sys.modules.get("transformers.distributed.expert_parallel")
+    if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
+        return None
+    held = inspect.getclosurevars(forward).nonlocals
+    way: Any = held.get("implementation")
+    if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
+        return None
+    target = f"{type(module).__name__} of {way.ep_mesh.size()} processes"
+    if not enabled("experts"):
+        return Finding("experts", target, module, reason="switched off in liger_kernel_config")
+    bind = functools.partial(bind_forward, over=forward)
+    return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), bind=bind)
+
+
+def run_exchanged(
+    experts: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    num_local_experts: int,
+    group: Any,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, of whichever process of `group`.
+
+    Every process calls it at the same time, with tokens of its own. The gradient of an expert then is the sum over the
+    tokens of all processes. What divides it, where the others are averaged over the processes, is not decided here.
+
+    Args:
+        experts: Maps rows (R', H), experts of this process (R', 1) and weights (R', 1) to weighted results (R', H).
+        hidden: (T, H); T may differ between the processes, and be 0.
+        top_k_index: (T, k), experts of the group: process r holds those from ``r * num_local_experts`` on.
+        top_k_weights: (T, k).
+        num_local_experts: Experts of this process, as many as of every other one.
+        group: The process group.
+
+    Returns:
+        (T, H), in the dtype of the results.
+    """
+    exchange = plan_exchange(top_k_index, num_local_experts, group)
+    rows, weights = send(as_autocast(hidden), top_k_weights, exchange)  # no more is sent than is multiplied
+    ids = exchange.local_ids
+    if len(rows) == 0:  # a row of zeros: so the weights get a gradient, and FSDP its part of a reduction
+        rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
+        return bring_back(experts(rows, ids.new_zeros(1, 1), weights)[:0], exchange)
+    return bring_back(experts(rows, ids, weights), exchange)
+
+
+def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A forward in place of transformers' `original`, which holds the names `held`."""
+    way, style, ep_mesh = held["implementation"], held["self"], held["ep_mesh"]
+    # For tokens that all processes have, transformers' own evaluation needs no sizes and no read of them.
+    evaluates_alone = getattr(way, "all_reduce", None) is not None
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        hidden_states, top_k_weights = (_local(x) for x in (hidden_states, top_k_weights))
+        if evaluates_alone and not (torch.is_grad_enabled() and hidden_states.requires_grad):
+            return original(hidden_states, top_k_index, top_k_weights)
+        tokens = len(hidden_states)
+        hidden, index, weights = _own_tokens(way.tp_mesh, hidden_states, top_k_index, top_k_weights)
+        with style.context_around_forward(self, ep_mesh):
+            output = run_exchanged(
+                way.experts_forward, hidden, index, weights, way.num_local_experts, way.ep_mesh.get_group()
+            )
+        return _tokens_of_all(way.tp_mesh, output, tokens).to(hidden_states.dtype)
+
+    return forward
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _own_tokens(mesh: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """This process's share of tokens that a tensor-parallel group has in common; its gradients are gathered."""
+    if mesh.size() == 1:
+        return list(tensors)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in tensors)
+    return [tensor.redistribute(mesh, [Shard(0)]).to_local() for tensor in whole]
+
+
+def _tokens_of_all(mesh: Any, own: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The inverse of `_own_tokens`, for the results of a group's `tokens`."""
+    if mesh.size() == 1:
+        return own
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((tokens, own.shape[1]))
+    parts = DTensor.from_local(own.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
+    return parts.full_tensor()

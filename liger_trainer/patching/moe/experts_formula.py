@@ -1,0 +1,203 @@
+"""What a module of experts computes, in the terms of `moe_experts`: read off its parameters, or to be tried out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
+from liger_trainer.kernels.moe.routing import check_ids
+from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, kept_in_4_bits
+from liger_trainer.patching.probe import class_of, full_shape, is_stateless
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
+OWN = "the class's activation"
+NORM = "post_expert_norm"
+"""transformers' name for a norm of each expert's result, in front of its routing weight."""
+
+
+class ExpertsFormula(NamedTuple):
+    """Options of `moe_experts`, and the names of the weights.
+
+    Args:
+        first: Name of the first projection's parameter.
+        gated: Whether it holds gate and up.
+        transposed: Whether weights lie as (experts, in, out).
+        biases: Whether both projections have one.
+        activation: Name of the activation; `OWN` for what transformers' implementations call between the projections.
+        interleaved: Whether gate and up take turns.
+        limit: Clamps gate and up; None for none.
+        alpha: Multiplies the gate inside SiLU's sigmoid alone, as in GPT-OSS, with 1 added to up; None for neither.
+        normed: Whether `NORM` follows each expert.
+    """
+
+    first: str
+    gated: bool
+    transposed: bool
+    biases: bool
+    activation: str = "silu"
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+    normed: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The name in the report."""
+        traits = {"without gate": not self.gated, "interleaved": self.interleaved, "transposed": self.transposed}
+        traits |= {"biases": self.biases, "limit": self.limit is not None, "alpha": self.alpha is not None}
+        traits |= {"normed": self.normed}
+        return f"moe_experts ({', '.join([self.activation, *(name for name, has in traits.items() if has)])})"
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters: both projections', then both biases'."""
+        names = self.first, "down_proj"
+        return (*names, *(f"{name}_bias" for name in names)) if self.biases else names
+
+    def run(
+        self,
+        experts: Any,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Sequence[ExpertLoRA]] | None = None,
+    ) -> torch.Tensor:
+        """`moe_experts` with the weights of the module `experts`, each of which is read once.
+
+        Args:
+            experts: The module.
+            hidden: (T, H).
+            top_k_index: (T, k).
+            top_k_weights: (T, k).
+            adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
+        """
+        with kept_in_4_bits(experts, self.weights) as weights:
+            weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})
+            if self.normed:
+                return _normed_sum(weighted_sum, getattr(experts, NORM), hidden, top_k_index, top_k_weights)
+            return weighted_sum(hidden, top_k_index, top_k_weights)
+
+    def _sum(
+        self,
+        experts: Any,
+        weights: Sequence[torch.Tensor],
+        adapters: Mapping[str, Sequence[ExpertLoRA]],
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts."""
+        first, down, *biases = weights
+        if not getattr(experts, "_is_expert_parallel", False):
+            check_ids(top_k_index, first.shape[0], class_of(experts).__name__)
+        first_bias, down_bias = biases or (None, None)
+        scale = 1.0 if self.alpha is None else self.alpha
+        gate_up_adapters, down_adapters = (self._outwards(adapters.get(name, ())) for name in self.weights[:2])
+        # x sigmoid(a x) is silu(a x) / a
+        out = moe_experts(
+            *(hidden.to(first.dtype), top_k_index, top_k_weights, first, down),
+            gate_up_bias=first_bias,
+            down_bias=down_bias,
+            gate_up_adapters=gate_up_adapters,
+            down_adapters=down_adapters,
+            activation=self._own(experts) if self.activation == OWN else self.activation,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            transposed=self.transposed,
+            limit=self.limit,
+            gate_multiplier=scale,
+            down_multiplier=1.0 / scale,
+            up_offset=0.0 if self.alpha is None else 1.0,
+        )
+        return out.to(hidden.dtype)
+
+    def _own(self, experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return experts._apply_gate if self.gated else experts.act_fn
+
+    def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
+        """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
+        return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
+
+
+def _normed_sum(
+    weighted_sum: Callable[..., torch.Tensor],
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Each choice is a token of its own for `weighted_sum`; torch norms and sums the results."""
+    tokens, top_k = index.shape
+    rows = hidden.repeat_interleave(top_k, 0), index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
+    normed = norm(weighted_sum(*rows)).view(tokens, top_k, -1)
+    return (weights.to(normed.dtype).unsqueeze(1) @ normed).squeeze(1).to(hidden.dtype)
+
+
+def layout_of(experts: Any) -> ExpertsFormula | str | None:
+    """The layout of the weights of `experts`, or what of it `moe_experts` does not know; None if these are no experts.
+
+    Experts are recognised by their parameters: 3-D ones called `down_proj`, and `gate_up_proj` or `up_proj`.
+    """
+    parameters = declared_weights(experts)
+    first = next((name for name in ("gate_up_proj", "up_proj") if parameters.get(name) is not None), None)
+    if first is None or parameters.get("down_proj") is None or "gate_proj" in parameters:
+        return None
+    shapes = [full_shape(parameters[name]) for name in (first, "down_proj")]
+    if any(len(shape) != 3 for shape in shapes):
+        return None
+    dtypes = {parameters[name].dtype for name in (first, "down_proj")}
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.float64}:
+        return f"its weights are {', '.join(sorted(str(dtype) for dtype in dtypes))}"
+    gated = first == "gate_up_proj"
+    (num_experts, *sizes), (of_down, *down) = shapes
+    factor = 2 if gated else 1
+    fitting = [
+        transposed
+        for transposed, (wide, narrow) in ((False, sizes), (True, sizes[::-1]))
+        if (down[::-1] if transposed else down) == [narrow, wide // factor]
+    ]
+    if num_experts != of_down or not fitting:
+        return f"its weights are {tuple(shapes[0])} and {tuple(shapes[1])}, which do not belong together"
+    # Without a gate both may fit; the module must say.
+    transposed = fitting[0] if len(fitting) == 1 else bool(getattr(experts, "is_transposed", False))
+    layout = ExpertsFormula(first, gated, transposed, parameters.get("down_proj_bias") is not None)
+    others = {name for name, tensor in {**parameters, **experts._buffers}.items() if tensor is not None}
+    others -= set(layout.weights)
+    children = {name: child for name, child in experts._modules.items() if child is not None}
+    if len(four_bits(experts)) == len(children.get("parametrizations", ())):
+        children.pop("parametrizations", None)
+    others |= {name for name, child in children.items() if not is_stateless(child)}
+    if NORM in others and getattr(experts, "has_post_expert_norm", False) and _is_norm(experts._modules[NORM]):
+        others, layout = others - {NORM}, layout._replace(normed=True)
+    if others:
+        return f"it has {', '.join(sorted(others))} besides the projections of experts"
+    return layout
+
+
+def formulas(experts: Any, layout: ExpertsFormula) -> Iterator[ExpertsFormula]:
+    """What `experts` may compute, the likely ones first; limits and alphas are attributes of the module."""
+
+    def values(ending: str) -> list[float | None]:
+        attributes = [value for name, value in sorted(experts.__dict__.items()) if name.endswith(ending)]
+        return [float(value) for value in attributes if type(value) in (int, float) and math.isfinite(value)]
+
+    concatenated = getattr(experts, "is_concatenated", None)
+    orders = (False,) if not layout.gated else (False, True) if concatenated is None else (not concatenated,)
+    limits, alphas = [*values("limit"), None], values("alpha")
+    for interleaved, limit in itertools.product(orders, limits if layout.gated else [None]):
+        for alpha in alphas if layout.gated else ():
+            yield layout._replace(interleaved=interleaved, limit=limit, alpha=alpha)
+        for activation in ACTIVATIONS:
+            yield layout._replace(interleaved=interleaved, limit=limit, activation=activation)
+    if hasattr(experts, "_apply_gate") and (layout.gated or hasattr(experts, "act_fn")):
+        yield layout._replace(activation=OWN)
+
+
+def _is_norm(module: Any) -> bool:
+    return [name for name, _ in module.named_parameters()] == ["weight"] and not any(module.buffers())

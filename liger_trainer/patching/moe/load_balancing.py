@@ -1,0 +1,130 @@
+"""The load-balancing loss that a model's forward computes by calling transformers' function of that name.
+
+The instance gets a copy of its class's forward that finds ours under the name, as an attention does for its rotation;
+the modelling module stays as it is. Ours computes the router's z-loss in the same pass, for a training step that asks
+for it ([`recorded_z_losses`]).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from liger_trainer.configs.kernel_config import KernelConfig
+from liger_trainer.head.patch import forward_layers
+from liger_trainer.kernels.moe.load_balancing import router_losses
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.probe import Agreement, Probe
+from liger_trainer.patching.rebound import called_global, forward_calling
+
+COMPONENT = "load_balancing_loss"
+_NAME = "load_balancing_loss_func"
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+_z_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("liger_trainer_z_losses", default=None)
+
+
+@contextlib.contextmanager
+def recorded_z_losses() -> Iterator[list[torch.Tensor]]:
+    """Collects the z-loss of every forward inside that computes a load-balancing loss with a gradient.
+
+    A scalar each, with its gradient; none from a forward that is compiled as a whole graph.
+    """
+    collected: list[torch.Tensor] = []
+    token = _z_losses.set(collected)
+    try:
+        yield collected
+    finally:
+        _z_losses.reset(token)
+
+
+@functools.cache
+def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable:
+    """Ours for `native`, transformers' function, which goes on serving what ours does not know.
+
+    Args:
+        native: `load_balancing_loss_func` of a modelling module.
+        over_processes: Whether a loss with a gradient counts the choices of all processes.
+    """
+
+    @functools.wraps(native)
+    def load_balancing_loss_func(
+        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
+    ) -> Any:
+        if not _is_known(gate_logits, num_experts, attention_mask):
+            return native(gate_logits, num_experts, top_k, attention_mask)
+        has_gradient = torch.is_grad_enabled() and any(logits.requires_grad for logits in gate_logits)
+        together = over_processes and has_gradient and dist.is_available() and dist.is_initialized()
+        losses = router_losses(gate_logits, top_k, attention_mask, process_group=dist.group.WORLD if together else None)
+        if has_gradient and not torch.compiler.is_compiling():
+            collected = _z_losses.get()
+            if collected is not None:
+                collected.append(losses.z)
+        return losses.load_balancing
+
+    return load_balancing_loss_func
+
+
+def _is_known(gate_logits: Any, num_experts: int | None, mask: torch.Tensor | None) -> bool:
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return False
+    if any(type(logits) is not torch.Tensor or logits.dim() != 2 for logits in gate_logits):  # such as a DTensor
+        return False
+    tokens = [len(logits) if mask is None else mask.numel() for logits in gate_logits]
+    return [tuple(logits.shape) for logits in gate_logits] == [(count, num_experts) for count in tokens]
+
+
+def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
+    """The verdict on the load-balancing function that `module`'s forward calls, where it calls one."""
+    forward = type(module).forward
+    native = called_global(forward, _NAME)
+    if native is None:
+        return
+    target = f"{_NAME} in {type(module).__name__}"
+    if not config.load_balancing_loss:
+        yield Finding(COMPONENT, target, module, reason="switched off in liger_kernel_config")
+        return
+    kernel = "router_losses, over all processes" if config.global_load_balancing else "router_losses"
+    ours = make_load_balancing_loss(native, config.global_load_balancing)
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        if any(called_global(layer, _NAME) is ours for layer in forward_layers(module)):
+            yield Finding(COMPONENT, target, module, kernel)  # inside the fused head of an earlier trainer
+        else:
+            yield Finding(COMPONENT, target, module, reason=f"its forward is already overridden by {foreign}")
+        return
+    if (COMPONENT, native) not in probe.cache:
+        probe.cache[COMPONENT, native] = _prove(native, probe)
+    agreement = probe.cache[COMPONENT, native]
+    copy = forward_calling(forward, _NAME, ours)
+    if agreement.equal and copy is None:
+        agreement = Agreement(agreement.error, reason="its forward is decorated in a way that hides the call")
+    if agreement.equal:
+        yield Finding(COMPONENT, target, module, kernel, copy, agreement.error)
+    else:
+        yield Finding(COMPONENT, target, module, error=agreement.error, reason=agreement.reason)
+
+
+def _prove(native: Callable, probe: Probe) -> Agreement:
+    """Whether `native` is the function that ours computes: two layers of 12 tokens, with and without padding."""
+    if list(inspect.signature(native).parameters) != _ARGUMENTS:
+        return Agreement(float("inf"), reason=f"its arguments are not {', '.join(_ARGUMENTS)}")
+    mask = torch.ones(3, 4, device=probe.device)
+    mask[0, :2] = 0.0
+
+    def both(function: Callable, *layers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return function(layers, 8, 2, mask), function(layers, 8, 2, None)
+
+    alone = make_load_balancing_loss(native, False)  # of this process: the others may not be proving anything
+    layers = [probe.randn(12, 8) for _ in range(2)]
+    agreement = probe.compare(functools.partial(both, native), functools.partial(both, alone), layers)
+    return agreement.explained("another loss")

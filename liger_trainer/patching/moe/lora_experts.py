@@ -1,0 +1,169 @@
+"""PEFT's adapters on stacked weights of experts (`target_parameters`), which then run without W + s B A.
+
+PEFT wraps the experts in a `ParamWrapper` for each adapted parameter, one around the other. Each puts W + s B A, as
+large as W and new at each call, in the place of W while the experts run. Ours reads the factors of all of them and
+gives them to our forward of the experts (`experts.py`), whose products add them (`kernels/moe/expert_lora.py`).
+
+As in `lora_layer.py` every call asks whether that is what PEFT would compute now. Merged and disabled adapters, hooks,
+sharded weights, other parametrisations than 4 bits and anything unknown are left to PEFT's own forward.
+
+The proof compares s B A of the factors, as they are read, with the `get_delta_weight` that PEFT merges; what experts do
+with their weights is proved for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.moe.experts import ExpertLoRA
+from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_plain_adapter, is_unseen
+from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
+from liger_trainer.patching.moe.experts_formula import layout_of
+from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
+from liger_trainer.patching.moe.scaled_experts import are_proved
+from liger_trainer.patching.probe import Agreement, Probe, class_of, projection, stand_in
+
+_SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the stand-in
+
+
+def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward that is bound to a `ParamWrapper`."""
+    adapted = None if kwargs or not args else _adapted_experts(self, x)  # without choices: every expert on every token
+    if adapted is None:
+        return type(self).forward(self, x, *args, **kwargs)
+    run, experts, adapters = adapted
+    return run(experts, x, *args, adapters)
+
+
+def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:
+    """Experts in 4 bits with adapters that PEFT's own forward would run; None if there are none."""
+    for module in model.modules():
+        if is_param_wrapper(module) and four_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
+            return _unwrapped(module)[1]
+    return None
+
+
+def is_param_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is exactly PEFT's wrapper of a module with one adapted parameter."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def _unwrapped(module: Any) -> tuple[list[Any], Any]:
+    """The wrappers, `module` first, and what is in the last of them."""
+    wrappers = []
+    while is_param_wrapper(module):
+        wrappers.append(module)
+        module = module.base_layer
+    return wrappers, module
+
+
+def _adapted_experts(
+    module: nn.Module, x: torch.Tensor
+) -> tuple[Callable, nn.Module, dict[str, list[ExpertLoRA]]] | None:
+    """Our forward of the experts in the wrapper `module`, they, and their adapters; None if PEFT's must run."""
+    wrappers, experts = _unwrapped(module)
+    run = forward_of_ours(experts)
+    inner = [*wrappers[1:], experts]
+    if run is None or not all(is_unseen(each) for each in inner):
+        return None
+    adapters, weights = {}, declared_weights(experts)
+    for wrapper in wrappers:
+        weight = weights.get(wrapper.parameter_name)  # None too while PEFT's own forward has parametrised it
+        if weight is None or not is_operand(weight, x) or not _has_plain_factors(wrapper, x):
+            return None
+        adapters[wrapper.parameter_name] = [factors(wrapper, name) for name in active_adapters(wrapper)]
+    return run, experts, adapters
+
+
+def _has_plain_factors(wrapper: Any, x: torch.Tensor) -> bool:
+    if wrapper.disable_adapters or wrapper.merged or wrapper.num_experts == 1:
+        return False
+    return all(is_plain_adapter(wrapper, name, x) for name in active_adapters(wrapper))
+
+
+def factors(wrapper: Any, name: str) -> ExpertLoRA:
+    """The adapter `name`, which adds ``scaling * b @ a`` to the parameter as it lies.
+
+    PEFT keeps A as (experts * rank, in) and B as (out, rank * experts).
+    """
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a = a.reshape(wrapper.num_experts, -1, a.shape[1])
+    b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    if not wrapper._did_swap_in_out_features:  # the parameter is (experts, in, out)
+        a, b = b.mT, a.mT
+    return ExpertLoRA(a, b, wrapper.scaling[name])
+
+
+def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it is PEFT's wrapper of a module with an adapted parameter, else None."""
+    if not is_param_wrapper(module):
+        return None
+    target = "lora.ParamWrapper"
+    reason = _obstacle(module, enabled, probe) if enabled("lora") else "switched off in liger_kernel_config"
+    if reason:
+        return Finding("lora", target, module, reason=reason)
+    agreement = _proof(module, probe)
+    if not agreement.equal:
+        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
+    return Finding("lora", target, module, "moe_experts (adapters)", forward, agreement.error)
+
+
+def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
+    """Why no call of `module` would be ours."""
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        return f"its forward is already overridden by {foreign}"
+    _, experts = _unwrapped(module)
+    finding = find_experts(experts, enabled, probe)
+    if finding is None and layout_of(experts) is not None:
+        proved = are_proved(experts, probe)
+        return "" if proved else f"its experts, {class_of(experts).__name__}, are left alone; PEFT's own forward runs"
+    if finding is None:
+        return (
+            f"{module.parameter_name} of {class_of(experts).__name__} is no weight of experts; PEFT's own forward runs"
+        )
+    if finding.forward is None:
+        return f"its experts, {finding.target}, are left alone; PEFT's own forward runs"
+    return ""
+
+
+def _proof(module: Any, probe: Probe) -> Agreement:
+    key = "adapted parameter", type(module).get_delta_weight, module._did_swap_in_out_features
+    if key not in probe.cache:
+        experts, one, other, rank = _SIZES
+        shapes = (experts * rank, one), (other, rank * experts)
+        weights = [probe.randn(*shape).cpu() for shape in shapes]
+        with torch.device("cpu"):
+            probe.cache[key] = probe.compare(
+                lambda a, b: _stand_in(module, a, b).get_delta_weight("default"),
+                lambda a, b: _delta(factors(_stand_in(module, a, b), "default")),
+                weights,
+            )
+    return probe.cache[key]
+
+
+def _delta(adapter: ExpertLoRA) -> torch.Tensor:
+    return adapter.b @ adapter.a * adapter.scaling
+
+
+def _stand_in(module: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+    """`module` with one small adapter."""
+    experts, one, other, _ = _SIZES
+    base = nn.Module()
+    sizes = (other, one) if module._did_swap_in_out_features else (one, other)
+    base.register_buffer(module.parameter_name, a.new_empty(experts, *sizes))
+    children = {
+        "base_layer": base,
+        "lora_A": nn.ModuleDict({"default": projection(a, nn.Linear)}),
+        "lora_B": nn.ModuleDict({"default": projection(b, nn.Linear)}),
+    }
+    twin: Any = stand_in(module, {}, children)
+    twin.__dict__.update(num_experts=experts, scaling={"default": 0.5})
+    return twin

@@ -1,0 +1,223 @@
+"""Routers of a mixture of experts: from hidden states to the logits, the experts of each token and their weights.
+
+The product with the router's weight stays torch's own; what follows it is one operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from liger_trainer.head.context import serves_as_written
+from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.norms import DTensor
+from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
+
+_BIAS = "e_score_correction_bias"
+_TOKENS = 32
+_CANDIDATES = 128
+
+
+class RouterFormula(NamedTuple):
+    """What a router computes.
+
+    Args:
+        project: The logits of hidden states, weight and bias.
+        route: What the forward returns, of the module, the hidden states and the logits.
+        kernel: The operator in it, for the report.
+        mixed: Whether `project` is the model's own where hidden states and weight differ in dtype.
+    """
+
+    project: Callable
+    route: Callable
+    kernel: str
+    mixed: bool = False
+
+
+def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _to_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(hidden, weight, bias).float()
+
+
+def _softmax(module, hidden, logits, dtype=None):
+    normalise = getattr(module, "norm_topk_prob", True)
+    return logits, *topk_softmax_routing(logits, module.top_k, normalise=normalise, dtype=dtype)
+
+
+def _softmax_after_topk(module, hidden, logits):
+    return logits, *topk_softmax_routing(logits, module.top_k, softmax_after_topk=True)
+
+
+def _softmax_after_topk_as_hidden(module, hidden, logits):
+    return logits, *topk_softmax_routing(logits, module.top_k, softmax_after_topk=True, dtype=hidden.dtype)
+
+
+def _probabilities_as_hidden(module, hidden, logits):
+    return logits, *topk_softmax_routing(logits, module.top_k, normalise=False, dtype=hidden.dtype)
+
+
+def _sigmoid(module, hidden, logits, dtype=None):
+    routed = grouped_topk_sigmoid_routing(
+        logits,
+        module.top_k,
+        correction_bias=getattr(module, _BIAS, None),
+        num_groups=getattr(module, "num_group", None) or 1,
+        top_groups=getattr(module, "topk_group", None) or 1,
+        normalise=getattr(module, "norm_topk_prob", True),
+        scale=getattr(module, "routed_scaling_factor", 1.0),
+        dtype=dtype,
+    )
+    return logits, *routed
+
+
+def _sigmoid_of_all(module, hidden, logits):
+    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, normalise=False)
+    return torch.zeros_like(logits).scatter(1, index, weights), logits
+
+
+_SOFTMAX, _SIGMOID = "topk_softmax_routing", "grouped_topk_sigmoid_routing"
+
+ROUTER_FORMULAS = (
+    RouterFormula(F.linear, _softmax, _SOFTMAX),  # Qwen-MoE, OLMoE
+    RouterFormula(F.linear, _softmax_after_topk, _SOFTMAX),  # GPT-OSS
+    RouterFormula(F.linear, functools.partial(_softmax, dtype=torch.float32), _SOFTMAX),  # Mixtral
+    RouterFormula(F.linear, _probabilities_as_hidden, _SOFTMAX),  # Jamba
+    RouterFormula(_to_fp32, _softmax_after_topk_as_hidden, _SOFTMAX),  # Granite
+    RouterFormula(_in_fp32, _sigmoid, _SIGMOID, mixed=True),  # DeepSeek-V3, GLM-4
+    RouterFormula(F.linear, functools.partial(_sigmoid, dtype=torch.float32), _SIGMOID),  # MiniMax-M3
+    RouterFormula(F.linear, _sigmoid_of_all, _SIGMOID),  # Llama 4, whose experts all see every token
+)
+"""Known routers, some told apart by the dtypes they return; of those that agree, the nearest in bfloat16 is taken."""
+
+
+def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The verdict on `module` if it looks like a router (a 2-D weight and a `top_k`, no children), else None."""
+    weight = module._parameters.get("weight")
+    if weight is None or len(full_shape(weight)) != 2 or module._modules:
+        return None
+    if not isinstance(module.__dict__.get("top_k"), int):
+        return None
+    target = type(module).__name__
+    if not enabled("router"):
+        return Finding("router", target, module, reason="switched off in liger_kernel_config")
+    foreign = overriding_forward(module)
+    if foreign is not None:
+        return Finding("router", target, module, reason=f"its forward is already overridden by {foreign}")
+    key = identity(module)
+    if key not in probe.cache:
+        probe.cache[key] = _probe_router(module, probe)
+    kernel, forward, agreement = probe.cache[key]
+    return Finding("router", target, module, kernel, forward, agreement.error, agreement.reason)
+
+
+def _probe_router(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
+    def refused(reason: str) -> tuple[None, None, Agreement]:
+        return None, None, Agreement(float("inf"), reason=reason)
+
+    argument = only_argument(module)
+    if argument is None:
+        return refused("its forward takes more than the hidden states")
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
+    others = sorted((parameters.keys() - {"weight", "bias", _BIAS}) | (buffers - {_BIAS}))
+    if others:
+        return refused(f"it has {', '.join(others)} besides a router's weight, bias and correction")
+    num_experts = full_shape(parameters["weight"])[0]
+    # No leaves: the gradient of a bias, a few sums that nearly cancel, is rounding noise in bfloat16.
+    constants = {name: probe.randn(num_experts) for name in ("bias", _BIAS) if getattr(module, name, None) is not None}
+    tensors = _tensors(module, probe, constants.get("bias"))
+
+    def on(forward: Callable) -> Callable:
+        return lambda hidden, weight: _by_expert(forward(_stand_in(module, weight, constants), hidden))
+
+    original = type(module).forward
+    best: tuple[RouterFormula, Agreement] | None = None
+    failures: list[Agreement] = []
+    for formula in ROUTER_FORMULAS:
+        ours = router_forward(original, argument, formula, flattens=False, autocast=True)
+        agreement = probe.compare(on(original), on(ours), tensors)
+        if not agreement.equal:
+            failures.append(agreement)
+        elif best is None or agreement.distance < best[1].distance:
+            best = formula, agreement
+    if best is None:
+        return None, None, min(failures, key=lambda agreement: agreement.error).explained("none of the known routers")
+    formula, agreement = best
+    ours = router_forward(original, argument, formula, flattens=True, autocast=True)
+    hidden, weight = tensors
+    flattens = probe.same(on(original), on(ours), [hidden.unflatten(0, (2, -1)), weight], False)
+    half = [tensor.to(torch.bfloat16) for tensor in tensors]
+    autocast = all(probe.same(on(original), on(ours), given, True) for given in (half, tensors))
+    return formula.kernel, router_forward(original, argument, formula, flattens=flattens, autocast=autocast), agreement
+
+
+def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list[torch.Tensor]:
+    """Hidden states and weight; the tokens are those whose k-th and next logits lie farthest apart.
+
+    In bfloat16 a few logits are equal, and of equal ones torch chooses as it likes.
+    """
+    num_experts, size = full_shape(module._parameters["weight"])  # type: ignore[arg-type]
+    hidden = probe.randn(_CANDIDATES, size) * 2.0 ** -(size.bit_length() // 2)  # logits of about 1
+    weight = probe.randn(num_experts, size)
+    top_k: int = module.__dict__["top_k"]
+    if top_k < num_experts:
+        top = F.linear(hidden, weight, bias).topk(top_k + 1).values
+        hidden = hidden[(top[:, -2] - top[:, -1]).topk(_TOKENS).indices]
+    return [hidden[:_TOKENS], weight]
+
+
+def _stand_in(module: nn.Module, weight: torch.Tensor, constants: dict[str, torch.Tensor]) -> nn.Module:
+    bias = constants.get("bias")
+    twin = stand_in(module, {"weight": weight, "bias": None if bias is None else bias.to(weight.dtype)}, {})
+    if _BIAS in constants:
+        twin._buffers[_BIAS] = constants[_BIAS]  # type: ignore[index]
+    return twin
+
+
+def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Logits, weights and experts as logits and the weights of all experts, whatever the order of the chosen ones."""
+    if len(result) != 3:
+        return result
+    logits, weights, index = result
+    return logits, torch.zeros_like(logits, dtype=weights.dtype).scatter(-1, index, weights)
+
+
+@functools.cache
+def router_forward(
+    original: Callable, argument: str, formula: RouterFormula, *, flattens: bool, autocast: bool
+) -> Callable:
+    """A forward for one kind of router; the same function for equal arguments.
+
+    Args:
+        original: The class's forward, for what the operator is not proved equal on.
+        argument: Name of the forward's argument.
+        formula: What it computes.
+        flattens: Whether hidden states may have more than two dimensions, which become one of tokens.
+        autocast: Whether autocast may be on.
+    """
+
+    def forward(self, hidden_states):
+        weight = self.weight
+        if (
+            serves_as_written(hidden_states)
+            or isinstance(hidden_states, DTensor)
+            or isinstance(weight, DTensor)
+            or (hidden_states.dim() != 2 and not flattens)
+            or (hidden_states.dtype != weight.dtype and not formula.mixed)
+            or (not autocast and torch.is_autocast_enabled(hidden_states.device.type))
+        ):
+            return original(self, hidden_states)
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return formula.route(self, hidden, formula.project(hidden, weight, getattr(self, "bias", None)))
+
+    return call_like(forward, argument)

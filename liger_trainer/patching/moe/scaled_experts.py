@@ -1,0 +1,154 @@
+"""Blocks that run all experts on all tokens, each input times its router score: Llama 4's.
+
+The score of an expert that was not chosen is 0, and so are that expert's input, output and gradients. Ours scales the k
+inputs that were chosen and runs `moe_experts` on them, with weights of 1. Two forwards are bound: the block's, which
+picks and scales, and that of the experts, which is still called as a module, by the block and by any adapter around it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.moe.experts import TOKENS, activations_of, weight_shapes
+from liger_trainer.patching.moe.experts_formula import ExpertsFormula, formulas, layout_of
+from liger_trainer.patching.moe.quantized_experts import declared_weights
+from liger_trainer.patching.probe import (
+    Agreement,
+    Probe,
+    class_of,
+    full_shape,
+    identity,
+    only_argument,
+    projection,
+    stand_in,
+)
+
+_KEY = "scaled experts"
+_SIZES = (128, 24)  # hidden and intermediate size of the stand-in; the router's gradient shall be many numbers
+_Forwards = tuple[Callable, Callable]  # of the block, and of its experts
+
+
+def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Probe) -> list[Finding]:
+    """The verdicts on `module` and its experts if it is such a block."""
+    block, experts = module._modules, _without_adapters(module._modules.get("experts"))
+    if experts is None or block.get("router") is None or only_argument(experts) is None:
+        return []
+    layout = layout_of(experts)
+    if layout is None:
+        return []
+    target = class_of(experts).__name__
+    reason = _obstacle(module, experts, layout) if enabled("experts") else "switched off in liger_kernel_config"
+    if reason:
+        return [Finding("experts", target, experts, reason=reason)]
+    assert isinstance(layout, ExpertsFormula)
+    key = _KEY, identity(module), identity(experts)
+    if key not in probe.cache:
+        probe.cache[key] = _probe_block(module, experts, layout, probe)
+    formula, forwards, agreement = probe.cache[key]
+    if formula is None:
+        return [Finding("experts", target, experts, error=agreement.error, reason=agreement.reason)]
+    found = ((experts, formula.kernel), (module, "moe_experts on the chosen inputs"))
+    return [
+        Finding("experts", class_of(part).__name__, part, kernel, forward, agreement.error)
+        for (part, kernel), forward in zip(found, reversed(forwards))
+    ]
+
+
+def are_proved(experts: nn.Module, probe: Probe) -> bool:
+    """Whether `experts` are of a block that was found, and computes what ours does."""
+    proofs = (proof for key, proof in probe.cache.items() if key[0] == _KEY and key[2] == identity(experts))
+    return any(formula is not None for formula, _, _ in proofs)
+
+
+def _without_adapters(experts: Any) -> Any:
+    return experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
+
+
+def _obstacle(block: Any, experts: nn.Module, layout: ExpertsFormula | str) -> str:
+    """Why ours is not even tried."""
+    if isinstance(layout, str):
+        return layout
+    if only_argument(block) is None or not isinstance(getattr(block, "top_k", None), int):
+        return f"its {type(block).__name__} chooses experts in another way"
+    router = block._modules["router"]
+    stateful = [name for name, parameter in router.named_parameters() if name != "weight"]
+    stateful += [name for name, tensor in {**block._parameters, **block._buffers}.items() if tensor is not None]
+    if stateful or not isinstance(router, nn.Linear):
+        return f"its {type(block).__name__} has {', '.join(stateful) or type(router).__name__} to choose with"
+    for module in (block, experts):
+        foreign = overriding_forward(module)
+        if foreign is not None:
+            return f"its {type(module).__name__}'s forward is already overridden by {foreign}"
+    return ""
+
+
+def _probe_block(
+    block: Any, experts: Any, layout: ExpertsFormula, probe: Probe
+) -> tuple[ExpertsFormula | None, _Forwards | None, Agreement]:
+    num_experts, (hidden, intermediate) = full_shape(declared_weights(experts)["down_proj"])[0], _SIZES
+    shapes = [(num_experts, hidden), (hidden, hidden), *weight_shapes(layout, num_experts, hidden, intermediate)]
+    tensors = [probe.randn(TOKENS, hidden).cpu(), *(probe.randn(*shape).cpu() * 0.125 for shape in shapes)]
+    activations = activations_of(experts)
+    others = [name for name in block._modules if name not in ("experts", "router")]
+
+    def on(block_forward: Callable, experts_forward: Callable) -> Callable:
+        def computation(x: torch.Tensor, of_router: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor) -> Any:
+            children = {"router": stand_in(block.router, {"weight": of_router, "bias": None}, {})}
+            children |= {name: projection(other) for name in others}
+            children["experts"] = stand_in(experts, dict(zip(layout.weights, weights)), activations)
+            small = stand_in(block, {}, children)
+            for module in (small, children["experts"]):
+                module.__dict__.update({name: hidden for name in module.__dict__ if name.startswith("hidden_")})
+            children["experts"].forward = experts_forward.__get__(children["experts"])
+            return block_forward(small, x)
+
+        return computation
+
+    failures = []
+    argument, of_experts = only_argument(block), only_argument(experts)
+    assert argument is not None
+    assert of_experts is not None
+    original = on(type(block).forward, type(experts).forward)
+    with torch.device("cpu"):
+        for formula in formulas(experts, layout):
+            forwards = block_forward(argument), scaled_experts_forward(formula, of_experts)
+            agreement = probe.compare(original, on(*forwards), tensors)
+            if agreement.equal:
+                return formula, forwards, agreement
+            failures.append(agreement)
+    nearest = min(failures, key=lambda agreement: agreement.error)
+    return None, None, nearest.explained("no activation that there is a kernel for, or chooses in another way")
+
+
+@functools.cache
+def block_forward(argument: str) -> Callable:
+    """The forward of a block with children `router`, `experts` and `shared_expert`."""
+
+    def forward(self, x):
+        x = x.reshape(-1, x.shape[-1])
+        router_scores, router_logits = self.router(x)
+        scores, index = router_scores.topk(self.top_k, dim=1)
+        inputs = (x.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
+        routed = self.experts(inputs, index.reshape(-1, 1)).view(*index.shape, -1).sum(1)
+        return self.shared_expert(x) + routed, router_logits
+
+    return call_like(forward, argument)
+
+
+@functools.cache
+def scaled_experts_forward(formula: ExpertsFormula, argument: str) -> Callable:
+    """The forward of the experts: of rows with one expert each, or, called as by others, the class's own."""
+
+    def forward(self, x, index=None, adapters=None):
+        if index is None:
+            return type(self).forward(self, x)
+        return formula.run(self, x, index, x.new_ones(index.shape), adapters)
+
+    return call_like(forward, argument)

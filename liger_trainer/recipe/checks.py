@@ -1,0 +1,222 @@
+"""Values of a recipe that have the right type and still cannot be meant."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe.file import RecipeError, first_line
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+_AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is given
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,  # a token has a target only where another follows it
+    "max_completion_length": 1,
+    "num_generations": 2,
+    "num_generations_eval": 1,
+    "num_iterations": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 1,
+    "lora_r": 1,
+    "lora_alpha": 1,
+    "top_k": 0,
+    "sample_tokens": 1,
+    "expert_parallel_size": 1,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "adam_epsilon": 0,
+    "neftune_noise_alpha": 0,
+    "dataloader_num_workers": 0,
+    "max_grad_norm": 0,
+    "beta": 0,
+    "desirable_weight": 0,
+    "undesirable_weight": 0,
+    "epsilon": 0,
+    "epsilon_high": 0,
+    "label_smoothing": 0,
+    "router_aux_loss_coef": 0,
+}
+_SEED = (0, 2**32 - 1)  # what NumPy takes
+_ABOVE_ZERO = ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
+_ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "importance_sampling_level": ("token", "sequence"),
+}
+
+
+def check_ranges(values: Mapping[str, Any], source: Path) -> None:
+    """Checks numbers against the range in which training with them can be meant.
+
+    Args:
+        values: All keys of a recipe, of the right types; None is good everywhere.
+        source: The file, for the messages.
+
+    Raises:
+        RecipeError: naming the key, what was given and what is allowed.
+    """
+    for key, value in values.items():
+        allowed = None if value is None else _allowed(key, value)
+        if allowed is not None:
+            raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {allowed}.")
+
+
+def _allowed(key: str, value: Any) -> str | None:
+    """What `key` may hold, where `value` is not that."""
+    if key in _AT_LEAST and not value >= _AT_LEAST[key]:
+        return f"{_AT_LEAST[key]} or more"
+    if key in _ABOVE_ZERO and not value > 0:
+        return "above 0"
+    if key in ("seed", "data_seed") and not _SEED[0] <= value <= _SEED[1]:
+        return f"from {_SEED[0]} to {_SEED[1]}"
+    if key == "test_split_size" and not 0 <= value < 1:
+        return "a share of the data, 0 or more and below 1"
+    if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
+        return "pairs such as 'beta1=0.9, beta2=0.95'"
+    if key in ("adam_beta1", "adam_beta2") and not 0 <= value < 1:
+        return "0 or more and below 1"
+    if key in ("top_p", "min_p", "label_smoothing_factor") and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if key == "lora_target_modules" and (wrong := _pattern_problem(value)) is not None:
+        return f"names of modules, or a regular expression ({wrong})"
+    if key == "max_steps" and value != -1 and value < 1:
+        return "1 or more, or -1 for the steps of `num_train_epochs`"
+    if key in _ONE_OF and value not in _ONE_OF[key]:
+        return "one of " + ", ".join(repr(choice) for choice in _ONE_OF[key])
+    return None
+
+
+def target_modules(names: Any) -> Any:
+    """`lora_target_modules` for PEFT: TRL makes a pattern of a list with one name, which no whole name would match."""
+    return [names] if isinstance(names, str) and re.fullmatch(r"[\w.]+", names) else names
+
+
+def _pattern_problem(names: Any) -> str | None:
+    """What is wrong with the regular expression that PEFT takes a single name for; None where nothing is."""
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str):
+        return None
+    try:
+        re.compile(name)
+    except re.error as error:
+        return str(error)
+    return None
+
+
+def check_agreement(values: Mapping[str, Any], source: Path) -> None:
+    """Checks keys that stand for one thing against each other.
+
+    Raises:
+        RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
+            adapters, for what does not go together with `expert_parallel_size`, and for dropout in adapters of
+            parameters.
+    """
+    functions, weights = values.get("reward_funcs"), values.get("reward_weights")
+    if functions and weights is not None and len(weights) != len(functions):
+        raise RecipeError(
+            f"{source}: `reward_weights` has {len(weights)} numbers and `reward_funcs` {len(functions)} names "
+            f"({', '.join(functions)}); give one weight for each function, or leave `reward_weights` out."
+        )
+    quantised = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    if len(quantised) == 1 and not values.get("use_peft"):
+        raise RecipeError(
+            f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
+            "`use_peft: true` for adapters on them (QLoRA)."
+        )
+    size, obstacle = values.get("expert_parallel_size") or 1, split_obstacle(values)
+    if size > 1 and obstacle:
+        raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")
+    if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
+        raise RecipeError(
+            f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has none in adapters of parameters, and "
+            "`lora_target_parameters` names some. Set `lora_dropout: 0.0`."
+        )
+    if values.get("lora_target_modules") and not values.get("use_peft"):
+        logger.warning(
+            "%s: `lora_target_modules` is given, but `use_peft` is false: the whole model is trained. Set `use_peft: "
+            "true` for LoRA.",
+            source,
+        )
+
+
+def check_schedule(training: TrainingArguments, source: Path) -> None:
+    """Checks that the learning rate's schedule can be made, which the Trainer does after all else.
+
+    Raises:
+        RecipeError: if `lr_scheduler_kwargs` is not what `lr_scheduler_type` takes.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    kind: Any = training.lr_scheduler_type
+    options: Any = training.lr_scheduler_kwargs  # a mapping by now
+    stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
+    try:
+        get_scheduler(kind, stand_in, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
+            f"{options}: {first_line(error)}"
+        ) from error
+
+
+def check_generation(training: TrainingArguments, source: Path) -> None:
+    """Refuses names in `generation_kwargs` that transformers would keep and never read; vLLM refuses its own.
+
+    Raises:
+        RecipeError: naming the first.
+    """
+    from transformers import GenerationConfig
+
+    asked, known = getattr(training, "generation_kwargs", None) or {}, vars(GenerationConfig())
+    for name in () if getattr(training, "use_vllm", False) else asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "give those of `transformers.GenerationConfig`."
+            raise RecipeError(f"{source}: `generation_kwargs` has {name!r}, which no generation reads; {hint}")
+
+
+def split_obstacle(values: Mapping[str, Any]) -> str | None:
+    """The key that does not go together with `expert_parallel_size`, why, and what to do; None where there is none."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if values.get(key):
+            return f"`{key}` is true: experts that are split are not quantised. Set one of them to its default."
+    names = values.get("lora_target_parameters")
+    if values.get("use_peft") and names:
+        return (
+            f"`lora_target_parameters` is {names}: PEFT has no adapters on parameters that are split. Leave it out for "
+            "adapters on linear layers alone (`lora_target_modules`), or set `expert_parallel_size: 1`."
+        )
+    if values.get("use_vllm"):
+        return (
+            "`use_vllm` is true: TRL would hand vLLM the weights of one process alone. Set `use_vllm: false`, or "
+            "`expert_parallel_size: 1` and `accelerate_config: fsdp2`."
+        )
+    return None
+
+
+def generation_advice(error: Exception, values: Mapping[str, Any]) -> str:
+    """What to change where TRL says that batches cannot be divided into groups of generations; else nothing."""
+    batch = "`per_device_{0}_batch_size` ({1}) times the processes"
+    if "divisible by num_generations" in str(error):
+        rounds = values["steps_per_generation"] or values["gradient_accumulation_steps"]
+        made_of = batch.format("train", values["per_device_train_batch_size"])
+        return (
+            f" The generation batch is {made_of} times `steps_per_generation` ({rounds}; by default "
+            "`gradient_accumulation_steps`): change one of them, or set `num_generations` to a divisor."
+        )
+    if "generations used for evaluation" in str(error):
+        made_of = batch.format("eval", values["per_device_eval_batch_size"])
+        return f" That batch is {made_of}: change it, or set `num_generations_eval` to a divisor."
+    return ""

@@ -1,0 +1,124 @@
+"""The reward functions a recipe names."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.recipe.file import RecipeError
+
+_ALLOWED = (
+    "Write `package.module:function`, such as `liger_trainer.rewards:accuracy`; a name without a colon is a reward "
+    "model: its Hub id or folder."
+)
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")  # beside the columns of the data
+
+
+def load_reward_functions(arguments: Any) -> list[Any]:
+    """What `reward_funcs` names: functions, checked and with their `reward_options`; reward models by their names.
+
+    Args:
+        arguments: `RewardArguments`; anything else names none.
+
+    Raises:
+        RecipeError: if a module or function cannot be found, or an option is none of the function's.
+    """
+    from liger_trainer.configs.recipe_arguments import RewardArguments
+    from liger_trainer.trainers.checks.reward_functions import checked_reward_function
+
+    if not isinstance(arguments, RewardArguments):
+        return []
+    functions: list[Any] = []
+    for name in arguments.reward_funcs or []:
+        options = (arguments.reward_options or {}).get(name)
+        if ":" not in name:
+            if options:
+                raise RecipeError(f"`reward_options` holds {name!r}, which is a reward model and takes none.")
+            functions.append(name)
+            continue
+        function = _import(name)
+        _check_call(name, function, options or {})
+        functions.append(checked_reward_function(functools.partial(function, **options) if options else function, name))
+    return functions
+
+
+def check_reward_models(arguments: Any) -> None:
+    """Checks, before anything is loaded, that the reward models of `reward_funcs` are there.
+
+    Raises:
+        RecipeError: if one is not; a function written with a dot is taken for one.
+    """
+    from liger_trainer.configs.recipe_arguments import RewardArguments
+    from liger_trainer.recipe.model import check_weights
+    from liger_trainer.recipe.model_config import read_config
+
+    names = arguments.reward_funcs or [] if isinstance(arguments, RewardArguments) else []
+    for name in names:
+        if ":" in name:
+            continue
+        try:
+            read_config(name, "`reward_funcs`")
+        except RecipeError as error:
+            module, _, function = name.rpartition(".")
+            meant = f" or, for a function, {f'{module}:{function}'!r}" if module and "/" not in name else ""
+            raise RecipeError(f"{error} A name without a colon is a reward model: write its Hub id{meant}.") from error
+        check_weights(name, f"`reward_funcs`: {name!r}")
+
+
+def _check_call(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    named = [key for key, item in parameters.items() if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
+    unknown = [key for key in options if key not in named]
+    if unknown:
+        raise RecipeError(
+            f"`reward_options`: {name!r} has no parameter `{unknown[0]}`; its parameters are {', '.join(named)}."
+        )
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    missing = [key for key in _ALWAYS_GIVEN if key not in named]
+    if missing and not takes_all:
+        raise RecipeError(
+            f"`reward_funcs`: {name!r} takes {', '.join(named) or 'nothing'}, but is called with `{missing[0]}` and "
+            "all columns of the data too; add `**columns` to its parameters."
+        )
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if not attribute or "/" in module_name or module_name.endswith(".py"):
+        raise RecipeError(f"`reward_funcs`: {name!r} is no module and function. {_ALLOWED}")
+    here = str(Path.cwd())
+    if here not in sys.path:  # last, so that nothing there takes the place of an installed package
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        missing = getattr(error, "name", None)
+        if missing is not None and not f"{module_name}.".startswith(f"{missing}."):
+            raise RecipeError(f"`reward_funcs`: importing {module_name!r} failed: {error}.") from error
+        raise RecipeError(
+            f"`reward_funcs`: {name!r} names no module that can be imported (looked in {here} too): {error}. {_ALLOWED}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a script may end the process
+        raise RecipeError(f"`reward_funcs`: importing {module_name!r} raised {error!r}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [
+                key
+                for key, value in vars(found).items()
+                if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module_name
+            ]
+            raise RecipeError(
+                f"`reward_funcs`: {module_name!r} has no `{attribute}`; it has {', '.join(public) or 'no functions'}."
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise RecipeError(f"`reward_funcs`: {name!r} is {type(found).__name__}, not a function. {_ALLOWED}")
+    return found

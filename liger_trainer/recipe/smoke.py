@@ -1,0 +1,183 @@
+"""``--smoke``: any recipe as a few offline steps of a tiny random model of the same family on generated data."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe.smoke_families import FAMILIES, family_of
+from liger_trainer.recipe.trainers import TRAINERS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+STEPS = 3
+ROWS = 64
+VOCAB_SIZE = 512
+# Ids 5, 6 and 7 of the smoke tokenizer, right after its own five.
+IMAGE_TOKENS = ("<|image|>", "<|image_start|>", "<|image_end|>")
+
+
+def special_tokens(training: Any) -> list[str]:
+    """Tokens the recipe names, which the smoke tokenizer must have too, after the image tokens with their fixed ids."""
+    named = (getattr(training, "eos_token", None), getattr(training, "pad_token", None))
+    return [*IMAGE_TOKENS, *(token for token in named if token)]
+
+
+ROW_KINDS = ("messages", "completion", "text", "preference", "unpaired", "prompt")
+
+
+def smoke_data(kind: str) -> Dataset:
+    """Generated rows of small sums.
+
+    Args:
+        kind: ``"messages"`` (two turns), ``"completion"`` (prompt and completion), ``"text"``, ``"preference"`` (chosen
+            and rejected conversations), ``"unpaired"`` (prompt, completion and label) or ``"prompt"`` (prompt, solution
+            and answer).
+    """
+    from datasets import Dataset
+
+    rows: list[dict[str, Any]] = []
+    for number in range(ROWS):
+        question, right = f"What is {number} plus {number + 1}?", str(2 * number + 1)
+        answer, wrong = (f"{number} plus {number + 1} is {total}." for total in (right, number))
+        if kind == "messages":
+            rows.append({"messages": [_turn("user", question), _turn("assistant", answer)]})
+        elif kind == "completion":
+            rows.append({"prompt": question, "completion": f" {answer}"})
+        elif kind == "preference":
+            pair = {"chosen": answer, "rejected": wrong}
+            rows.append({name: [_turn("user", question), _turn("assistant", text)] for name, text in pair.items()})
+        elif kind == "unpaired":
+            completion = [_turn("assistant", answer if number % 2 else wrong)]
+            rows.append({"prompt": [_turn("user", question)], "completion": completion, "label": bool(number % 2)})
+        elif kind == "prompt":
+            rows.append({"prompt": question, "solution": right, "answer": right})
+        else:
+            rows.append({"text": f"{question} {answer}"})
+    return Dataset.from_list(rows)
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _temporary_folder() -> str:
+    """A new folder; the processes of one launch share theirs, named after the launcher that started them all."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return tempfile.mkdtemp(prefix="liger-trainer-smoke-")
+    return str(Path(tempfile.gettempdir()) / f"liger-trainer-smoke-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}")
+
+
+def mean_token(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    """The reward of a smoke run: the mean id of a completion's tokens.
+
+    A random model earns none of a recipe's own rewards. Where all completions of a prompt earn the same, their
+    advantages are 0, and so is every gradient. This one differs from completion to completion.
+    """
+    return [sum(ids) / (max(len(ids), 1) * VOCAB_SIZE) for ids in completion_ids]
+
+
+def _small_generation(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """A few tokens of a few completions, judged by functions alone: a reward model would be loaded."""
+    if "reward_funcs" not in values:
+        return {}
+    weights = values["reward_weights"] or [1.0] * len(values["reward_funcs"] or ())
+    kept = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
+    kept.append((f"{__name__}:{mean_token.__name__}", 1.0))
+    rewards = {"reward_funcs": [name for name, _ in kept], "reward_weights": [weight for _, weight in kept]}
+    return {
+        **({} if given & set(rewards) else rewards),
+        "num_generations": 2,
+        "num_generations_eval": 2,
+        "generation_batch_size": None,
+        "steps_per_generation": None,
+        "max_completion_length": 8,
+        "use_vllm": False,
+        "use_transformers_continuous_batching": False,
+        "per_device_train_batch_size": 2,
+    }
+
+
+def _quantisation(values: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """None where a base cannot be quantised, which is said; else as the recipe wants it.
+
+    On a CPU bitsandbytes packs its weights for inference as soon as a model is evaluated, and they train no more.
+    """
+    keys = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    missing = importlib.util.find_spec("bitsandbytes") is None
+    if not keys or not (on_cpu or missing):
+        return {}
+    reason = "is not installed" if missing else "does not train on a CPU once it has evaluated there"
+    logger.warning("This smoke run leaves `%s` out, its base is not quantised: bitsandbytes %s.", keys[0], reason)
+    return dict.fromkeys(keys, False)
+
+
+def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """The checked values of a recipe, made small and offline; what is in `given` (the command line) stays.
+
+    Raises:
+        RecipeError: if the model's family cannot be told offline.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    on_cpu = accelerator is None or bool(values.get("use_cpu"))
+    kind = "completion" if values.get("completion_only_loss") else TRAINERS[values["trainer"]].data
+    evaluated = str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) != "no"
+    family = family_of(values)
+    small: dict[str, Any] = {
+        "accelerate_config": None,
+        "expert_parallel_size": 1,
+        "model_family": family,
+        "model_config": {"model_type": family, **FAMILIES[family]},
+        "model_name_or_path": None,
+        "model_init_kwargs": None,
+        "model_revision": "main",
+        "trust_remote_code": False,
+        **_quantisation({key: value for key, value in values.items() if key not in given}, on_cpu),
+        "tokenizer_name_or_path": None,
+        "tokenizer_vocab_size": VOCAB_SIZE,
+        "chat_template_path": None,
+        "dataset_name": f"smoke_{kind}",
+        "dataset_config": None,
+        "dataset_text_field": "text",
+        "data_files": None,
+        "eval_data_files": None,
+        "datasets": [],
+        "dataset_streaming": False,
+        "streaming": False,
+        "test_split_size": 0.25 if evaluated else None,
+        "max_steps": STEPS,
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "eval_steps": STEPS if evaluated else None,
+        "save_steps": STEPS,
+        "max_length": 64,
+        "per_device_train_batch_size": min(2, values["per_device_train_batch_size"]),
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": min(2, values["gradient_accumulation_steps"]),
+        "dataset_num_proc": None,
+        "dataloader_num_workers": 0,
+        "report_to": "none",
+        "push_to_hub": False,
+        "load_best_model_at_end": False,
+        "sample_prompts": None,
+        "columns": None,
+        **_small_generation(values, given),
+    }
+    implementation = values.get("attn_implementation")
+    if on_cpu or (str(implementation).startswith("flash_attention") and not importlib.util.find_spec("flash_attn")):
+        small["attn_implementation"] = None
+    if on_cpu:
+        small.update(use_cpu=True, bf16=False, fp16=False, tf32=None, dtype="float32")
+    if "output_dir" not in given:
+        small["output_dir"] = _temporary_folder()
+    return {**values, **{key: value for key, value in small.items() if key in values and key not in given}}

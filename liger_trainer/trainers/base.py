@@ -1,0 +1,316 @@
+"""What every Liger trainer adds to the Hugging Face trainer below it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils.versions import require_version
+
+from liger_trainer.callbacks.kernel_report import KernelReportCallback
+from liger_trainer.callbacks.labelled_share import LabelledShareCallback
+from liger_trainer.callbacks.memory import MemoryCallback
+from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
+from liger_trainer.callbacks.rounded_updates import RoundedUpdatesCallback
+from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
+from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
+from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
+from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.integration import data_parallel_message, in_charge
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.binding import bound_modules
+from liger_trainer.patching.moe.load_balancing import recorded_z_losses
+from liger_trainer.patching.report import KernelReport
+from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
+from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
+from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
+from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
+from liger_trainer.trainers.checks.batches import checked_collator
+from liger_trainer.trainers.checks.out_of_memory import memory_advice
+from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
+from liger_trainer.trainers.evaluating import EvaluatingMixin
+from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
+from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
+from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
+from liger_trainer.trainers.offloading import PartialOffload, check_offloading
+
+logger = logging.getLogger("liger_trainer")
+
+require_version("transformers>=5.19", "The Liger trainers need it: `pip install 'transformers>=5.19,<6'`.")
+
+# Where every process holds all gradients, so that their norms are the model's.
+_WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+
+
+def wants_kernels(args: TrainingArguments) -> bool:
+    """Whether a Liger trainer with these arguments uses the kernels.
+
+    Our own arguments say so by `use_liger_kernel`. With Hugging Face's own, whose flag is off unless it is set, taking
+    a Liger trainer is the wish.
+    """
+    return args.use_liger_kernel if isinstance(args, KernelFlags) else True
+
+
+def own_arguments(args: TrainingArguments) -> TrainingArguments:
+    """`args` whose `use_liger_kernel` a Liger trainer may set: a copy of Hugging Face's own, where the flag is a wish.
+
+    With the flag set by us, a stock trainer that is given the same object next would get kernels nobody asked for.
+    """
+    return args if isinstance(args, KernelFlags) else copy.copy(args)
+
+
+class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+    """Kernels in the model from construction on, the callbacks, and checks of what goes in.
+
+    Attributes:
+        kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
+    """
+
+    kernel_report: KernelReport | None = None
+    _takes_parts_of_sequences = True  # whether the loss is right on a part whose labels come as `shift_labels`
+    _patched: weakref.ref[nn.Module] | None = None
+    _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch, where it has ids
+
+    def _finish_init(self) -> None:
+        """To be called at the end of `__init__`."""
+        if self.args.n_gpu > 1:
+            raise ValueError(data_parallel_message(type(self).__name__))
+        self._check_whole_sequences()
+        self._check_split_once()
+        check_fsdp1_adapters(self)
+        check_fsdp2_tied_head(self)
+        check_experts_in_4_bits(self)
+        self.args.use_liger_kernel = wants_kernels(self.args)
+        self._throughput = self._own_callback(ThroughputCallback)
+        self._labelled_share = self._own_callback(LabelledShareCallback)
+        self._own_callback(MemoryCallback)
+        self._own_callback(RoundedUpdatesCallback)
+        guard = getattr(self.args, "non_finite", "stop")
+        self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
+        self._show_report = self._own_callback(KernelReportCallback)
+        self._throughput.measure(self.model)
+        self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        assert isinstance(self.model, nn.Module)
+        if self.args.use_liger_kernel:
+            self._apply_kernels(self.model)
+            if self.label_smoother is not None:
+                self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
+        elif any(bound_modules(self.model)):
+            logger.warning(
+                "`use_liger_kernel` is off, but the model carries kernels from before, which stay and run; "
+                "`liger_trainer.revert_liger_kernel(model)` takes them out."
+            )
+        z_loss_coef = getattr(self.args, "router_z_loss_coef", 0.0)
+        check_router_losses(self, z_loss_coef)
+        self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
+        self._announce_kernels()
+        warn_of_tied_adapters(self.model)
+        self._set_up_offloading()
+
+    def _check_whole_sequences(self) -> None:
+        for name, size in (("cp_size", self.get_cp_size()), ("sp_size", self.get_sp_size())):
+            if size > 1 and not self._takes_parts_of_sequences:
+                raise ValueError(
+                    f"`parallelism_config` has `{name}={size}`, which gives every process a part of each sequence; the "
+                    f"loss of {type(self).__name__} needs whole ones. Set `{name}=1` and split the model with FSDP2 or "
+                    "tensor parallelism, or train with LigerTrainer or LigerSFTTrainer."
+                )
+
+    def _check_split_once(self) -> None:
+        if self.is_distributed_loading_by_transformers and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            again = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ValueError(
+                "`model` was split by `from_pretrained` (`distributed_config`), and the launch would split it again "
+                f"with {again}. Launch it with `torchrun`, or `accelerate launch` with `--accelerate_config ddp`; "
+                "`DistributedConfig(fsdp_size=...)` is FSDP2."
+            )
+
+    def _set_up_offloading(self) -> None:
+        """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""
+        self._offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if not getattr(self.args, "activation_offloading", False):
+            return
+        fraction = getattr(self.args, "activation_offloading_fraction", 1.0)
+        trainer: Any = self
+        if hasattr(trainer, "maybe_activation_offload_context"):  # TRL's own, which its training step enters
+            if fraction < 1:
+                context = trainer.maybe_activation_offload_context
+                trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
+            return
+        check_offloading(self.args)
+        from trl.models import get_act_offloading_ctx_manager
+
+        assert isinstance(self.model, nn.Module)
+        context = get_act_offloading_ctx_manager(self.model)
+        self._offloading = PartialOffload(context, fraction) if fraction < 1 else context
+
+    def _own_callback(self, cls: type, *args: Any) -> Any:
+        """The user's callback of this class or a new one, put first: what it adds to a log reaches all reporters."""
+        callbacks: list[TrainerCallback] = self.callback_handler.callbacks
+        own = next((callback for callback in callbacks if isinstance(callback, cls)), None)
+        if own is not None:
+            callbacks.remove(own)
+        else:
+            own = cls(*args)
+        callbacks.insert(0, own)
+        return own
+
+    def _apply_kernels(self, model: nn.Module) -> None:
+        if self._patched is not None and self._patched() is model:
+            return
+        strict = getattr(self.args, "strict_kernels", False)
+        self.kernel_report = apply_liger_kernel(model, kernel_mapping_of(self.args), strict=strict)
+        self._patched = weakref.ref(model)
+
+    def _announce_kernels(self) -> None:
+        self._show_report.report = self.kernel_report
+        if getattr(self.args, "kernel_report", True):
+            self._show_report.show(self.is_world_process_zero())
+        else:
+            self.callback_handler.callbacks.remove(self._show_report)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Builds the model and puts the kernels into it, at construction and before each trial."""
+        model = super().call_model_init(trial)
+        if wants_kernels(self.args):
+            self._apply_kernels(model)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+        if name is not None and getattr(model, "hf_device_map", None) is None:  # offloaded weights are there too
+            raise ValueError(
+                f"`model` has parameters on the meta device, such as {name!r}, which hold no data to train. Load the "
+                "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
+            )
+        super()._move_model_to_device(model, device)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]."""
+        with (
+            memory_advice(self),
+            in_charge(self),
+        ):  # the Trainer would otherwise apply the liger-kernel package, or miss it
+            return super().train(*args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's own loss; a step whose labels are all ignored gives a zero that backpropagates.
+
+        In training the z-loss of the routers is added, where `router_z_loss_coef` is above 0.
+        """
+        if num_items_in_batch is not None:
+            # In the stock Trainer such a step is 0 / 0.
+            num_items_in_batch = (
+                num_items_in_batch.clamp(min=1)
+                if isinstance(num_items_in_batch, torch.Tensor)
+                else max(num_items_in_batch, 1)
+            )
+        smoother = self.label_smoother
+        smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
+        # TRL's trainers warn of `return_outputs`.
+        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
+        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
+            result = super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        assert isinstance(self.model, nn.Module)
+        if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
+            return result
+        z_loss = mean_z_loss(z_losses)
+        self._z_loss.observe(z_loss)
+        coefficient = self.args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)  # type: ignore[attr-defined]
+        return with_z_loss(result, coefficient * z_loss)
+
+    def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
+        """Tells the fused loss the gradient it is going to get, so that its backward has nothing left to rescale."""
+        assert isinstance(self.model, nn.Module)
+        if not self.model.training or not self.args.use_liger_kernel:
+            return contextlib.nullcontext()
+        if num_items is None:
+            return expected_loss_gradient(1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
+        return expected_loss_gradient(process_scale(self, num_items) / num_items)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; the guard is shown its loss."""
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
+        with self._offloading:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        if self._guard is not None:
+            self._guard.observe_loss(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Clipping by a norm that is NaN makes every gradient NaN: the guard looks before it.
+        if self._guard is None or getattr(self.optimizer, "scaler", None) is not None:
+            return super()._clip_grad_norm(model)
+        total_norm = self._guard.observe_gradients(model)
+        if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
+            return super()._clip_grad_norm(model)
+        # What clip_grad_norm_ does, without its second pass over the gradients for the norms.
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
+        return total_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs; see [`~transformers.Trainer.log`]."""
+        super().log(logs, *args, **kwargs)
+        loss = logs.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss) and self.is_in_train:
+            # The Trainer sets its sum of losses back by subtracting it from itself, and NaN - NaN is NaN.
+            self._tr_loss.zero_()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model; see [`~transformers.Trainer.save_model`].
+
+        Raises:
+            NonFiniteError: before anything is written, if a parameter is not finite; not with `non_finite="off"`.
+        """
+        if self._guard is not None:
+            # All processes save a checkpoint, or a model that is split. A whole one is the same on each of them.
+            split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
+            assert isinstance(self.model, nn.Module)
+            self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
+        super().save_model(output_dir, _internal_call)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one step; their tokens are counted."""
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        self._count(batches)
+        return batches, num_items_in_batch
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        assert isinstance(self.model, nn.Module)
+        if self.model.training and not isinstance(inputs, Mapping):  # rows of prompts, to which a policy has answered
+            self._count([prepared])
+        return prepared
+
+    def _count(self, batches: Sequence[Any]) -> None:
+        self._throughput.count(batches)
+        self._labelled_share.count(batches, self.state.global_step + 1)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        # The data loader moves its batches to the device: the collator is the last place where ids are on the CPU.
+        collator = self.data_collator
+        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model))
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator

@@ -1,0 +1,228 @@
+"""Resuming: what a checkpoint must hold, what of a run it does not bring back, and which arguments it overrules."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from liger_trainer.trainers.checkpoints.output_lock import owned
+from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+logger = logging.getLogger("liger_trainer")
+
+_WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_OF_TORCH = re.compile(  # a file of the user's own may be anything
+    r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args).*\.(pt|pth|bin)$|_states\.pt$"
+)
+_PICKLE = b"\x80\x02"  # how files of torch.save begin that are no zip archives
+_ARGUMENTS = {"initial_lr": "learning_rate", "betas": "adam_beta1, adam_beta2", "eps": "adam_epsilon"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be resumed from; the text is the whole message."""
+
+
+class ResumingMixin(_Base):
+    """Put before a Trainer: looks at a checkpoint before it resumes from it."""
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]. ``True`` goes on from the last *complete* checkpoint.
+
+        Raises:
+            ValueError: if there is none in ``output_dir``.
+            CheckpointError: if the checkpoint is damaged, or of adapters where a whole model trains, or the reverse.
+            BlockingIOError: if checkpoints are to be saved, and another run is writing in the folder.
+        """
+        saves = self.args.save_strategy != SaveStrategy.NO
+        with owned(Path(self._get_output_dir(trial))) if saves else contextlib.nullcontext():
+            if resume_from_checkpoint is True:
+                found = complete_checkpoints(Path(str(self.args.output_dir)))
+                if not found:
+                    folder = f"`output_dir` {str(self.args.output_dir)!r}"
+                    raise ValueError(
+                        f"`resume_from_checkpoint` is True, but {folder} holds no complete checkpoint; leave it out to "
+                        "start at the beginning."
+                    )
+                resume_from_checkpoint = str(found[-1])
+            if isinstance(resume_from_checkpoint, str | os.PathLike):
+                resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+                checkpoint = Path(resume_from_checkpoint)
+                finish_interrupted(checkpoint.parent)
+                _check(checkpoint, self.model)
+                self._say_what_is_lost(checkpoint)
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+
+    def _say_what_is_lost(self, checkpoint: Path) -> None:
+        """One line where the checkpoint does not hold all of a run's state, as with `save_only_model`."""
+        if self.is_deepspeed_enabled or not self.is_world_process_zero():  # DeepSpeed's own loading raises
+            return
+        lost = {}
+        if not any(checkpoint.glob("optimizer*")) or not (checkpoint / SCHEDULER_NAME).is_file():
+            lost["optimizer.pt or scheduler.pt"] = "the optimizer and the learning rate schedule start anew"
+        rng_state = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
+        if not (checkpoint / rng_state).is_file():
+            lost[rng_state] = "random numbers are others"
+        if getattr(self.args, "sync_ref_model", False):
+            lost["reference model"] = "the one that `sync_ref_model` moves is that of the beginning again"
+        if lost:
+            logger.warning("%s holds no %s: %s.", checkpoint, ", no ".join(lost), ", and ".join(lost.values()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _told_which(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.optimizer is not None
+        asked = [dict(group) for group in self.optimizer.param_groups]
+        with _told_which(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            _check_optimizer(asked, self.optimizer.param_groups)
+        overruled = [*_overruled(asked, self.optimizer.param_groups), *self._overruled_steps()]
+        if overruled and self.is_world_process_zero():
+            logger.warning(
+                "A resumed run keeps the values of its checkpoint: %s. For others, start a new run on the model in %s.",
+                *("; ".join(overruled), checkpoint),
+            )
+        if isinstance(self.lr_scheduler, LambdaLR) and self.lr_scheduler.last_epoch > 0:
+            # The checkpoint has the rate that its own `max_steps` gave to the next step.
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one step; none where a checkpoint has all of them: the Trainer would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _overruled_steps(self) -> Iterator[str]:
+        asked = TrainerState()
+        asked.compute_steps(self.args, self.state.max_steps)
+        for kind in ("logging", "eval", "save"):
+            given, kept = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
+            if getattr(self.args, f"{kind}_strategy") == "steps" and given != kept:
+                yield f"`{kind}_steps` is {kept}, not {given}"
+
+
+def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a ValueError where the state is another optimizer's: torch takes it, and fails in the first step."""
+    missing = sorted(
+        {key for before, after in zip(asked, loaded, strict=False) for key in before.keys() - after.keys()}
+    )
+    if missing:
+        raise ValueError(f"its optimizer has no {', '.join(map(repr, missing))}.")
+
+
+def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of the optimizer's arguments is not as the training arguments have it."""
+    lines: dict[str, None] = {}  # once, though every group has it
+    for before, after in zip(asked, loaded, strict=False):
+        for key in before.keys() & after.keys() - {"params", "lr"}:  # the schedule makes `lr` of `initial_lr`
+            if before[key] != after[key]:
+                lines[f"`{_ARGUMENTS.get(key, key)}` is {after[key]}, not {before[key]}"] = None
+    return sorted(lines)
+
+
+def _check(checkpoint: Path, model: Any) -> None:
+    """Refuses a checkpoint that is damaged or of another kind; reads no more than where its files say what they hold.
+
+    Raises:
+        CheckpointError: naming the file, and the checkpoint before it.
+    """
+    found = damage(checkpoint)
+    if found is not None:
+        whole = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
+        before = next((path for path in reversed(whole) if damage(path) is None), None)
+        advice = f"Resume from {str(before)!r}, the one before it." if before else "There is none before it."
+        raise CheckpointError(f"The checkpoint is damaged: {found}. {advice}")
+    adapters = [*checkpoint.glob("adapter_model.*"), *checkpoint.glob("*/adapter_model.*")]
+    whole_model = [checkpoint / name for name in _WHOLE_MODEL if (checkpoint / name).is_file()]
+    if isinstance(model, PeftModel) and whole_model and not adapters:
+        raise CheckpointError(
+            f"The checkpoint is one of a whole model ({str(whole_model[0])!r}), and this run trains adapters. Resume "
+            "without adapters (`use_peft: false`), or train them on that model in a new run."
+        )
+    if not isinstance(model, PeftModel) and adapters and not whole_model:
+        raise CheckpointError(
+            f"The checkpoint is one of adapters ({str(adapters[0])!r}), and this run trains a whole model. Resume with "
+            "the same adapters (`use_peft: true`)."
+        )
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Which file of a checkpoint is cut short or missing, and how that shows; None for a checkpoint that is whole."""
+    for path in sorted(checkpoint.rglob("*")):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):  # compares the file's size with what its header says
+                    pass
+            elif _OF_TORCH.search(path.name) and not zipfile.is_zipfile(path):
+                with path.open("rb") as file:
+                    if file.read(2) != _PICKLE:
+                        return f"{str(path)!r} is cut short"
+            elif path.name == TRAINER_STATE_NAME:
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+                shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+                missing = sorted(name for name in shards if not (path.parent / name).is_file())
+                if missing:
+                    return f"{str(path.parent / missing[0])!r} is missing"
+        except Exception as error:
+            return f"{str(path)!r} cannot be read ({_first_lines(error, 1)})"
+    state = checkpoint / TRAINER_STATE_NAME
+    return None if state.is_file() else f"{str(state)!r} is missing"
+
+
+@contextlib.contextmanager
+def _told_which(checkpoint: str) -> Iterator[None]:
+    """Around the loading of a checkpoint, which may be of another model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint!r} does not fit this run: {_first_lines(error, 2)} Resume with the model and "
+            "the optimizer it was saved with."
+        ) from error
+
+
+def _first_lines(error: Exception, count: int) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[:count])

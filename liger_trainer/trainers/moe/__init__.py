@@ -1,0 +1,1 @@
+"""What mixtures of experts ask of a trainer."""

@@ -1,0 +1,35 @@
+"""Mends of Triton's interpreter, for the tests that run kernels under ``TRITON_INTERPRET=1``."""
+
+import numpy as np
+import torch
+from triton import language as tl
+from triton.runtime import interpreter
+
+_convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _convert_like_hardware(data, source, target, rounding_mode):
+    """The interpreter truncates fp32 to bf16; GPUs, and torch, round to nearest even."""
+    if source == tl.float32 and target == tl.bfloat16:
+        rounded = torch.from_numpy(np.array(data, np.float32)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+    return _convert_float(data, source, target, rounding_mode)
+
+
+def _create_dot_of_values(self, a, b, *rest):
+    """The interpreter keeps bf16 as 16-bit integers and would multiply those."""
+
+    def values(operand):
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    return _create_dot(self, values(a), values(b), *rest)
+
+
+def mend_interpreter():
+    """Makes the interpreter round and multiply bf16 as a GPU does."""
+    interpreter._convert_float = _convert_like_hardware
+    interpreter.InterpreterBuilder.create_dot = _create_dot_of_values
