@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.weight_gradient import matmul_into
 from liger_trainer.kernels.lora.base_weights import Weight, linear, sum_of_products
+from liger_trainer.kernels.matmul import matmul_into
 
 
 class Adapter(NamedTuple):

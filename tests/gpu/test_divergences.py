@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.head.divergence_reference import linear_jsd_reference
-from liger_trainer.kernels.head.divergence_rows import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
-from liger_trainer.kernels.head.linear_jsd import linear_jsd
+from liger_trainer.kernels.head.linear_jsd import linear_jsd, linear_jsd_reference
 from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from liger_trainer.head.context import expected_loss_gradient
-from liger_trainer.kernels.head import linear_expected_gradient as expected_gradients
+from liger_trainer.kernels.head import linear_log_probs_expected as expected_gradients
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.patching.apply import apply_liger_kernel

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 pytestmark = pytest.mark.gpu
 

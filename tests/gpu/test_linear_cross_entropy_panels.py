@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels.head import weight_gradient_panels as panels
+from liger_trainer.kernels.head import linear_cross_entropy as chunks
+from liger_trainer.kernels.head import logits_in_weight_gradient as panels
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.weight_gradient import launch_for
 from liger_trainer.kernels.runtime import INTERPRETED

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import cross_entropy as operator
 from liger_trainer.kernels.head import rescale as _rescale
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference, linear_cross_entropy_reference
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.head.rescale import rescale_
+from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
 from liger_trainer.kernels.runtime import INTERPRETED, use_triton
 
 IGNORE = -100

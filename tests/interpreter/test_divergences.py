@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import elementwise_divergence
+from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.head.divergence_reference import divergence_of_logits_reference, divergence_rows_torch_
-from liger_trainer.kernels.head.divergence_rows import divergence_rows_, gradient_memory
+from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, divergence_rows_torch_
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_jsd import linear_jsd
 from liger_trainer.kernels.runtime import INTERPRETED, use_triton

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, Shard
-from liger_trainer.kernels.head.cross_entropy_reference import row_partials_torch_
-from liger_trainer.kernels.head.cross_entropy_rows import row_partials_
+from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
+from liger_trainer.kernels.head.cross_entropy_torch import row_partials_torch_
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.head.row_statistics import RowOptions, Shard
 from liger_trainer.kernels.runtime import use_triton
 
 IGNORE = -100

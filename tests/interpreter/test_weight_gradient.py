@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as _linear_cross_entropy_chunks
+from liger_trainer.kernels.head import linear_cross_entropy as _linear_cross_entropy_chunks
 from liger_trainer.kernels.head import weight_gradient
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch, launch, launch_for
-from liger_trainer.kernels.head.weight_gradient_panels import PanelPlan
 from liger_trainer.kernels.runtime import INTERPRETED
 
 if not INTERPRETED and launch_for(torch.device("cuda", 0)) is None:

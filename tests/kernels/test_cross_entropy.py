@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import cross_entropy as operator
-from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
+from liger_trainer.kernels.head import cross_entropy_kernel
 from liger_trainer.kernels.head import rescale as _rescale
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference, row_statistics_torch_
+from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_trainer.kernels.head.cross_entropy_torch import row_statistics_torch_
+from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100
@@ -193,18 +193,18 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(_cross_entropy_rows, "use_triton", return_value=True),
+        mock.patch.object(cross_entropy_kernel, "use_triton", return_value=True),
         mock.patch.object(_rescale, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        _cross_entropy_rows.row_statistics_(logits, target, bare, plain)
-        _cross_entropy_rows.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
-        _cross_entropy_rows.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
-        _cross_entropy_rows.row_statistics_(
+        cross_entropy_kernel.row_statistics_(logits, target, bare, plain)
+        cross_entropy_kernel.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
+        cross_entropy_kernel.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
+        cross_entropy_kernel.row_statistics_(
             logits, target, bare, plain, coefficient=torch.ones(()), out=torch.empty_like(logits)
         )
-        _cross_entropy_rows.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
-        _cross_entropy_rows.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
+        cross_entropy_kernel.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
+        cross_entropy_kernel.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
         _rescale.rescale_(torch.ones(8, dtype=dtype), torch.ones(()), torch.ones(()))
     assert len(launches) == 7
     for launch in launches:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.kernels.head import elementwise_divergence
 from liger_trainer.kernels.head import elementwise_divergence as operators
-from liger_trainer.kernels.head import elementwise_divergence_kernel as _elementwise_divergence_kernel
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from tests.aot import compile_launch, on_targets, recorded_launches
 
@@ -154,7 +154,7 @@ def _launches(dtype: torch.dtype, target: str) -> list[Any]:
     y = y.to(dtype)
     with (
         recorded_launches() as launches,
-        mock.patch.object(_elementwise_divergence_kernel, "has_lg2", return_value=target.startswith("sm_")),
+        mock.patch.object(elementwise_divergence, "has_lg2", return_value=target.startswith("sm_")),
     ):
         scale, expected, gradient = torch.ones(()), torch.ones(()), torch.empty_like(x)
         for divergence in ("kl", "kl_log", "forward_kl", "reverse_kl", "jsd", "tvd"):

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.head import linear_cross_entropy as chunks
 from liger_trainer.kernels.head import linear_cross_entropy as operator
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
 from liger_trainer.kernels.head import rescale as _rescale
-from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
 from liger_trainer.kernels.head.head_chunks import chunk_rows
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 IGNORE = -100
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 4.0, "logit_scale": 1.5, "temperature": 0.8}

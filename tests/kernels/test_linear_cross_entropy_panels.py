@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels.head import weight_gradient_panels as panels
-from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels.head import linear_cross_entropy as chunks
+from liger_trainer.kernels.head import logits_in_weight_gradient as panels
 from liger_trainer.kernels.head.head_chunks import chunk_rows
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.weight_gradient_panels import PanelPlan, plan_panels
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 40, 16, 500

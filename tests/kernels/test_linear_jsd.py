@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head import divergence_rows as _divergence_rows
+from liger_trainer.kernels.head import divergence_kernel
 from liger_trainer.kernels.head import linear_divergence as _linear_divergence
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.head.divergence_reference import linear_jsd_reference
-from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl
+from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_jsd_reference, linear_kl
 from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
 from tests.aot import compile_launch, on_targets, recorded_launches
 
@@ -435,18 +434,18 @@ def _row_launches(dtype: torch.dtype, target: str = "sm_90") -> list[Any]:
     lean, full = (DivergenceStats.allocate(student, 2, extra, extra) for extra in (False, True))
     with (
         recorded_launches() as launches,
-        mock.patch.object(_divergence_rows, "use_triton", return_value=True),
-        mock.patch.object(_divergence_rows, "has_lg2", return_value=target.startswith("sm_")),
+        mock.patch.object(divergence_kernel, "use_triton", return_value=True),
+        mock.patch.object(divergence_kernel, "has_lg2", return_value=target.startswith("sm_")),
     ):
         for divergence in ("forward_kl", "reverse_kl", "jsd", "probs_kl", "cosine"):
             plain = DivergenceOptions(divergence, 0.5, 1.0, 1.0, 0.0, None, 1.0, None, 1.0, 1e-10, IGNORE)
             capped = plain._replace(student_softcap=5.0, teacher_softcap=7.0, hard_weight=0.5)
             rows = (student[:, :20000], teacher[:, :20000])
-            _divergence_rows.divergence_rows_(*rows, None, lean, plain, None, None, torch.ones(()), 20032, 20032)
-            memory = _divergence_rows.gradient_memory(student, torch.bfloat16, divergence)[:, :20000]
+            divergence_kernel.divergence_rows_(*rows, None, lean, plain, None, None, torch.ones(()), 20032, 20032)
+            memory = divergence_kernel.gradient_memory(student, torch.bfloat16, divergence)[:, :20000]
             last = (bias, bias, torch.ones(2), 20032, 20032, memory)
-            _divergence_rows.divergence_rows_(*rows, labels, full, capped, *last)
-        _divergence_rows.divergence_rows_(*rows, labels, lean, plain)
+            divergence_kernel.divergence_rows_(*rows, labels, full, capped, *last)
+        divergence_kernel.divergence_rows_(*rows, labels, lean, plain)
     return launches
 
 

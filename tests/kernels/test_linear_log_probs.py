@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
+from liger_trainer.kernels.head import cross_entropy_kernel, head_chunks
+from liger_trainer.kernels.head import linear_cross_entropy as chunks
 from liger_trainer.kernels.head import linear_log_probs as operator
-from liger_trainer.kernels.head import linear_row_gradients as row_gradients
-from liger_trainer.kernels.head import linear_rows as _linear_rows
-from liger_trainer.kernels.head.cross_entropy_options import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.head import linear_log_probs_backward as row_gradients
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100
@@ -343,12 +342,12 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(_cross_entropy_rows, "use_triton", return_value=True),
+        mock.patch.object(cross_entropy_kernel, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        _cross_entropy_rows.row_statistics_(logits, target, stats, options, extra=extra)
-        _cross_entropy_rows.row_gradient_(logits, target, stats, options, ones, entropy_coefficient=ones, shard=shard)
-        _cross_entropy_rows.row_partials_(logits, target, torch.empty(2, 8), options, shard)
+        cross_entropy_kernel.row_statistics_(logits, target, stats, options, extra=extra)
+        cross_entropy_kernel.row_gradient_(logits, target, stats, options, ones, entropy_coefficient=ones, shard=shard)
+        cross_entropy_kernel.row_partials_(logits, target, torch.empty(2, 8), options, shard)
     assert len(launches) == 3
     for launch in launches:
         assert compile_launch(launch, target_name) is not None
@@ -381,8 +380,8 @@ def test_plan_of_known_models() -> None:
     def plan(tokens: int, hidden_size: int, vocab_size: int, retain: int | None = None) -> tuple[int, int]:
         hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta")
         weight = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device="meta")
-        keep = _linear_rows.kept_rows(hidden, weight, 512 * 2**20, retain)
-        return keep, _linear_rows._rows(hidden[: tokens - keep], weight, 512 * 2**20, True)
+        keep = head_chunks.retained_rows(hidden, weight, 512 * 2**20, retain)
+        return keep, head_chunks.saturating_chunk_rows(hidden[: tokens - keep], weight, 512 * 2**20, True)
 
     assert plan(8192, 4096, 128256) == (2048, 2048)  # the backward's chunks fit into the memory of the kept ones
     assert plan(32768, 4096, 128256) == (4096, 3584)
@@ -390,4 +389,6 @@ def test_plan_of_known_models() -> None:
     assert plan(8192, 4096, 128256, 0) == (0, 2048)
     hidden = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta")
-    assert _linear_rows._rows(hidden, weight, 512 * 2**20, False) == 1024  # a frozen head gains nothing beyond
+    assert (
+        head_chunks.saturating_chunk_rows(hidden, weight, 512 * 2**20, False) == 1024
+    )  # a frozen head gains nothing beyond

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.autograd import one_number
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels.head import linear_expected_gradient as expected_gradient
+from liger_trainer.kernels.head import linear_cross_entropy as chunks
+from liger_trainer.kernels.head import linear_log_probs_expected as expected_gradient
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 

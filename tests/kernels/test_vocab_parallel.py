@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, Shard
-from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels.head.cross_entropy import cross_entropy_reference
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
-from liger_trainer.kernels.head.row_partials import combine
+from liger_trainer.kernels.head.row_statistics import RowOptions, Shard, combine
 from liger_trainer.parallel import vocab_parallel
-from liger_trainer.parallel import vocab_parallel_rows as rows
+from liger_trainer.parallel import vocab_parallel as rows
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 9, 5, 14
