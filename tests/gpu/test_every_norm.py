@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from liger_trainer.functional import group_norm
-from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
-from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms import layer_norm as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm as _rms_norm_kernels
 from liger_trainer.kernels.parity import dyt
 from liger_trainer.kernels.parity import group_norm_kernels as _group_norm_kernels
-from liger_trainer.kernels.parity import modulated_rms_norm_kernels as _modulated_rms_norm_kernels
-from liger_trainer.kernels.parity import poly_norm_kernels as _poly_norm_kernels
+from liger_trainer.kernels.parity import modulated_rms_norm as _modulated_rms_norm_kernels
+from liger_trainer.kernels.parity import poly_norm as _poly_norm_kernels
 from tests.norm_cases import NORMS
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from liger_trainer.kernels.parity.grpo_loss import grpo_loss
-from liger_trainer.kernels.parity.policy_loss_terms import LOSS_TYPES
+from liger_trainer.kernels.parity.grpo_loss import LOSS_TYPES, grpo_loss
 
 pytestmark = pytest.mark.gpu
 

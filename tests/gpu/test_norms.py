@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
-from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms import layer_norm as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm as _rms_norm_kernels
 from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
 from liger_trainer.kernels.parity.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from liger_trainer.kernels.parity import row_softmax_kernels as kernels
+from liger_trainer.kernels.parity import row_softmax as kernels
 from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.parity.softmax import softmax, softmax_reference
 from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_reference

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
-from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms import layer_norm as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm as _rms_norm_kernels
 from liger_trainer.kernels.parity import dyt, poly_norm
-from liger_trainer.kernels.parity import group_norm_launch as _group_norm_launch
-from liger_trainer.kernels.parity import modulated_rms_norm_kernels as _modulated_rms_norm_kernels
+from liger_trainer.kernels.parity import group_norm as _group_norm_launch
+from liger_trainer.kernels.parity import modulated_rms_norm as _modulated_rms_norm_kernels
 from tests.accuracy import assert_as_accurate
 from tests.norm_cases import NORMS
 

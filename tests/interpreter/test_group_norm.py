@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.parity import group_norm_launch as _group_norm_launch
+from liger_trainer.kernels.parity import group_norm as _group_norm_launch
 from liger_trainer.kernels.parity.group_norm import group_norm, group_norm_reference
 from tests.accuracy import assert_as_accurate
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_trainer.kernels.parity.grpo_loss import grpo_loss
-from liger_trainer.kernels.parity.policy_loss_terms import LOSS_TYPES
+from liger_trainer.kernels.parity.grpo_loss import LOSS_TYPES, grpo_loss
 from liger_trainer.kernels.runtime import use_triton
 
 

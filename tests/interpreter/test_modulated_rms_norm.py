@@ -5,7 +5,7 @@ import torch
 
 from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
-from liger_trainer.kernels.parity import modulated_rms_norm_kernels as _modulated_rms_norm_kernels
+from liger_trainer.kernels.parity import modulated_rms_norm as _modulated_rms_norm_kernels
 from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
 from tests.accuracy import assert_as_accurate
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.norms import launch as _norm_common
-from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
-from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms import layer_norm as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm as _rms_norm_kernels
 from liger_trainer.kernels.norms.launch import NormConfig, column_sum
 from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference

@@ -178,7 +178,7 @@ def test_same_bits_and_inputs_left_alone(device):
 
 @pytest.mark.parametrize("config", [NormConfig(1, 4, 1, 1), NormConfig(8, 4, 3, 2)])
 def test_every_tiling_gives_the_same(config, device, monkeypatch):
-    from liger_trainer.kernels.rope import qk_norm_rope_launch as launch
+    from liger_trainer.kernels.rope import qk_norm_rope as launch
 
     arguments = inputs(SHAPES[2], device=device)
     expected = values_and_gradients(qk_norm_rope, arguments)

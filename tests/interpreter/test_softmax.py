@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from liger_trainer.kernels.parity import row_softmax as launches
 from liger_trainer.kernels.parity import row_softmax as operators
-from liger_trainer.kernels.parity import row_softmax_launch as launches
 from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.parity.softmax import softmax, softmax_reference
 from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_reference

@@ -16,12 +16,12 @@ from liger_trainer.functional import (
 )
 from liger_trainer.kernels import runtime
 from liger_trainer.kernels.norms import launch as _norm_common
-from liger_trainer.kernels.norms import layer_norm_kernels as _layer_norm_kernels
-from liger_trainer.kernels.norms import rms_norm_kernels as _rms_norm_kernels
+from liger_trainer.kernels.norms import layer_norm as _layer_norm_kernels
+from liger_trainer.kernels.norms import rms_norm as _rms_norm_kernels
 from liger_trainer.kernels.parity import dyt as dyt_module
+from liger_trainer.kernels.parity import group_norm as _group_norm_launch
 from liger_trainer.kernels.parity import group_norm as group_norm_module
-from liger_trainer.kernels.parity import group_norm_launch as _group_norm_launch
-from liger_trainer.kernels.parity import modulated_rms_norm_kernels as _modulated_rms_norm_kernels
+from liger_trainer.kernels.parity import modulated_rms_norm as _modulated_rms_norm_kernels
 from liger_trainer.kernels.parity import poly_norm as poly_norm_module
 from tests import aot
 from tests.norm_cases import NORMS

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.parity.grpo_loss import grpo_loss, grpo_loss_from_log_probs
-from liger_trainer.kernels.parity.policy_loss_terms import LOSS_TYPES
+from liger_trainer.kernels.parity.grpo_loss import LOSS_TYPES, grpo_loss, grpo_loss_from_log_probs
 
 BATCH, LENGTH, VOCAB = 4, 6, 11
 LENGTHS = (6, 3, 1, 0)

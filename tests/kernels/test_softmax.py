@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
-from liger_trainer.kernels.parity.row_softmax_launch import launch_backward, launch_forward
+from liger_trainer.kernels.parity.row_softmax import launch_backward, launch_forward
 from liger_trainer.kernels.parity.softmax import softmax
 from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_reference
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
