@@ -9,6 +9,7 @@ silently give wrong second derivatives, so there the backward itself raises (`re
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +49,11 @@ def second_derivative_message(functions: str) -> str:
         f"The gradient of {functions} cannot itself be differentiated (create_graph=True, or the gradient of a "
         "gradient); for that, use the *_reference function, which is plain torch."
     )
+
+
+def where_needed(needs: Sequence[bool], *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """`gradients` with None for each that is not needed, as the first entries of `ctx.needs_input_grad` say."""
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
 
 
 def saved_as_is() -> contextlib.AbstractContextManager:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
@@ -316,17 +316,9 @@ def _backward(ctx, dy, _mean_grad, _rstd_grad):
         return None, None, None, None, None
     needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
     x, weight, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _layer_norm_backward(
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        needs_dx,
-        weight.dtype if needs_dweight else None,
-        ctx.bias_dtype if needs_dbias else None,
-    )
-    return dx if needs_dx else None, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None
+    dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
+    gradients = _layer_norm_backward(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
+    return *where_needed(ctx.needs_input_grad, *gradients), None, None
 
 
 _layer_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
@@ -335,8 +335,8 @@ def _backward(ctx, dy, _):
     if dy is None:
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
-    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight)
-    return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None
+    gradients = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight)
+    return *where_needed(ctx.needs_input_grad, *gradients), None, None, None
 
 
 _rms_norm.register_autograd(_backward, setup_context=_setup_context)

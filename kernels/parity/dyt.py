@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_rows,
@@ -252,15 +252,9 @@ def _backward(ctx, dy):
         return None, None, None, None
     needs_dx, needs_dalpha, needs_dgamma, needs_dbeta = ctx.needs_input_grad
     x, alpha, gamma = ctx.saved_tensors
-    dx, dalpha, dgamma, dbeta = _dyt_backward(
-        dy, x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, ctx.beta_dtype if needs_dbeta else None
-    )
-    return (
-        dx if needs_dx else None,
-        dalpha if needs_dalpha else None,
-        dgamma if needs_dgamma else None,
-        dbeta if needs_dbeta else None,
-    )
+    dbeta_dtype = ctx.beta_dtype if needs_dbeta else None
+    gradients = _dyt_backward(dy, x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype)
+    return where_needed(ctx.needs_input_grad, *gradients)
 
 
 _dyt.register_autograd(_backward, setup_context=_setup_context)

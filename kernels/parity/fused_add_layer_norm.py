@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     autocast_dtype,
     check_arguments,
@@ -93,20 +93,13 @@ def _backward(ctx, dy, new_residual_grad, _mean_grad, _rstd_grad):
         dx, dweight, dbias = new_residual_grad, None, None
     else:
         new_residual, weight, mean, rstd = ctx.saved_tensors
+        needs_dx = needs_x or needs_residual
+        dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
         dx, dweight, dbias = _fused_add_layer_norm_backward(
-            dy,
-            new_residual_grad,
-            new_residual,
-            weight,
-            mean,
-            rstd,
-            needs_x or needs_residual,
-            weight.dtype if needs_dweight else None,
-            ctx.bias_dtype if needs_dbias else None,
+            dy, new_residual_grad, new_residual, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype
         )
     # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
-    gradients = (dx, dx, dweight, dbias)
-    return *(gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad)), None, None
+    return *where_needed(ctx.needs_input_grad, dx, dx, dweight, dbias), None, None
 
 
 _fused_add_layer_norm.register_autograd(_backward, setup_context=_setup_context)

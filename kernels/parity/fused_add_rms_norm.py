@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     check_arguments,
     check_residual,
@@ -86,19 +86,12 @@ def _backward(ctx, dy, new_residual_grad, _):
         dx, dweight = new_residual_grad, None
     else:
         new_residual, weight, rstd = ctx.saved_tensors
+        needs_dx = needs_x or needs_residual
         dx, dweight = _fused_add_rms_norm_backward(
-            dy,
-            new_residual_grad,
-            new_residual,
-            weight,
-            rstd,
-            ctx.offset,
-            ctx.casting,
-            needs_x or needs_residual,
-            needs_dweight,
+            dy, new_residual_grad, new_residual, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight
         )
     # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
-    return dx if needs_x else None, dx if needs_residual else None, dweight if needs_dweight else None, None, None, None
+    return *where_needed(ctx.needs_input_grad, dx, dx, dweight), None, None, None
 
 
 _fused_add_rms_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -159,18 +159,9 @@ def _fused_ce_tvd(
         block, warps, _ = row_config(vocab_size)
         with on_device(student):
             _forward_kernel[(tokens,)](
-                student,
-                *row_layout(student),
-                teacher,
-                *row_layout(teacher),
-                target,
-                out,
-                tokens,
-                vocab_size,
-                ignore_index,
-                BLOCK=block,
-                num_warps=warps,
-            )
+                student, *row_layout(student), teacher, *row_layout(teacher), target, out,
+                tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
     return out[0].clone(), out[1].clone(), out[2:].clone()  # an operator's results may not share memory
 
 
@@ -198,21 +189,10 @@ def _fused_ce_tvd_backward(
         block, warps, _ = row_config(vocab_size)
         with on_device(student):
             _backward_kernel[(tokens,)](
-                student,
-                *row_layout(student),
-                teacher,
-                *row_layout(teacher),
-                target,
-                saved,
-                ce_grad.contiguous(),
-                tvd_grad.contiguous(),
-                out,
-                tokens,
-                vocab_size,
-                ignore_index,
-                BLOCK=block,
-                num_warps=warps,
-            )
+                student, *row_layout(student), teacher, *row_layout(teacher), target, saved,
+                ce_grad.contiguous(), tvd_grad.contiguous(), out,
+                tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
     return out
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import NormConfig, autocast_dtype, column_sum, device_limits, fit_config
 from liger_trainer.kernels.parity.group_norm_kernels import (
     MAX_CHUNKS,
@@ -286,14 +286,7 @@ def _backward(ctx, dy, _mean_grad, _rstd_grad):
     x, weight, mean, rstd = ctx.saved_tensors
     dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
     dx, dweight, dbias = _group_norm_backward(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
-    return (
-        dx if needs_dx else None,
-        None,
-        dweight if needs_dweight else None,
-        dbias if needs_dbias else None,
-        None,
-        None,
-    )
+    return *where_needed(ctx.needs_input_grad, dx, None, dweight, dbias), None, None
 
 
 _group_norm.register_autograd(_backward, setup_context=_setup_context)

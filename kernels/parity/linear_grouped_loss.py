@@ -161,15 +161,8 @@ def linear_grouped_loss(
     options = RowOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
     scale = 1.0 / normalizer.detach().clamp(min=1.0)
     expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
+    hidden, target = arrange(hidden).contiguous(), arrange(target).contiguous()
     loss, log_probs, mean_logits = _GradientInForward.apply(
-        arrange(hidden).contiguous(),
-        weight,
-        bias,
-        arrange(target).contiguous(),
-        formula,
-        rows,
-        options,
-        mean_logit,
-        expected,
+        hidden, weight, bias, target, formula, rows, options, mean_logit, expected
     )
     return GroupedLoss(loss, log_probs, mean_logits if mean_logit else None)

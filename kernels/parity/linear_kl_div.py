@@ -84,17 +84,7 @@ def linear_kl_div(
     if reduction == "mean":
         soft_weight, hard_weight = soft_weight / vocab_size, hard_weight / vocab_size
     options = DivergenceOptions(
-        divergence="probs_kl",
-        beta=0.0,
-        temperature=temperature,
-        soft_weight=soft_weight,
-        hard_weight=hard_weight,
-        student_softcap=softcap,
-        student_logit_scale=logit_scale,
-        teacher_softcap=None,
-        teacher_logit_scale=1.0,
-        eps=eps,
-        ignore_index=ignore_index,
+        "probs_kl", 0.0, temperature, soft_weight, hard_weight, softcap, logit_scale, None, 1.0, eps, ignore_index
     )
     result = reduced_divergence(
         (hidden, weight, bias),
@@ -133,17 +123,7 @@ def linear_kl_div_reference(
     """`linear_kl_div` in plain torch, all logits at once, without `outputs` and the hard loss."""
     soft_weight = 1.0 / weight.shape[0] if reduction == "mean" else 1.0
     options = DivergenceOptions(
-        divergence="probs_kl",
-        beta=0.0,
-        temperature=temperature,
-        soft_weight=soft_weight,
-        hard_weight=0.0,
-        student_softcap=softcap,
-        student_logit_scale=logit_scale,
-        teacher_softcap=None,
-        teacher_logit_scale=1.0,
-        eps=eps,
-        ignore_index=ignore_index,
+        "probs_kl", 0.0, temperature, soft_weight, 0.0, softcap, logit_scale, None, 1.0, eps, ignore_index
     )
     reduction = "sum" if reduction == "sum" else "mean"
     return divergence_of_logits_reference(

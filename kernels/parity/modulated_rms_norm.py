@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms import layer_norm
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
@@ -379,29 +379,11 @@ def _backward(ctx, dy, _):
     dx = dweight = dscale = dshift = None
     if needs_dx or needs_dweight or needs_dscale or dshift_dtype is not None:
         dx, dweight, dscale, dshift = _modulated_rms_norm_backward(
-            dy,
-            x,
-            weight,
-            scale,
-            rstd,
-            ctx.offset,
-            ctx.casting,
-            needs_dx,
-            needs_dweight,
-            needs_dscale,
-            dshift_dtype,
+            dy, x, weight, scale, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight, needs_dscale, dshift_dtype
         )
     if shift_per_token and needs_dshift:
         dshift = dy.reshape(scale.shape).to(ctx.shift_dtype)
-    return (
-        dx if needs_dx else None,
-        dweight if needs_dweight else None,
-        dscale if needs_dscale else None,
-        dshift if needs_dshift else None,
-        None,
-        None,
-        None,
-    )
+    return *where_needed(ctx.needs_input_grad, dx, dweight, dscale, dshift), None, None, None
 
 
 _modulated_rms_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
@@ -267,10 +267,9 @@ def _backward(ctx, dy, _rstd_3_grad, _rstd_2_grad, _rstd_1_grad):
         return None, None, None, None
     x, weight, bias, rstd_3, rstd_2, rstd_1 = ctx.saved_tensors
     needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-    dx, dweight, dbias = _poly_norm_backward(
-        dy, x, weight, rstd_3, rstd_2, rstd_1, needs_dx, needs_dweight, bias if needs_dbias else None
-    )
-    return dx if needs_dx else None, dweight if needs_dweight else None, dbias if needs_dbias else None, None
+    bias_like = bias if needs_dbias else None
+    gradients = _poly_norm_backward(dy, x, weight, rstd_3, rstd_2, rstd_1, needs_dx, needs_dweight, bias_like)
+    return *where_needed(ctx.needs_input_grad, *gradients), None
 
 
 _poly_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import NormConfig, check_arguments, column_sum, fit_config
 from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
@@ -278,26 +278,13 @@ def qk_norm_rope_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and their weights; one that is not `needed` has no elements."""
-    dq, dk, dq_weight, dk_weight = _gradients(q, k, q_weight, k_weight, needed)
+    gradients = _gradients(q, k, q_weight, k_weight, needed)
+    dq, dk, dq_weight, dk_weight = where_needed(needed, *gradients)
     launch_backward(
-        dq_out,
-        dk_out,
-        q,
-        k,
-        q_weight,
-        k_weight,
-        q_rstd,
-        k_rstd,
-        cos,
-        sin,
-        dq if needed[0] else None,
-        dk if needed[1] else None,
-        dq_weight if needed[2] else None,
-        dk_weight if needed[3] else None,
-        offset,
-        casting,
-    )
-    return dq, dk, dq_weight, dk_weight
+        dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, dq, dk, dq_weight, dk_weight,
+        offset, casting,
+    )  # fmt: skip
+    return gradients
 
 
 @qk_norm_rope_backward.register_fake
@@ -327,32 +314,11 @@ def _backward(
     if dq_out is None and dk_out is None:
         return None, None, None, None, None, None, None, None, None
     q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin = ctx.saved_tensors
-    dq, dk, dq_weight, dk_weight = qk_norm_rope_backward(
-        dq_out,
-        dk_out,
-        q,
-        k,
-        q_weight,
-        k_weight,
-        q_rstd,
-        k_rstd,
-        cos,
-        sin,
-        ctx.offset,
-        ctx.casting,
-        [need_q, need_k, need_q_weight, need_k_weight],
+    needed = [need_q, need_k, need_q_weight, need_k_weight]
+    gradients = qk_norm_rope_backward(
+        dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, ctx.offset, ctx.casting, needed
     )
-    return (
-        dq if need_q else None,
-        dk if need_k else None,
-        dq_weight if need_q_weight else None,
-        dk_weight if need_k_weight else None,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
+    return *where_needed(needed, *gradients), None, None, None, None, None
 
 
 qk_norm_rope_forward.register_autograd(_backward, setup_context=_setup_context)
