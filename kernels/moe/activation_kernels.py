@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.mlp.gated_kernels import gate_and_up
+from liger_trainer.kernels.mlp.gated_activation import gate_and_up
 from liger_trainer.kernels.moe.routing import ExpertRows
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton
 
