@@ -4,9 +4,10 @@ Load balancing (Switch Transformer, arXiv 2101.03961, equations 4 to 6; for k ex
 
     f_e = tokens that chose expert e / tokens    P_e = mean over the tokens of softmax(x)_e    loss = E sum_e f_e P_e
 
-Tokens are those of all layers together. The smallest value is k, where all experts get as much. f has no gradient.
+Tokens are those of all layers together. The smallest value is k, reached where all experts get equally many tokens. f
+has no gradient.
 
-Global batch (arXiv 2501.11873): f is taken over the tokens of all processes, P over the process's own. The mean of
+Global batch (arXiv 2501.11873): f is taken over the tokens of all processes, P over those of this process. The mean of
 the losses over the processes, whose gradient data parallelism computes, is then the loss of the global batch: experts
 may specialise within a micro-batch as long as they are balanced over all of them.
 
@@ -14,8 +15,8 @@ z-loss (ST-MoE, arXiv 2202.08906, equation 5), which keeps the logits of a route
 
     loss = mean over the tokens of all layers of logsumexp(x)^2
 
-Both are functions of the 2E + 1 numbers of `_router_statistics`, which come of one pass over the logits: neither a
-one-hot nor a softmax of (T, E) is built or kept.
+Both are functions of the 2E + 1 numbers of `kernels/moe/router_statistics.py`, which one pass over the logits computes:
+neither a one-hot nor a softmax of (T, E) is built or saved.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from liger_trainer.kernels.runtime import use_triton
 
 
 class RouterLosses(NamedTuple):
-    """Auxiliary losses of the routers, scalars in fp32 (float64 for logits in float64).
+    """Auxiliary losses of the routers, scalars in fp32 (float64 for float64 logits).
 
     Args:
-        load_balancing: As [`load_balancing_loss`].
-        z: As [`router_z_loss`].
+        load_balancing: See [`load_balancing_loss`].
+        z: See [`router_z_loss`].
     """
 
     load_balancing: torch.Tensor
@@ -51,23 +52,23 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """How unevenly the routers use their experts: ``E sum_e f_e P_e``, which is at least k.
 
-    Equal to `load_balancing_loss_func` of transformers, which takes half-precision logits' softmax in half precision
-    where this takes it in fp32.
+    Equal to `load_balancing_loss_func` of transformers, except that the softmax of half-precision logits is taken in
+    fp32 here and in half precision there.
 
     Args:
-        router_logits: Logits of each layer, (T, E), or of one; float16, bfloat16 or float32 for the kernel, other
-            floating dtypes run as the reference. The layers may lie on several devices.
-        top_k: Experts a token is given to: those of its largest logits, the first of equal ones.
+        router_logits: Logits of each layer, (T, E), or of a single layer. The kernel takes float16, bfloat16 and
+            float32; other floating dtypes run the reference. The layers may be on several devices.
+        top_k: Experts per token: those of its largest logits, the first of equal ones.
         attention_mask: T weights in any shape and dtype, such as (B, S): 0 for padding, 1 for a token. None counts all.
         process_group: Count the choices over the tokens of these processes, each of which must make this call. None
-            counts those of this process.
+            counts those of this process alone.
 
     Returns:
         A scalar on the device of the first layer.
 
     Raises:
-        ValueError: for no layers, logits that are not (T, E) with one E, a `top_k` that is not in 1 ... E, or a mask
-            that does not have T elements.
+        ValueError: If there are no layers, logits are not (T, E) with the same E, `top_k` is not in 1 ... E, or the
+            mask does not have T elements.
     """
     return router_losses(router_logits, top_k, attention_mask, process_group=process_group).load_balancing
 
@@ -78,14 +79,14 @@ def router_z_loss(
     """How large the logits of the routers are: the mean of ``logsumexp(x)^2`` over tokens and layers.
 
     Args:
-        router_logits: As in [`load_balancing_loss`].
-        attention_mask: As in [`load_balancing_loss`].
+        router_logits: See [`load_balancing_loss`].
+        attention_mask: See [`load_balancing_loss`].
 
     Returns:
         A scalar on the device of the first layer.
 
     Raises:
-        ValueError: as [`load_balancing_loss`].
+        ValueError: See [`load_balancing_loss`].
     """
     return router_losses(router_logits, 1, attention_mask).z
 
@@ -100,16 +101,16 @@ def router_losses(
     """Both losses in one pass over the logits.
 
     Args:
-        router_logits: As in [`load_balancing_loss`].
-        top_k: As in [`load_balancing_loss`].
-        attention_mask: As in [`load_balancing_loss`].
-        process_group: As in [`load_balancing_loss`].
+        router_logits: See [`load_balancing_loss`].
+        top_k: See [`load_balancing_loss`].
+        attention_mask: See [`load_balancing_loss`].
+        process_group: See [`load_balancing_loss`].
 
     Returns:
         [`RouterLosses`].
 
     Raises:
-        ValueError: as [`load_balancing_loss`].
+        ValueError: See [`load_balancing_loss`].
     """
     layers = _checked_layers(router_logits, top_k)
     mask = None if attention_mask is None else _checked_mask(attention_mask, layers)
@@ -119,7 +120,7 @@ def router_losses(
 def router_losses_reference(
     router_logits: torch.Tensor | Sequence[torch.Tensor], top_k: int, attention_mask: torch.Tensor | None = None
 ) -> RouterLosses:
-    """`router_losses` in plain torch, of one process and one device."""
+    """`router_losses` in plain torch, for one process and one device."""
     layers = _checked_layers(router_logits, top_k)
     mask = None if attention_mask is None else _checked_mask(attention_mask, layers)
     return _losses(router_statistics_reference(layers, mask, top_k), layers, mask, None)
@@ -143,12 +144,13 @@ def _checked_mask(mask: torch.Tensor, layers: Sequence[torch.Tensor]) -> torch.T
     if any(mask.numel() != logits.shape[0] for logits in layers):
         raise ValueError(
             f"`attention_mask` has shape {tuple(mask.shape)}, but the layers of `router_logits` have "
-            f"{sorted({logits.shape[0] for logits in layers})} tokens; give one number a token."
+            f"{sorted({logits.shape[0] for logits in layers})} tokens; give one weight per token."
         )
     return mask.detach().reshape(-1).to(layers[0].device, torch.float32).contiguous()
 
 
 def _statistics(layers: list[torch.Tensor], mask: torch.Tensor | None, top_k: int) -> torch.Tensor:
+    """The statistics of all layers, on the device of the first one."""
     function = router_statistics if all(map(use_triton, layers)) else router_statistics_reference
     parts = []
     for device in dict.fromkeys(logits.device for logits in layers):

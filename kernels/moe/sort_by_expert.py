@@ -1,17 +1,18 @@
-"""Which rows of a mixture of experts go to which expert: a stable counting sort of the chosen experts.
+"""The rows of a mixture of experts, sorted by expert: a stable counting sort of the chosen experts.
 
-Token t chooses the experts ``top_k_index[t]``; its j-th choice has the flat index t * k + j, and is one row of the
-work. Rows of one expert are put together, in the order of their tokens::
+Token t chooses the experts ``top_k_index[t]``. Its j-th choice has the flat index t * k + j and is one row of the work.
+Rows of one expert are placed next to each other, in the order of their tokens::
 
     order    = argsort(top_k_index.flatten(), stable=True)          slots[order[r]] = r
     offsets  = [number of choices below 0, below 1, ..., below E]
 
-A block of flat indices counts its experts, one scan over experts and blocks says where the last row of every (expert,
-block) lies, and a block then places its own: from there backwards, by how many later choices of the block are the same.
-No atomics and no host sync, so the result is the same in every run and its shapes say nothing of the choices.
+Each block of flat indices counts its experts. One scan over experts and blocks tells where the rows of every (expert,
+block) end, and each block then places its own rows backwards from there, by the number of later choices of the same
+expert in the block. There are no atomics and no host sync: the result is the same in every run, and no shape depends on
+the choices.
 
-Bytes moved for T tokens, R = T k rows and C blocks of 256: the index twice, 8 R written, and 16 (E + 1) C of counts.
-`tile_table` then cuts the rows of each expert into tiles of a matmul.
+Bytes moved for T tokens, R = T k rows and C blocks of 256: the index is read twice, 8 R are written, and 16 (E + 1) C
+are counts. `tile_table` then cuts the rows of each expert into the tiles of a matmul.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, 
 
 _MAX_ROWS = 2**31 - 1
 _BLOCK = 256  # flat indices a program
-_COMPARED = 8192  # pairs that a program holds at a time
+_COMPARED = 8192  # pairs a program compares at a time
 
 
 class ExpertRows(NamedTuple):
     """The rows of a mixture of experts, sorted by expert; all int32, on the device of the choices.
 
     Args:
-        order: (R,), the flat index t * k + j of each row. Rows of one expert lie together, in token order.
-        slots: (R,), its inverse: the row of each flat index.
-        offsets: (num_experts + 1,), the first row of each expert; the last one is the number of rows with an expert.
+        order: (R,), the flat index t * k + j of each row. Rows of one expert are adjacent and in token order.
+        slots: (R,), the inverse of `order`: the row of each flat index.
+        offsets: (num_experts + 1,), the first row of each expert; the last entry is the number of rows with an expert.
     """
 
     order: torch.Tensor
@@ -43,10 +44,10 @@ class ExpertRows(NamedTuple):
 
 @triton.jit
 def _load_experts(index_ptr, rows, num_rows, token_stride, choice_stride, num_experts, TOP_K: tl.constexpr):
-    """The experts of flat indices: `num_experts` for any beyond, -1 for a negative one and behind the last row."""
+    """The experts of flat indices: at most `num_experts`, and -1 for negative ids and past the last row."""
     choices = index_ptr + (rows // TOP_K) * token_stride + (rows % TOP_K) * choice_stride
     experts = tl.load(choices, mask=rows < num_rows, other=-1)
-    return tl.maximum(tl.minimum(experts, num_experts), -1).to(tl.int32)  # before an int64 is cut to 32 bits
+    return tl.maximum(tl.minimum(experts, num_experts), -1).to(tl.int32)  # clamped before int64 is cut to 32 bits
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _count_kernel(
     STEP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Column `block` of counts (num_experts + 1, blocks): how many of the block's choices are each expert."""
+    """Writes column `block` of counts (num_experts + 1, blocks): how often the block chooses each expert."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -91,7 +92,7 @@ def _place_kernel(
     STEP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Places a block's choices; ends (num_experts + 1, blocks) is the row behind the last of each expert and block."""
+    """Places a block's rows; ends (num_experts + 1, blocks) is one past the last row of each expert and block."""
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.num_programs(0).to(tl.int64)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -145,7 +146,7 @@ def _launch_sort(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 @torch.library.custom_op("liger_trainer::sort_by_expert", mutates_args=())
 def _sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if top_k_index.device.type == "cpu" and top_k_index.numel() and (least := int(top_k_index.min())) < 0:
-        raise ValueError(f"`top_k_index` holds {least}; ids are 0 or more, and one from {num_experts} on is no expert.")
+        raise ValueError(f"`top_k_index` holds {least}; ids are 0 or more; from {num_experts} on they mean no expert.")
     if triton_drives(top_k_index.device):
         return _launch_sort(top_k_index, num_experts)
     order, slots, offsets = sort_by_expert_reference(top_k_index, num_experts)
@@ -162,16 +163,19 @@ def sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
 
     Args:
         top_k_index: (T, k), the chosen experts of each token, int32 or int64, of any strides; up to 2^31 - 1 choices.
-            An id from `num_experts` on is no expert here (as expert parallelism marks those of other processes): its
-            rows lie behind ``offsets[-1]``.
+            An id of `num_experts` or more means no expert (expert parallelism marks those of other processes so): its
+            rows come after ``offsets[-1]``.
         num_experts: E, the number of experts.
+
+    Returns:
+        `ExpertRows`.
 
     Raises:
         ValueError: If `top_k_index` has another shape or dtype or too many choices, if `num_experts` is less than 1,
-            and on the CPU if an id is negative. On an accelerator a negative id is an assertion of the device.
+            or, on the CPU, if an id is negative. On an accelerator a negative id triggers a device-side assertion.
     """
     if top_k_index.dim() != 2:
-        raise ValueError(f"`top_k_index` is {tuple(top_k_index.shape)}; it must be (tokens, experts a token).")
+        raise ValueError(f"`top_k_index` is {tuple(top_k_index.shape)}; it must be (tokens, choices per token).")
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`top_k_index` is {top_k_index.dtype}; it must be int32 or int64.")
     if top_k_index.numel() > _MAX_ROWS:
@@ -182,15 +186,16 @@ def sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
 
 
 def check_ids(top_k_index: torch.Tensor, num_experts: int, owner: str) -> None:
-    """For experts that are all here, where an id from `num_experts` on is a mistake.
+    """Checks that every id is an expert, for a block of which this process holds all experts.
 
     Args:
         top_k_index: (T, k), the chosen experts.
         num_experts: E.
-        owner: Whose experts they are, for the message.
+        owner: Name of the block, for the message.
 
     Raises:
-        ValueError: For such an id, on the CPU. An accelerator asserts it itself, without a wait for it.
+        ValueError: On the CPU, for an id of `num_experts` or more. On an accelerator it triggers a device-side
+            assertion, without a host sync.
     """
     if torch.compiler.is_compiling() or type(top_k_index) is not torch.Tensor or top_k_index.numel() == 0:
         return
@@ -202,7 +207,7 @@ def check_ids(top_k_index: torch.Tensor, num_experts: int, owner: str) -> None:
 
 
 def sort_by_expert_reference(top_k_index: torch.Tensor, num_experts: int) -> ExpertRows:
-    """`sort_by_expert` in plain torch, without its checks."""
+    """`sort_by_expert` in plain torch; it does not check its arguments."""
     experts, order = torch.sort(top_k_index.reshape(-1).clamp(max=num_experts), stable=True)
     slots = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
@@ -215,8 +220,8 @@ def _tile_kernel(
 ):
     bins = tl.arange(0, BINS)
     first = tl.load(offsets_ptr + bins, mask=bins < num_experts, other=0)
-    behind = tl.load(offsets_ptr + 1 + bins, mask=bins < num_experts, other=0)
-    ends = tl.cumsum((behind - first + TILE - 1) // TILE, axis=0)  # the tile behind the last one of each expert
+    end = tl.load(offsets_ptr + 1 + bins, mask=bins < num_experts, other=0)
+    ends = tl.cumsum((end - first + TILE - 1) // TILE, axis=0)  # one past the last tile of each expert
     tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = (ends[:, None] <= tiles[None, :]) & (bins < num_experts)[:, None]
     experts = tl.sum(before.to(tl.int32), axis=0)
@@ -249,19 +254,19 @@ def _(offsets, block_rows, num_tiles):
 
 
 def tile_table(offsets: torch.Tensor, block_rows: int, num_rows: int) -> torch.Tensor:
-    """Cuts the rows of each expert into tiles; the table's size is a bound that no choice of experts exceeds.
+    """Cuts the rows of each expert into tiles. The table has room for the tiles of any choice of experts.
 
     Args:
         offsets: (E + 1,), contiguous int32, as `sort_by_expert` gives them.
-        block_rows: Rows a tile.
-        num_rows: R, all rows, those without an expert included.
+        block_rows: Rows per tile.
+        num_rows: R, the number of all rows, including those without an expert.
 
     Returns:
-        (ceil(num_rows / block_rows) + E, 2) int32: the expert of each tile and its first row, expert by expert. Behind
-        the last tile the expert is -1 and the row 0.
+        (ceil(num_rows / block_rows) + E, 2) int32: the expert of each tile and its first row, expert by expert. After
+        the last tile, the expert is -1 and the row 0.
 
     Raises:
-        ValueError: If `offsets` is not as above, or `block_rows` less than 1.
+        ValueError: If `offsets` is not as above, or `block_rows` is less than 1.
     """
     if offsets.dim() != 1 or offsets.numel() < 2 or offsets.dtype != torch.int32 or not offsets.is_contiguous():
         raise ValueError(
@@ -273,7 +278,7 @@ def tile_table(offsets: torch.Tensor, block_rows: int, num_rows: int) -> torch.T
 
 
 def tile_table_reference(offsets: torch.Tensor, block_rows: int, num_rows: int) -> torch.Tensor:
-    """`tile_table` in plain torch, without its checks."""
+    """`tile_table` in plain torch; it does not check its arguments."""
     return _tile_table_reference(offsets, block_rows, cdiv(num_rows, block_rows) + offsets.numel() - 1)
 
 
