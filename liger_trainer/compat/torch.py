@@ -40,3 +40,8 @@ FOUR_BIT_EXPERTS = Feature(
         Private("torch.nn:Module.__init__", uses=("_parameters", "_modules")),
     ),
 )
+
+FSDP1_UNITS = Feature(
+    "refusing adapters that FSDP1 would not save",
+    (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),
+)

@@ -1,5 +1,6 @@
 """Every private name of another library: present here, and without it a message that says what to do."""
 
+import ast
 import functools
 import importlib
 import logging
@@ -131,6 +132,35 @@ def test_what_is_compared(expected, problem, monkeypatch):
     decorated.append(without_wraps(sample))
     monkeypatch.setattr(Private, "find", lambda self: decorated[-1])
     assert expected.problem() == problem
+
+
+def calls():
+    """How the product checks each feature: `require` or `available`, by the feature's name and library."""
+    found = {}
+    for folder in ("liger_trainer", "kernels", "callbacks", "configs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            imported = {
+                alias.asname or alias.name: (node.module.rpartition(".")[2], alias.name)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.compat.")
+                for alias in node.names
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("require", "available"):
+                    for argument in node.args:
+                        found.setdefault(imported[argument.id], set()).add(node.func.id)
+    return found
+
+
+def test_every_feature_is_checked_by_the_part_that_needs_it():
+    expected = {}
+    for library in TESTED:
+        module = importlib.import_module(f"liger_trainer.compat.{library}")
+        for name, value in vars(module).items():
+            if isinstance(value, Feature):
+                expected[library, name] = {"require" if value.needed else "available"}
+    assert calls() == expected
 
 
 def test_tested_versions_are_those_of_the_constraints():
