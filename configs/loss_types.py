@@ -42,7 +42,8 @@ def check_loss_type(args: Any) -> None:
     Raises:
         ValueError: for a loss type that TRL does not state, naming those that it does.
     """
-    known = known_loss_types(type(args))
+    config_class: Any = type(args)
+    known = known_loss_types(config_class)
     given = getattr(args, "loss_type", None)
     for loss_type in given if isinstance(given, list) else [given]:
         if known and loss_type not in known:

@@ -20,7 +20,7 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.patching.rebound import rebound
 from liger_trainer.trainers.teacher import TeacherMixin
 
-create_model_from_path, *_ = require(DISTILLATION)
+create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
 
 _IGNORE_INDEX = -100
 
@@ -62,10 +62,10 @@ class _Distillation(DistillationTrainer):
 
     @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init = rebound(DistillationTrainer.__init__, {"create_model_from_path": self._create_model})
+        init = rebound(_trl_init, {"create_model_from_path": self._create_model})
         init(self, *args, **kwargs)
 
-    _compute_loss_of_logits = rebound(DistillationTrainer._compute_loss, {"_chunked_divergence_loss": _divergence_loss})
+    _compute_loss_of_logits = rebound(_trl_compute_loss, {"_chunked_divergence_loss": _divergence_loss})
 
 
 class LigerDistillationTrainer(TeacherMixin, _Distillation):

@@ -23,7 +23,7 @@ from liger_trainer.patching.rebound import rebound
 from liger_trainer.trainers.teacher import TeacherMixin
 
 require(SFT_HEAD)
-ForwardRedirection, *_ = require(GKD)
+ForwardRedirection, _, _trl_init, *_ = require(GKD)
 
 
 class _GKD(GKDTrainer):
@@ -38,7 +38,7 @@ class _GKD(GKDTrainer):
                 "`AutoTokenizer.from_pretrained(...)`."
             )
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
-        rebound(GKDTrainer.__init__, {"AutoModelForCausalLM": loader})(self, *args, **kwargs)
+        rebound(_trl_init, {"AutoModelForCausalLM": loader})(self, *args, **kwargs)
 
 
 class LigerGKDTrainer(TeacherMixin, _GKD):

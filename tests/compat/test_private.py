@@ -134,33 +134,52 @@ def test_what_is_compared(expected, problem, monkeypatch):
     assert expected.problem() == problem
 
 
-def calls():
-    """How the product checks each feature: `require` or `available`, by the feature's name and library."""
-    found = {}
+def checks():
+    """Where the product checks a feature: the module, whether on import, the function that checks, and the feature."""
     for folder in ("liger_trainer", "kernels", "callbacks", "configs"):
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             imported = {
-                alias.asname or alias.name: (node.module.rpartition(".")[2], alias.name)
+                alias.name: (node.module.rpartition(".")[2], alias.name)
                 for node in ast.walk(tree)
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.compat.")
                 for alias in node.names
             }
+            at_import = [node for item in tree.body if not hasattr(item, "name") for node in ast.walk(item)]
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("require", "available"):
-                    for argument in node.args:
-                        found.setdefault(imported[argument.id], set()).add(node.func.id)
-    return found
+                    library, name = imported[node.args[0].id]
+                    yield path, node in at_import, node.func.id, library, name
 
 
-def test_every_feature_is_checked_by_the_part_that_needs_it():
-    expected = {}
-    for library in TESTED:
-        module = importlib.import_module(f"liger_trainer.compat.{library}")
-        for name, value in vars(module).items():
-            if isinstance(value, Feature):
-                expected[library, name] = {"require" if value.needed else "available"}
-    assert calls() == expected
+CHECKS = list(checks())
+
+
+def feature_of(library, name):
+    return getattr(importlib.import_module(f"liger_trainer.compat.{library}"), name)
+
+
+def test_every_feature_is_checked_where_it_is_needed():
+    found = {(library, name): set() for library in TESTED for name, value in declared(library) if value}
+    for _, _, function, library, name in CHECKS:
+        found[library, name].add(function)
+    for (library, name), functions in found.items():
+        assert functions == {"require" if feature_of(library, name).needed else "available"}, (library, name)
+
+
+def declared(library):
+    module = importlib.import_module(f"liger_trainer.compat.{library}")
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Feature)]
+
+
+@pytest.mark.parametrize(
+    ("path", "library", "name"), [(path, library, name) for path, early, _, library, name in CHECKS if early]
+)
+def test_the_part_that_needs_it_cannot_be_imported(path, library, name, monkeypatch):
+    feature = feature_of(library, name)
+    monkeypatch.setattr(Private, "problem", lambda self: "is missing" if self is feature.names[-1] else None)
+    with pytest.raises(ImportError, match=re.escape(f"which liger_trainer needs for {feature.text}.")):
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": f"copy_of_{path.stem}"})
 
 
 def test_tested_versions_are_those_of_the_constraints():
