@@ -134,7 +134,18 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _run(func, args, kwargs or {})
+        """``func(*args, **kwargs)``: recorded if it can be, else on the built logits."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with unwrapped():
+                return METADATA[func](func, args, kwargs)
+        recorder = RECORDERS.get(func)
+        if recorder is not None and args and isinstance(args[0], cls):
+            logits = args[0].without_owner()
+            result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
+            if result is not NotImplemented:
+                return result
+        return _on_built_logits(func, args, kwargs)
 
     @classmethod
     @torch.compiler.disable
@@ -260,17 +271,8 @@ def build(value: Any, for_write: bool = False) -> Any:
     return value.build(for_write) if isinstance(value, DeferredLogits) else value
 
 
-def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``func(*args, **kwargs)``: recorded if it can be, else on the built logits."""
-    if func in METADATA:
-        with unwrapped():
-            return METADATA[func](func, args, kwargs)
-    recorder = RECORDERS.get(func)
-    if recorder is not None and args and isinstance(args[0], DeferredLogits):
-        logits = args[0].without_owner()
-        result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
-        if result is not NotImplemented:
-            return result
+def _on_built_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``func(*args, **kwargs)`` with the real logits in the place of deferred ones."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
