@@ -45,12 +45,11 @@ def deferred_cross_entropy(
 
     Returns:
         The loss, in the dtype torch's would have; NotImplemented where this is not the cross entropy of the last
-        dimension with class ids, or where what was recorded is no soft-cap and scale.
+        dimension with class ids, or where the model does more to its logits than a soft-cap and a scale.
     """
     form = input.recorded.chain.fused_form()
     is_ours = (
-        form is not None
-        and input.meta.dim() == 2
+        input.meta.dim() == 2
         and isinstance(target, torch.Tensor)
         and target.dim() == 1
         and target.dtype in (torch.int64, torch.int32)
@@ -61,7 +60,7 @@ def deferred_cross_entropy(
         and 0.0 <= label_smoothing <= 1.0
     )
     call, hidden = input.recorded.call, input.recorded.hidden
-    if not is_ours or (isinstance(call, VocabParallelCall) and weight is not None):
+    if form is None or not is_ours or (isinstance(call, VocabParallelCall) and weight is not None):
         return NotImplemented
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
     dtype = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else input.meta.dtype

@@ -81,7 +81,8 @@ class HeadCall:
         import deepspeed
 
         # ZeRO-3 still uses what the head's own run left whole; it may not be gathered and released a second time.
-        absent: list[Any] = [p for p in head.parameters() if p.ds_status.name != "AVAILABLE"]
+        parameters: list[Any] = list(head.parameters())
+        absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
         with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
             # Copies: the parameters are emptied when the context ends, and the backward may still need them.
             return head.weight.clone(), None if head.bias is None else head.bias.clone()

@@ -29,13 +29,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.pending_norm import PendingNorm, computed
 from liger_trainer.patching.probe import Agreement, Probe
 

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
-from liger_trainer.head.patch import forward_layers, native_forward, tells_its_head
 from liger_trainer.patching.binding import is_ours
+from liger_trainer.patching.model_forward import forward_layers, native_forward, tells_its_head
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 

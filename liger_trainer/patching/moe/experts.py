@@ -21,16 +21,19 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from liger_trainer.head.context import serves_as_written
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import (
+    IMPLEMENTATION,
+    ChosenConfig,
     bind_forward,
     call_like,
+    choose,
     is_bound_by_us,
+    is_chosen,
     overriding_forward,
 )
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.moe.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import Agreement, Probe, class_of, full_shape, identity, stand_in

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_trainer.configs.kernel_config import KernelConfig
-from liger_trainer.head.patch import forward_layers
 from liger_trainer.kernels.moe.load_balancing import router_losses
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement, Probe
 from liger_trainer.patching.rebound import called_global, forward_calling
 
