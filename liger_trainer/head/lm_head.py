@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.head.partitions import is_partitioned
-from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
+
+RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that deferred logits may have."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -27,8 +27,7 @@ from liger_trainer.head.lm_head import (
     is_sharded,
     without_adapters,
 )
-from liger_trainer.head.recorded import Recorded
-from liger_trainer.head.recorded_chain import RecordedChain
+from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
