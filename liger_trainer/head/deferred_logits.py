@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEFERRED_LOGITS
 from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.warn_once import warn_once
 
+require(DEFERRED_LOGITS)
 unwrapped = torch._C.DisableTorchFunctionSubclass
 """Inside, functions see the wrapper's own metadata instead of our ``__torch_function__``."""
 

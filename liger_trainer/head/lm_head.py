@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.peft import HEAD_COPIES
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import FSDP_HEAD
 from liger_trainer.head.partitions import is_partitioned
 
 RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -154,9 +158,14 @@ def product_dtype(
 
 def is_sharded(head: nn.Module) -> bool:
     """Whether FSDP or ZeRO-3 owns the parameters, which are then whole only inside the model's forward and backward."""
-    if getattr(head, "_is_fsdp_managed_module", False):
-        return True
-    return is_partitioned(head)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _check_fsdp()
+    return getattr(head, "_is_fsdp_managed_module", False) or is_partitioned(head)
+
+
+@functools.cache
+def _check_fsdp() -> None:
+    require(FSDP_HEAD)
 
 
 def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
@@ -243,6 +252,7 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
         return [], "the model has no output embedding"
     candidates: list[Any] = [head]
     if "peft" in sys.modules:
+        require(HEAD_COPIES)
         from peft.utils.other import ModulesToSaveWrapper
 
         if isinstance(head, ModulesToSaveWrapper):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import SPLIT_HEAD
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
 from liger_trainer.parallel.vocab_parallel import (
@@ -33,6 +35,8 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     function = getattr(function, "replaced", function)  # ours over it
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     if not inspect.isfunction(function) or styles is None or function.__globals__ is not vars(styles):
+        return None
+    if not available(SPLIT_HEAD):
         return None
     held = inspect.getclosurevars(function).nonlocals
     style: Any = held.get("self")

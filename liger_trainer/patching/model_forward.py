@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import LOSS_OPTIONS
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context
 from liger_trainer.patching.as_written import generation_step
@@ -105,10 +107,9 @@ def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, A
     asked = [name for name, value in values.items() if isinstance(value, torch.Tensor) or value]
     if not asked:
         return
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
+    (losses,) = require(LOSS_OPTIONS)
     loss = model.loss_function
-    if loss not in LOSS_MAPPING.values():  # the user's own may read it from its `**kwargs`
+    if loss not in losses.values():  # the user's own may read it from its `**kwargs`
         return
     taken = inspect.signature(loss).parameters
     ignored = ", ".join(f"`{name}`" for name in asked if name not in taken)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.kernels.moe.load_balancing import router_losses
 from liger_trainer.patching.binding import overriding_forward
@@ -88,6 +90,8 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     forward = type(module).forward
     native = called_global(forward, _NAME)
     if native is None:
+        if hasattr(module, "router_aux_loss_coef"):  # a model that computes such a loss, by another name?
+            available(LOAD_BALANCING)
         return
     target = f"{_NAME} in {type(module).__name__}"
     if not config.load_balancing_loss:

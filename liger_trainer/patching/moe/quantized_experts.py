@@ -16,6 +16,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.compat.peft import FOUR_BIT_EXPERTS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import SAVED_IN_FOUR_BITS
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 
@@ -124,11 +127,16 @@ def _leave_adapters_to_us(model: nn.Module) -> None:
     It merges into the floating weight that it reads, which is gone then; and its own forward puts an adapter on the
     parametrised weight at every call, and never takes it off (0.21.2).
     """
+    if not any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        return
+    wrapper_class = require(FOUR_BIT_EXPERTS)[0]
+    from peft.tuners.tuners_utils import BaseTuner
+
     module: Any
     for module in model.modules():
-        if hasattr(module, "_check_merge_allowed"):
-            module._check_merge_allowed = _refuse_to_merge
-        if hasattr(module, "_activate_lora") and four_bits(module.get_base_layer()):
+        if isinstance(module, BaseTuner):
+            vars(module)["_check_merge_allowed"] = _refuse_to_merge
+        if isinstance(module, wrapper_class) and four_bits(module.get_base_layer()):
             module._activate_lora = _refuse_to_activate
 
 
@@ -238,9 +246,9 @@ def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
 
     None where that is not known, as in a graph that is compiled; then weights are saved floating.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not available(SAVED_IN_FOUR_BITS):
         return None
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
     return top(False) or (_as_it_is, _as_it_is)
 
 
