@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -184,13 +184,14 @@ def gated_mlp_forward(
             at the time of the call, a linear layer that nobody else looks at.
         lora: Run projections with adapters as `lora_linears` and `lora_down`, wherever PEFT's layers are plain ones.
     """
-    gelu = {} if variant.approximate is None else {"approximate": variant.approximate}
+    gelu: dict[str, Any] = {} if variant.approximate is None else {"approximate": variant.approximate}
     gated = functools.partial(geglu if gelu else swiglu, **gelu)
     gated_fused = functools.partial(geglu_fused if gelu else swiglu_fused, **gelu)
     gated_down = functools.partial(geglu_down if gelu else swiglu_down, **gelu)
 
     def apply(self, gate, up, unseen):
-        options, down_proj, scale = {"inplace_backward": unseen}, getattr(self, names[-1]), None
+        options: dict[str, Any] = {"inplace_backward": unseen}
+        down_proj, scale = getattr(self, names[-1]), None
         if variant.limit:
             options["limit"] = self.limit
         if variant.multipliers:
@@ -216,8 +217,8 @@ def gated_mlp_forward(
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
             (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
             if down is not None:
-                limit = {"limit": self.limit} if variant.limit else {}
-                return lora_mlp(x, *layers, down, variant.approximate or "silu", **limit)
+                limit = self.limit if variant.limit else None
+                return lora_mlp(x, layers[0], layers[1], down, variant.approximate or "silu", limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = gate_proj(x), up_proj(x)

@@ -10,7 +10,7 @@ import pytest
 
 from liger_trainer.cli.doctor import private_names
 from liger_trainer.compat import features
-from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require
+from liger_trainer.compat.private import TESTED, Private, available, installed_version, require
 
 ROOT = Path(__file__).parents[2]
 EVERY = [(feature, name) for feature in features() for name in feature.names]
