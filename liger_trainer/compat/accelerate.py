@@ -5,6 +5,11 @@ from __future__ import annotations
 from liger_trainer.compat.private import Feature, Private
 
 WRAPPED_OPTIMIZER = Feature(
-    "leaving out updates that are not finite",
+    "reading the optimizer that accelerate has wrapped",
     (Private("accelerate.optimizer:AcceleratedOptimizer.__init__", uses=("optimizer", "scaler")),),
+)
+
+FSDP_PLUGIN = Feature(
+    "refusing adapters that FSDP would not save or load",
+    (Private("accelerate.state:AcceleratorState.__init__", uses=("fsdp_plugin",)),),
 )

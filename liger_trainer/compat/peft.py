@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from liger_trainer.compat.private import Feature, Private
 
-FOUR_BIT_EXPERTS = Feature(
+ADAPTERS_ON_FOUR_BITS = Feature(
     "adapters on experts in 4 bits",
     (
+        Private("peft.tuners.tuners_utils:BaseTuner"),
         Private("peft.tuners.lora.layer:ParamWrapper"),
         Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", ("self", "active_adapters")),
         Private("peft.tuners.lora.layer:ParamWrapper.forward", uses=("_activate_lora",)),

@@ -87,3 +87,8 @@ FSDP_HEAD = Feature(
         Private("torch.distributed.fsdp._dynamo_utils:_annotate_modules_for_dynamo", uses=("_is_fsdp_managed_module",)),
     ),
 )
+
+FSDP1_UNITS = Feature(
+    "refusing adapters that FSDP1 would not save",
+    (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),
+)

@@ -91,6 +91,7 @@ DISTILLATION = Feature(
 GKD = Feature(
     "the divergence of LigerGKDTrainer",
     (
+        Private("trl.models.utils:_ForwardRedirection", ()),
         Private(
             "trl.models.utils:_ForwardRedirection.__call__",
             ("self", "wrapper_module", "original_module", "method", "args", "kwargs"),

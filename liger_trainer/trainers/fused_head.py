@@ -18,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_ours
@@ -33,11 +34,7 @@ _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
-if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedCausalLMOutput"):
-    raise ImportError(
-        "The installed trl has no `trl.trainer.utils.add_fused_lm_head`, on which the Liger trainers build. "
-        "Supported is trl>=1.16,<2: `pip install 'trl>=1.16,<2'`."
-    )
+_, FusedCausalLMOutput = require(FUSED_HEAD)
 
 
 class _AdapterGuard(type):
@@ -191,7 +188,7 @@ def fused_output(
     aux_loss = getattr(outputs, "aux_loss", None)
     if aux_loss is not None:
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
-    return trl_utils.FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
 
 
 def _next_token_labels(

@@ -1,5 +1,6 @@
 """Every private name of another library: present here, and without it a message that says what to do."""
 
+import ast
 import functools
 import importlib
 import logging
@@ -10,7 +11,7 @@ import pytest
 
 from liger_trainer.cli.doctor import private_names
 from liger_trainer.compat import features
-from liger_trainer.compat.private import TESTED, Private, available, installed_version, require
+from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require
 
 ROOT = Path(__file__).parents[2]
 EVERY = [(feature, name) for feature in features() for name in feature.names]
@@ -131,6 +132,55 @@ def test_what_is_compared(expected, problem, monkeypatch):
     decorated.append(without_wraps(sample))
     monkeypatch.setattr(Private, "find", lambda self: decorated[-1])
     assert expected.problem() == problem
+
+
+def checks():
+    """Where the product checks a feature: the module, whether on import, the function that checks, and the feature."""
+    for folder in ("liger_trainer", "kernels", "callbacks", "configs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            imported = {
+                alias.name: (node.module.rpartition(".")[2], alias.name)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.compat.")
+                for alias in node.names
+            }
+            at_import = [node for item in tree.body if not hasattr(item, "name") for node in ast.walk(item)]
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("require", "available"):
+                    library, name = imported[node.args[0].id]
+                    yield path, node in at_import, node.func.id, library, name
+
+
+CHECKS = list(checks())
+
+
+def feature_of(library, name):
+    return getattr(importlib.import_module(f"liger_trainer.compat.{library}"), name)
+
+
+def test_every_feature_is_checked_where_it_is_needed():
+    found = {(library, name): set() for library in TESTED for name, value in declared(library) if value}
+    for _, _, function, library, name in CHECKS:
+        found[library, name].add(function)
+    for (library, name), functions in found.items():
+        assert functions == {"require" if feature_of(library, name).needed else "available"}, (library, name)
+
+
+def declared(library):
+    module = importlib.import_module(f"liger_trainer.compat.{library}")
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Feature)]
+
+
+@pytest.mark.parametrize(
+    ("path", "library", "name"),
+    [(path, library, name) for path, early, function, library, name in CHECKS if early and function == "require"],
+)
+def test_the_part_that_needs_it_cannot_be_imported(path, library, name, monkeypatch):
+    feature = feature_of(library, name)
+    monkeypatch.setattr(Private, "problem", lambda self: "is missing" if self is feature.names[-1] else None)
+    with pytest.raises(ImportError, match=re.escape(f"which liger_trainer needs for {feature.text}.")):
+        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": f"copy_of_{path.stem}"})
 
 
 def test_tested_versions_are_those_of_the_constraints():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_trainer.compat.private import available
+from liger_trainer.compat.rebound import called_global, forward_calling
 from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.kernels.moe.load_balancing import router_losses
@@ -26,7 +27,6 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement, Probe
-from liger_trainer.patching.rebound import called_global, forward_calling
 
 COMPONENT = "load_balancing_loss"
 _NAME = "load_balancing_loss_func"

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from liger_trainer.compat.peft import FOUR_BIT_EXPERTS
+from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import SAVED_IN_FOUR_BITS
+from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, SAVED_IN_FOUR_BITS
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+
+require(FOUR_BIT_EXPERTS)
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 QUANT_TYPES = ("nf4", "fp4")
@@ -96,6 +98,7 @@ def quantize_experts(
     """
     from bitsandbytes.functional import quantize_4bit
 
+    require(ADAPTERS_ON_FOUR_BITS)  # before anything has changed
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"`quant_type` is {quant_type!r}; it must be one of {', '.join(QUANT_TYPES)}.")
     found = list(stacked_weights(model))
@@ -127,16 +130,11 @@ def _leave_adapters_to_us(model: nn.Module) -> None:
     It merges into the floating weight that it reads, which is gone then; and its own forward puts an adapter on the
     parametrised weight at every call, and never takes it off (0.21.2).
     """
-    if not any(type(module).__module__.startswith("peft.") for module in model.modules()):
-        return
-    wrapper_class = require(FOUR_BIT_EXPERTS)[0]
-    from peft.tuners.tuners_utils import BaseTuner
-
-    module: Any
+    BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     for module in model.modules():
         if isinstance(module, BaseTuner):
-            vars(module)["_check_merge_allowed"] = _refuse_to_merge
-        if isinstance(module, wrapper_class) and four_bits(module.get_base_layer()):
+            module._check_merge_allowed = _refuse_to_merge
+        if isinstance(module, ParamWrapper) and four_bits(module.get_base_layer()):
             module._activate_lora = _refuse_to_activate
 
 
@@ -163,11 +161,12 @@ def check_adapted(model: nn.Module) -> None:
     Raises:
         ValueError: naming it.
     """
+    _, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
     wrapped = {
         (path.replace(".base_layer", ""), wrapper.parameter_name, adapter)
         for path, wrapper in model.named_modules()
-        if hasattr(wrapper, "_activate_lora")
+        if isinstance(wrapper, ParamWrapper)
         for adapter in wrapper.lora_A
     }
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
@@ -248,8 +247,7 @@ def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
     """
     if torch.compiler.is_compiling() or not available(SAVED_IN_FOUR_BITS):
         return None
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-    return top(False) or (_as_it_is, _as_it_is)
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
 
 
 def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
