@@ -8,13 +8,11 @@ between `<!-- table: NAME -->` and `<!-- end of table -->`.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training_tables import (
@@ -28,10 +26,6 @@ from liger_trainer.benchmarks.training_tables import (
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
 _OURS = "liger_trainer"
-_PACKAGES = (
-    *("torch", "triton", "transformers", "trl", "bitsandbytes"),
-    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
-)
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 _README_ROWS = (
     ("rms_norm", "llama3-8b", 16384, ""),
@@ -41,48 +35,6 @@ _README_ROWS = (
     ("dpo_loss", "llama3-8b", 8192, ""),
     ("fused_grpo_loss", "llama3-8b", 16384, ""),
 )
-
-Cases = Mapping[tuple, Sequence[Record]]
-Tasks = Mapping[tuple, Sequence[TrainingRecord]]
-
-
-class Results:
-    """The newest records of every case and task of one machine."""
-
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self.runs = sorted(runs, key=lambda run: run.date)
-        self.cases: dict[tuple, list[Record]] = {}
-        self.tasks: dict[tuple, list[TrainingRecord]] = {}
-        self.longest: dict[tuple, LongestRecord] = {}
-        self._run_of: dict[tuple, Run] = {}
-        for run in self.runs:
-            for kept, records in ((self.cases, run.records), (self.tasks, run.training)):
-                groups: defaultdict[tuple, list[Any]] = defaultdict(list)
-                for record in records:
-                    groups[record.group].append(record)
-                kept.update(groups)  # type: ignore[attr-defined]
-                self._run_of.update(dict.fromkeys(groups, run))
-            for longest in run.longest:
-                self.longest[longest.group], self._run_of[longest.group] = longest, run
-
-    @classmethod
-    def read(cls, folder: Path) -> Results:
-        """Every file of a folder."""
-        return cls(Run.read(file) for file in sorted(folder.glob("*.json")))
-
-    def version(self, package: str) -> str:
-        """The newest run's version of a package, after a space; nothing where it has none."""
-        found = [run.versions[package] for run in self.runs if package in run.versions]
-        return f" {found[-1]}" if found else ""
-
-    def source(self, groups: Iterable[tuple]) -> str:
-        """Machine, versions and commands that the records of these groups come from."""
-        runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
-        lines = []
-        for run in runs:
-            known = ", ".join(f"{name} {run.versions[name]}" for name in _PACKAGES if name in run.versions)
-            lines.append(f"{run.machine.device}, {known}: `{run.command}`")
-        return "<sub>" + "<br>".join(lines) + "</sub>"
 
 
 def _cost(record: Record | None) -> str:

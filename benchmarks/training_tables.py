@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.benchmarks.records import Results, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training import above_weights, sweep
-
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.tables import Results
 
 _OURS = "liger_trainer"
 _LIBRARIES = {

@@ -5,9 +5,17 @@ import dataclasses
 import pytest
 
 from liger_trainer.benchmarks import tables
-from liger_trainer.benchmarks.records import LongestRecord, Machine, Record, Run, TrainingRecord, compare_with_eager
+from liger_trainer.benchmarks.records import (
+    LongestRecord,
+    Machine,
+    Record,
+    Results,
+    Run,
+    TrainingRecord,
+    compare_with_eager,
+)
 from liger_trainer.benchmarks.registry import load_operations
-from liger_trainer.benchmarks.tables import ROOT, TABLES, Results, error_table, experts_section, operation_table, render
+from liger_trainer.benchmarks.tables import ROOT, TABLES, error_table, experts_section, operation_table, render
 from liger_trainer.benchmarks.training_tables import alignment_table, lora_table, several_gpus_section, training_table
 
 load_operations()
