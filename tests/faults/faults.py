@@ -174,7 +174,7 @@ KERNELS = [
     Fault(
         "the derivative of SiLU drops a term", "kernel", "_activation_and_derivative",
         r"derivative = sigmoid \+ x \* \(sigmoid \* \(1\.0 - sigmoid\)\)$", "derivative = sigmoid",
-        ("gated_mlp::test_float32_equals_float64",), "silu or swiglu",
+        ("gated_activation::test_float32_equals_float64",), "silu or swiglu",
     ),
     Fault(
         "cross entropy's gradient leaves smoothing out", "kernel", "cross_entropy_row_kernel|_row_kernel|_kernel",
