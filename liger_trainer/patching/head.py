@@ -33,10 +33,10 @@ from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
 from liger_trainer.patching.model_forward import (
     foreign_forward,
+    is_patched_model,
     make_model_forward,
     native_forward,
     takes_labels,
-    tells_its_head,
 )
 from liger_trainer.patching.report import KernelReportRow
 
@@ -76,7 +76,7 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     whole_module = not all(map(is_plain_linear, heads))
     if whole_module and not fused:
         return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
-    ours = tells_its_head(model)
+    ours = is_patched_model(model)
     foreign = None if ours else foreign_forward(model)
     gathering = [gathering_forward(head) for head in heads]  # where tensor parallelism splits them
     for head, over in zip(heads, gathering):
@@ -198,7 +198,7 @@ def _has_backward_hooks(head: nn.Module) -> bool:
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:
-    """Runs a stand-in head with `forward` and without it, loss and gradients.
+    """Runs a small head with `forward` and without it, loss and gradients.
 
     Args:
         forward: The head's forward to prove.

@@ -125,7 +125,7 @@ def takes_labels(native: Callable) -> bool:
     return "labels" in inspect.signature(native).parameters
 
 
-def tells_its_head(model: nn.Module) -> bool:
+def is_patched_model(model: nn.Module) -> bool:
     """Whether the model's forward is one of [`make_model_forward`], or wraps one."""
     return any(layer in _model_forwards for layer in forward_layers(model))
 
