@@ -27,7 +27,7 @@ from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_ours
-from liger_trainer.patching.model_forward import forward_layers, native_forward, tells_its_head
+from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
@@ -149,7 +149,7 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
     # Where our head took the model's forward, the fused forward tells the head about the call itself.
-    return inner, native_forward(model) if tells_its_head(model) else inner
+    return inner, native_forward(model) if is_patched_model(model) else inner
 
 
 def fused_output(
