@@ -59,7 +59,8 @@ def main() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=getattr(torch, given.dtype))
 
-    tokens = given.tokens
+    tokens, grouped_mm = given.tokens, library.grouped_mm
+    assert grouped_mm is not None
     index = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP_K).indices
     rows, count = sort_by_expert(index, EXPERTS), tokens * TOP_K
     gate_up, down = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN), random(EXPERTS, HIDDEN, INTERMEDIATE)
@@ -74,7 +75,7 @@ def main() -> None:
     ):
         right = weight if transposed else weight.mT
         out = random(count, right.shape[2])
-        times = {"torch": milliseconds(library.grouped_mm, repeated if top_k else operand, right, offs=ends)}
+        times = {"torch": milliseconds(grouped_mm, repeated if top_k else operand, right, offs=ends)}
         for tile in TILES:
             given_to = operand, weight, rows, top_k, transposed, None, None, tile
             times[str(tuple(tile))] = milliseconds(_grouped_rows_kernel.launch, out, *given_to)
@@ -85,7 +86,7 @@ def main() -> None:
     ):
         sources = repeated if left_top_k else left, repeated if other_top_k else other
         out = random(EXPERTS, left.shape[1], other.shape[1])
-        times = {"torch": milliseconds(library.grouped_mm, sources[0].t(), sources[1], offs=ends)}
+        times = {"torch": milliseconds(grouped_mm, sources[0].t(), sources[1], offs=ends)}
         for tile in TILES:
             times[str(tuple(tile))] = milliseconds(
                 _grouped_weights_kernel.launch, out, left, other, rows, left_top_k, other_top_k, tile
