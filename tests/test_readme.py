@@ -11,12 +11,11 @@ import yaml
 
 import liger_trainer
 from liger_trainer.cli.parser import make_parser
-from liger_trainer.configs.recipe_arguments import RewardArguments
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_configs, shipped_recipes
+from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.quickstart import train_tokenizer
 from liger_trainer.recipe.rewards import load_reward_functions
-from liger_trainer.recipe.trainers import TRAINERS
-from liger_trainer.recipe.values import check_values
+from liger_trainer.recipe.schema import TRAINERS, RewardArguments
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
