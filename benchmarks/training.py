@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from liger_trainer.benchmarks.records import TrainingRecord
 from liger_trainer.benchmarks.report import number
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess
-
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.training_step import Task
+from liger_trainer.benchmarks.training_task import Task
 
 
 def run_lengths(

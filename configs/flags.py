@@ -11,22 +11,32 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from liger_trainer.configs.caller_warnings import warnings_of_the_caller
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import DICT_ARGUMENTS
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
 
+require(DICT_ARGUMENTS)
 
-def with_dict_fields(base: type) -> list[str]:
+
+def with_dict_fields(base: type[TrainingArguments]) -> list[str]:
     """`base`'s list of fields that take a JSON object on the command line, with ours added."""
-    return [*base._VALID_DICT_FIELDS, "liger_kernel_config"]  # type: ignore[attr-defined]
+    return [*base._VALID_DICT_FIELDS, "liger_kernel_config"]
+
+
+if TYPE_CHECKING:
+    _Base = TrainingArguments
+else:
+    _Base = object
 
 
 @dataclass
-class KernelFlags:
+class KernelFlags(_Base):
     """Which kernels run, and what happens where one cannot.
 
     Where a configuration of TRL leaves `bf16` open, it is on for devices that have it, and off on the CPU.
@@ -84,7 +94,7 @@ class KernelFlags:
     use_liger_kernel: bool = field(
         default=True, metadata={"help": "Whether to use the kernels of liger_trainer (RMSNorm, RoPE, fused LM head …)."}
     )
-    liger_kernel_config: dict | str | None = field(
+    liger_kernel_config: dict | str | None = field(  # type: ignore[assignment]  # takes more than the base's
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: rope, rms_norm, "
@@ -151,13 +161,12 @@ class KernelFlags:
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
         if isinstance(self.liger_kernel_config, str):
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
-        if getattr(self, "bf16", False) is None and (self.use_cpu or not is_torch_bf16_gpu_available()):  # type: ignore[attr-defined]
+        if getattr(self, "bf16", False) is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
             self.bf16 = False  # TRL's default is True on every device, and an error where it has no bf16
         _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
-            with warnings_of_the_caller():
-                parent.__post_init__()
+            parent.__post_init__()
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

@@ -19,6 +19,13 @@ def value_and_gradients(function, *inputs):
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
+def result_and_gradients(function, dy, *inputs):
+    """The result of `function`, and the gradients of its detached `inputs` for the upstream gradient `dy`."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+
 def in_float64(function, *inputs):
     """`value_and_gradients` on the same numbers in float64."""
     return value_and_gradients(function, *(x.detach().double().requires_grad_() for x in inputs))

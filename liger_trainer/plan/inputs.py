@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.plan.accumulation import sync_each_batch
 from liger_trainer.plan.checkpointing import every_n_layers
-from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.values import check_values

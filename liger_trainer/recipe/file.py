@@ -9,16 +9,18 @@ from typing import Any
 
 import yaml
 
+from liger_trainer.errors import UserError
+
 LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
 """The line that makes a recipe runnable as Python; to YAML it is a key, which is dropped."""
 
 
-class RecipeError(ValueError):
-    """Something in the recipe or its data that the user can put right; its text is the whole message."""
+class RecipeError(UserError):
+    """A mistake in a recipe or its data."""
 
 
 class TrainingError(RecipeError):
-    """A mistake that training met on this process, of which the others may know nothing."""
+    """A mistake that training found on this process; the other processes may not know of it."""
 
 
 def first_line(error: BaseException) -> str:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def _parser(classes: Sequence[Any]) -> ArgumentParser:
-    from trl.scripts._hf_argparser import HfArgumentParser
+    from trl import TrlParser
 
-    class Parser(HfArgumentParser):
+    class Parser(TrlParser):
         def error(self, message: str) -> typing.NoReturn:
             raise RecipeError(f"On the command line: {message}.")
 

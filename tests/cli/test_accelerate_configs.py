@@ -97,7 +97,7 @@ def test_the_configuration_that_a_recipe_names(gpus, monkeypatch, tmp_path, coun
     recipe.write_text("trainer: causal_lm\naccelerate_config: zero3\nmodel_config: {model_type: llama}\n")
     launched, run = [], []
     monkeypatch.setattr("os.execv", lambda _, command: launched.append(command) or 0)
-    monkeypatch.setattr("liger_trainer.cli.run_recipe_file", lambda *given: run.append(given) or 0)
+    monkeypatch.setattr("liger_trainer.cli.train.run_recipe_file", lambda *given: run.append(given) or 0)
     assert main(["train", str(recipe), *options]) == 0
     assert [Path(command[command.index("--config_file") + 1]).stem for command in launched] == [expected] * (count > 0)
     assert len(run) == (count == 0)

@@ -97,7 +97,7 @@ def test_no_tensor_is_allocated(capsys, monkeypatch):
     ("arguments", "words"),
     [
         (["--gpus", "0"], "'0' is not a whole number of 1 or more"),
-        (["--gpus", "1", "--gpu_memory", "abc"], "'abc' is no size"),
+        (["--gpus", "1", "--gpu_memory", "abc"], "'abc' is not a size"),
         (["--gpus", "1", "--gpu_memory", "32"], "'32' is 32 bytes; give a size with its unit, such as 80GB or 24GiB"),
         ([], "--gpus"),
     ],
