@@ -57,7 +57,7 @@ interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.
 LIGER_ARCHIVE ?=
