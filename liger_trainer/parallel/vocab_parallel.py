@@ -36,14 +36,7 @@ from liger_trainer.kernels.head.loss_arguments import (
     check_target,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.row_statistics import (
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    Shard,
-    combine,
-    compute_dtype,
-)
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions
 
 if TYPE_CHECKING:
