@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy_reference, with_outputs
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
@@ -168,11 +168,10 @@ def _(
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
-    _hidden, _weight, _target, _bias, _class_weights, _scale, expected, *_, needs_hidden, needs_weight, needs_bias = (
-        inputs
-    )
+    *_, expected = inputs[:7]  # the tensors
+    *_, hidden_gradient, weight_gradient, bias_gradient = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.needs = Needs(needs_hidden, needs_weight, needs_bias)
+    ctx.needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
@@ -182,7 +181,7 @@ def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[to
     if grad is None:
         return input_gradients(ctx)
     *gradients, expected = ctx.saved_tensors
-    gradients = [gradient if need else None for gradient, need in zip(gradients, ctx.needs)]
+    gradients = list(where_needed(ctx.needs, *gradients))
     d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
     return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
@@ -279,7 +278,7 @@ def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch
     hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
     needs = (hidden_gradient, weight_gradient, bias_gradient)
     gradients = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
-    d_hidden, d_weight, d_bias = (gradient if need else None for gradient, need in zip(gradients, needs))
+    d_hidden, d_weight, d_bias = where_needed(needs, *gradients)
     return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
 

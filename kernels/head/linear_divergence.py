@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import input_gradients
+from liger_trainer.kernels.autograd import input_gradients, where_needed
 from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.divergence_options import (
     DivergenceOptions,
@@ -216,7 +216,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tens
     if grad is None:
         return input_gradients(ctx)
     *gradients, expected = ctx.saved_tensors
-    gradients = [gradient if need else None for gradient, need in zip(gradients, ctx.needs)]
+    gradients = list(where_needed(ctx.needs, *gradients))
     return input_gradients(ctx, *rescaled_gradients(gradients, grad, expected, _FUNCTIONS))
 
 

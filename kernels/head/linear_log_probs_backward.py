@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_spans, saturating_chunk_rows
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard, compute_dtype
@@ -202,7 +202,7 @@ def recomputed_gradients(
         grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, *options, logits_memory, *shard,
         *needs,
     )  # fmt: skip
-    return [gradient if need else None for gradient, need in zip(computed, needs)]
+    return list(where_needed(needs, *computed))
 
 
 @torch.library.custom_op("liger_trainer::linear_rows_attach", mutates_args=())

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import input_gradients, one_number
+from liger_trainer.kernels.autograd import input_gradients, one_number, where_needed
 from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer
 from liger_trainer.kernels.head.linear_cross_entropy import loss_and_gradients
 from liger_trainer.kernels.head.linear_log_probs_backward import recomputed_gradients
@@ -94,7 +94,7 @@ class _ExpectedGradient(torch.autograd.Function):
             if number is None:
                 number = number_by_values(grad, target != ctx.options.ignore_index)
         if number is not None:
-            wanted = [gradient if need else None for gradient, need in zip(computed, needs)]
+            wanted = list(where_needed(needs, *computed))
             gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
         elif grad is not None or grad_entropy is not None:
             gradients = recomputed_gradients(
