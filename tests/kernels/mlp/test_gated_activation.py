@@ -89,7 +89,7 @@ def test_errors_name_what_is_wrong(device):
     for function in (swiglu, geglu):
         with pytest.raises(ValueError, match=r"`gate` is \(2, 3, 24\) and `up` is \(2, 3, 23\)"):
             function(gate, up[..., 1:])
-        with pytest.raises(ValueError, match="they must have one shape"):
+        with pytest.raises(ValueError, match="they must have the same shape"):
             function(gate, up[0])
         with pytest.raises(ValueError, match="must be on one device"):
             function(gate, up.to("meta"))
