@@ -43,7 +43,7 @@ def milliseconds(launch: Callable[[], None]) -> float:
 
 def timed(launch: Callable[[], None], config: LaunchConfig) -> float:
     """Milliseconds, infinite where a multiprocessor has too little memory or too few registers."""
-    fixed = {"_FORWARD": config, "_BACKWARD": config, "_fitting": lambda given, *_: given}
+    fixed: dict[str, Any] = {"_FORWARD": config, "_BACKWARD": config, "_fitting": lambda given, *_: given}
     with mock.patch.multiple(kernels, **fixed):
         try:
             return milliseconds(launch)

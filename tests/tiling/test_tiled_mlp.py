@@ -1,8 +1,9 @@
-"""tiled_mlp: gradients, what is saved, how often a forward runs, hooks, random numbers, autocast, checkpoints."""
+"""tiled_mlp: gradients, what is saved, calls of the forward, hooks, random numbers, checkpoints, memory on a GPU."""
 
 from __future__ import annotations
 
 import copy
+import types
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.mlp.swiglu import swiglu
+from liger_trainer.nn import LigerSwiGLUMLP
 from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 
 HIDDEN, INTERMEDIATE = 6, 10
@@ -382,19 +384,17 @@ def test_errors():
         tiled_mlp(MLP.forward, mlp, x, tile_memory=0)
     with pytest.raises(ValueError, match="give `num_tiles`"):
         tiled_mlp(lambda module, x: x, nn.Identity(), x)
-    with pytest.raises(ValueError, match=r"`mlp_forward` made \(7,\) of \(7, 6\)"):
+    with pytest.raises(ValueError, match=r"`mlp_forward` returned \(7,\) for \(7, 6\)"):
         tiled_mlp(lambda module, x: x.sum(-1), mlp, x, 1)
-    with pytest.raises(ValueError, match="`mlp_forward` made tuple"):
+    with pytest.raises(ValueError, match="`mlp_forward` returned tuple"):
         tiled_mlp(lambda module, x: (x, x), mlp, x, 1)
     mlp.up_proj.weight.ds_id = 1
     with pytest.raises(ValueError, match="DeepSpeed ZeRO-3"):
         tiled_mlp(MLP.forward, mlp, x, 1)
 
 
-def test_no_grad_and_inference():
+def test_inference_mode():
     mlp, x = MLP(), torch.randn(7, HIDDEN)
-    with torch.no_grad():
-        torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
     with torch.inference_mode():
         torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
 
@@ -404,3 +404,33 @@ def test_compiles_fullgraph():
     mlp, x = MLP(), torch.randn(2, 7, HIDDEN, requires_grad=True)
     compiled = torch.compile(in_tiles(3), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled, mlp, x), gradients(MLP.forward, mlp, x))
+
+
+@pytest.mark.gpu
+def test_tiles_need_the_memory_of_a_tile(device):
+    config = types.SimpleNamespace(hidden_size=4096, intermediate_size=14336, hidden_act="silu")
+    with torch.device(device):
+        mlp = LigerSwiGLUMLP(config).bfloat16()
+    x, dy = (torch.randn(1, 32768, 4096, device=device).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    leaves = [x, *mlp.parameters()]
+
+    def peak(run):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    def tiled(num_tiles=None):
+        y = tiled_mlp(LigerSwiGLUMLP.forward, mlp, x, num_tiles)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    tiled(8)
+    weights = sum(p.numel() for p in mlp.parameters())
+    floor = 2 * x.numel() * 2 + weights * (4 + 2)  # y, dx; the summed and the rounded gradients
+    whole = peak(lambda: torch.autograd.grad(mlp(x), leaves, dy))
+    assert peak(tiled) <= floor + 640 * 2**20 < whole
+    expected = [mlp(x), *torch.autograd.grad(mlp(x), leaves, dy)]
+    for ours, right in zip(tiled(), expected):
+        assert (ours - right).norm() <= 5e-3 * right.norm()
