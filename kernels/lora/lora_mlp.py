@@ -44,7 +44,6 @@ from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK, LowRank
 from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
 from liger_trainer.kernels.lora.nf4 import Weight
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp import gated_kernels
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
@@ -123,7 +122,7 @@ def lora_down_product(
         updates = _updates(z, added_b, added_scalings)
         lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
     elif h.numel():
-        gated_kernels.launch_forward(gate, up, h, activation, scalars, False)
+        gated.launch_forward(gate, up, h, activation, scalars, False)
     adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.mlp.gated_kernels import gate_and_up
+from liger_trainer.kernels.mlp.gated_activation import gate_and_up
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 

@@ -7,9 +7,12 @@ from typing import Any
 from torch import nn
 from trl.experimental.cpo import CPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import CPO_PAIRS
 from liger_trainer.configs.cpo_config import LigerCPOConfig
-from liger_trainer.trainers.pair_forward import forward_pairs
-from liger_trainer.trainers.pair_mixin import PairMixin
+from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
+
+require(CPO_PAIRS)
 
 
 class LigerCPOTrainer(PairMixin, CPOTrainer):
@@ -32,7 +35,7 @@ class LigerCPOTrainer(PairMixin, CPOTrainer):
         return self.loss_type in ("ipo", "simpo")
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
-        """What TRL takes of one forward on all pairs, with the means of the logits in place of the logits."""
+        """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""
         if not self._fused:
             return super().concatenated_forward(model, batch)
         pairs = forward_pairs(self, model, batch, self.pad_token_id)

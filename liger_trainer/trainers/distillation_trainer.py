@@ -10,20 +10,23 @@ import torch
 import trl.trainer.distillation_trainer as trl_distillation_trainer
 from torch import nn
 from trl import DistillationTrainer
-from trl.trainer.utils import create_model_from_path
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import rebound
+from liger_trainer.compat.trl import DISTILLATION
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.rebound import rebound_trl
 from liger_trainer.trainers.teacher import TeacherMixin
+
+create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
 
 _IGNORE_INDEX = -100
 
 
 class _LogitsForHiddenStates(nn.Module):
-    """Stands for a model where TRL asks its backbone for hidden states, and gives the logits, deferred, instead."""
+    """Wraps a model so that its backbone, which TRL asks for hidden states, returns deferred logits instead."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ def _divergence_loss(
     temperature: float = 1.0,
     **biases_scales_and_softcaps: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """TRL's `_chunked_divergence_loss` of logits, deferred ones knowing their head, scale and soft-cap."""
+    """TRL's `_chunked_divergence_loss`, but of logits; deferred ones have their own head, scale and soft-cap."""
     mask = completion_mask != 0
     labels = torch.zeros_like(completion_mask).masked_fill(~mask, _IGNORE_INDEX)
     found = divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch, _IGNORE_INDEX)
@@ -55,13 +58,14 @@ def _divergence_loss(
 
 
 class _Distillation(DistillationTrainer):
-    """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
+    """TRL's trainer, except that a teacher given by name gets the kernels when it is loaded, and the loss is ours."""
 
     @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        rebound_trl(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
+        init = rebound(_trl_init, {"create_model_from_path": self._create_model})
+        init(self, *args, **kwargs)
 
-    _compute_loss_of_logits = rebound_trl(DistillationTrainer._compute_loss, _chunked_divergence_loss=_divergence_loss)
+    _compute_loss_of_logits = rebound(_trl_compute_loss, {"_chunked_divergence_loss": _divergence_loss})
 
 
 class LigerDistillationTrainer(TeacherMixin, _Distillation):

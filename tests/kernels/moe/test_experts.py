@@ -112,7 +112,7 @@ def spread(x):
 
 @pytest.mark.kernel
 @cases
-def test_values_and_gradients_of_the_kernels(case, device):
+def test_values_and_gradients(case, device):
     arguments, options = made(case, torch.float32, device)
     exact, _ = made(case, device=device)
     for result, true in zip(
