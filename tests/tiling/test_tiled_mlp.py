@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """What stands around an MLP in a model."""
+    """A decoder layer without its attention."""
 
     def __init__(self, mlp, num_tiles=3):
         super().__init__()
@@ -140,7 +140,7 @@ def test_bfloat16_gradients_of_any_number_of_tiles_are_as_exact_as_those_of_the_
 
 
 class Products(TorchDispatchMode):
-    """Multiplications in matrix products."""
+    """Counts the multiplications of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ def test_whatever_a_module_does_with_its_layers(forward, autocast):
 
 
 def _by_tile(forward, mlp, x):
-    """What the tiles are together; some modules look at all of their tokens."""
+    """The MLP on each tile; the results of some depend on all tokens of the tile."""
     y = torch.cat([forward(mlp, tile) for tile in x.view(1, -1, HIDDEN).split(72, dim=1)], dim=1)
     return y.view(*x.shape[:-1], -1)
 
@@ -279,7 +279,7 @@ def test_autocast_of_the_forward_holds_in_the_backward():
     with torch.autocast("cpu", torch.bfloat16):
         y = tiled_mlp(MLP.forward, mlp, x, 3)
         expected = mlp(x)
-        # What autocast cached of the weights must have a graph for those who use them next.
+        # The weights that autocast has cached must have a graph for later uses.
         assert torch.autograd.grad(expected.float().sum(), mlp.up_proj.weight, retain_graph=True)[0].any()
     assert y.dtype == torch.bfloat16
     leaves = (x, *mlp.parameters())
@@ -312,7 +312,7 @@ def test_a_weight_that_was_changed_since_is_noticed():
 
 @pytest.mark.parametrize(("use_reentrant", "runs"), [(False, 2), (True, 3)])
 def test_inside_a_checkpointed_layer(use_reentrant, runs):
-    """A checkpoint that stops when it has what was saved does not run the MLP a third time."""
+    """A checkpoint that stops at the last saved tensor does not run the MLP a third time."""
     layers = [Layer(MLP(dropout=0.3)) for _ in range(2)]
     x = torch.randn(9, HIDDEN, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
@@ -351,7 +351,7 @@ def test_length_of_a_tile():
 
 
 def test_length_of_a_tile_of_quantised_layers():
-    """Their weights are stored in other shapes, such as a column of bytes."""
+    """Their weights have other shapes, such as a column of bytes."""
 
     class Packed(nn.Module):
         def __init__(self, linear):

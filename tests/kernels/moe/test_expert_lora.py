@@ -34,7 +34,7 @@ class Case:
         if transposed:
             first, second = (EXPERTS, HIDDEN, width), (EXPERTS, INTERMEDIATE, HIDDEN)
         self.hidden, self.weights = leaf(TOKENS, HIDDEN), leaf(TOKENS, TOP_K)
-        # The last expert has no rows, and one choice is of no expert.
+        # The last expert has no rows, and one choice is no expert.
         self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(TOKENS)])
         self.index[4, 1] = EXPERTS
         self.index = self.index.to(device)
@@ -182,7 +182,7 @@ def test_what_is_frozen_costs_no_product(products):
 
 
 class Sizes(TorchDispatchMode):
-    """The numbers of elements of what any operation makes."""
+    """The numbers of elements of all tensors that operations create."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ def ours(hidden, index, weights, layers, transposed=False):
 
 
 def adapted(hidden, index, weights, layers, transposed=False):
-    """On W + s B A, as PEFT makes it."""
+    """With W + s B A, as PEFT builds it."""
     parameters = []
     for weight, a, b in layers:
         left, right = (a.mT, b.mT) if transposed else (b, a)

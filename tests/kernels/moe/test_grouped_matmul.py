@@ -14,7 +14,7 @@ from tests.aot import compile_launch, recorded_launches
 
 @pytest.mark.parametrize("columns", [16, 20])
 def test_the_grouped_matmul_is_asked_where_its_result_is_contiguous(columns, monkeypatch):
-    """It is, on a GPU; the CPU's pads alike."""
+    """On a GPU, torch pads rows of the result as it does here on the CPU."""
     weight = torch.randn(2, columns, 16, dtype=torch.bfloat16)
     x, offsets = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([4, 8], dtype=torch.int32)
     result = operators.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
@@ -25,7 +25,7 @@ def test_the_grouped_matmul_is_asked_where_its_result_is_contiguous(columns, mon
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_kernels_compile(target):
-    """The thin product of A, and the product that takes B along, in Triton and behind torch's grouped matmul."""
+    """The thin product with A, and the product that adds B, in Triton and after torch's grouped matmul."""
     rows = sort_by_expert(torch.arange(64).view(32, 2) % 4, 4)
     x, z = torch.zeros(64, 48, dtype=torch.bfloat16), torch.zeros(64, 16, dtype=torch.bfloat16)
     a, b, weight = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((16, 48), (96, 16), (96, 48)))
@@ -41,7 +41,7 @@ def test_kernels_compile(target):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_of_a_program_does_not_grow_with_the_rank(dtype):
-    """Shared memory, of which an A100 has 163 KiB a program and an H100 227."""
+    """An A100 has 163 KiB of shared memory per program, an H100 227."""
     rows = sort_by_expert(torch.arange(4096).view(2048, 2) % 4, 4)
     x, z = torch.zeros(4096, 64, dtype=dtype), torch.zeros(4096, 512, dtype=dtype)
     b, weight = torch.zeros(4, 256, 512, dtype=dtype), torch.zeros(4, 256, 64, dtype=dtype)
