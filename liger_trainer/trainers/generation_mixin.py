@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import set_seed
 
@@ -17,11 +17,16 @@ from liger_trainer.trainers.checks.reward_functions import checked_reward_functi
 from liger_trainer.trainers.checks.trl_arguments import check_completions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
-class GenerationMixin(LigerTRLMixin):
+    class _Base(LigerTRLMixin, GRPOTrainer): ...
+else:
+    _Base = LigerTRLMixin
+
+
+class GenerationMixin(_Base):
     """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards."""
-
-    reward_funcs: list[Any]  # TRL's
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -30,25 +35,26 @@ class GenerationMixin(LigerTRLMixin):
         seed_groups_alike(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = super()._get_train_sampler(*args, **kwargs)
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)
         # Its batches have the prompts of all processes; the processes of a tensor-parallel group share theirs.
-        sampler.batch_size //= self.get_tp_size()  # type: ignore[union-attr]
+        sampler.batch_size //= self.get_tp_size()
         return sampler
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         own = self.reward_funcs
         self.reward_funcs = checked_reward_functions(own)
         try:
-            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+            return super()._calculate_rewards(*args, **kwargs)
         finally:
             self.reward_funcs = own
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
-        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if not getattr(self, "tools", None):  # after a tool's answer a turn may be empty
             completion_ids = generated[0] if isinstance(generated, tuple) else generated
-            check_completions(completion_ids, "vLLM" if self.args.use_vllm else "Generation")  # type: ignore[attr-defined]
+            config: Any = self.args
+            check_completions(completion_ids, "vLLM" if config.use_vllm else "Generation")
         return generated
 
 
