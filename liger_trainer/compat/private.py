@@ -74,7 +74,7 @@ class Private:
             if not _matches(given, self.parameters):
                 return f"takes ({', '.join(given)}), not ({', '.join(self.parameters)})"
         codes = list(_codes(found)) if self.uses or self.unpacks else []
-        mentioned = {name for code in codes for name in (*code.co_names, *code.co_varnames, *_strings(code.co_consts))}
+        mentioned = {name for code in codes for name in _names(code)}
         unused = [name for name in self.uses if name not in mentioned]
         if unused:
             return f"no longer uses {', '.join(f'`{name}`' for name in unused)}"
@@ -164,6 +164,11 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
         elif isinstance(current, types.CodeType):
             yield current
             pending += current.co_consts
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names and strings that `code` uses."""
+    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *_strings(code.co_consts))
 
 
 def _strings(constants: tuple[Any, ...]) -> Iterator[str]:

@@ -41,6 +41,55 @@ FOUR_BIT_EXPERTS = Feature(
     ),
 )
 
+DEFERRED_LOGITS = Feature(
+    "logits that are not built",
+    (
+        Private("torch:Tensor._make_wrapper_subclass"),
+        Private("torch:Tensor._version"),
+        Private("torch._C:DisableTorchFunctionSubclass"),
+        Private("torch._C._nn:_parse_to"),
+    ),
+)
+
+COMPILED_HEAD = Feature(
+    "training compiled models without building their logits",
+    (Private("torch._dynamo.eval_frame:set_eval_frame"), Private("torch._dynamo.eval_frame:skip_code")),
+    needed=False,
+)
+
+WHOLE_GRAPHS = Feature(
+    "training compiled models without building their logits",
+    (
+        Private("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", ()),
+        Private(
+            "torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__",
+            uses=("one_graph", "error_on_graph_break"),
+        ),
+    ),
+    needed=False,
+)
+
+MODULE_HOOKS = Feature(
+    "running modules with hooks as they are",
+    (
+        Private("torch.nn.modules.module:_has_any_global_hook", ()),
+        Private("torch.nn.modules.module:_global_backward_hooks"),
+        Private("torch.nn.modules.module:_global_backward_pre_hooks"),
+        Private(
+            "torch.nn:Module._call_impl",
+            uses=("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        ),
+    ),
+)
+
+FSDP_HEAD = Feature(
+    "reading the LM head of a model that FSDP shards",
+    (
+        Private("torch.distributed.fsdp:fully_shard", uses=("_is_fsdp_managed_module",)),
+        Private("torch.distributed.fsdp._dynamo_utils:_annotate_modules_for_dynamo", uses=("_is_fsdp_managed_module",)),
+    ),
+)
+
 FSDP1_UNITS = Feature(
     "refusing adapters that FSDP1 would not save",
     (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),

@@ -125,3 +125,66 @@ GATED_EXPERTS = Feature(
     "recognising the experts of a mixture of experts by `_apply_gate`",
     (Private("transformers.integrations.moe:use_experts_implementation", uses=("_apply_gate",)),),
 )
+
+EXPERTS = Feature(
+    "the experts of a mixture of experts as one operator",
+    (
+        Private("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS"),
+        Private(
+            "transformers.integrations.moe:ExpertsInterface.get_interface", ("self", "experts_implementation", "...")
+        ),
+        Private(
+            "transformers.integrations.moe:use_experts_implementation", uses=("_experts_implementation", "has_gate")
+        ),
+    ),
+    needed=False,
+)
+
+EXPERT_EXCHANGE = Feature(
+    "the exchange of tokens between processes that share experts",
+    (
+        Private("transformers.distributed.expert_parallel:AutoEP"),
+        Private("transformers.distributed.expert_parallel:AllToAllEP"),
+        Private(
+            "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
+            ("self", "module", "ep_mesh", "tp_mesh", "ep_implementation"),
+            uses=("implementation", "context_around_forward"),
+        ),
+    ),
+    needed=False,
+)
+
+SPLIT_HEAD = Feature(
+    "the loss of an LM head that tensor parallelism splits, without gathering its logits",
+    (
+        Private(
+            "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
+            ("self", "module", "mesh"),
+            uses=("original_forward",),
+        ),
+        Private(
+            "transformers.distributed.tensor_parallel:ColwiseParallel.__init__",
+            ("self", "input_layouts", "output_layouts", "use_local_output"),
+        ),
+    ),
+    needed=False,
+)
+
+LOAD_BALANCING = Feature(
+    "the load-balancing loss as one operator",
+    (
+        Private(
+            "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
+            ("gate_logits", "num_experts", "top_k", "attention_mask"),
+        ),
+        Private(
+            "transformers.models.mixtral.modeling_mixtral:MixtralForCausalLM.forward",
+            uses=("load_balancing_loss_func",),
+        ),
+    ),
+    needed=False,
+)
+
+LOSS_OPTIONS = Feature(
+    "refusing options that a model's loss would ignore", (Private("transformers.loss.loss_utils:LOSS_MAPPING"),)
+)

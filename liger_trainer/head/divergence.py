@@ -1,8 +1,7 @@
-"""The divergence of a student's logits from a teacher's: of two heads at once where both are deferred."""
+"""The divergence between the logits of a student and a teacher, computed from both heads if both are deferred."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ import torch
 from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
-from liger_trainer.head.lm_head import gathered, through_owner
+from liger_trainer.head.lm_head import through_owner
+from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall
 from liger_trainer.kernels.head.elementwise_divergence import jsd
 from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_jsd
@@ -27,10 +27,10 @@ def divergence(
 ) -> DivergenceOutput:
     """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
 
-    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk
-    of tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
-    those of another head (an adapter, say), or more is done to them, its module runs on one chunk of tokens at a time,
-    with the teacher's. Logits that the student has built are compared whole.
+    If both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk of
+    tokens at a time, with the soft-cap and scale that each model's forward applied. If the student's head is of another
+    kind (with an adapter, say), or its chain is longer, its module runs on one chunk of tokens at a time, together with
+    the teacher's. Logits that the student has built are compared whole.
 
     Args:
         student: `(..., V)` logits, deferred or not.
@@ -38,15 +38,15 @@ def divergence(
         labels: `(...)`, `ignore_index` where a token does not count; otherwise any number.
         beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
         temperature: Divides the logits of both.
-        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; the number of tokens that count
-            by default.
+        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; by default the number of tokens
+            that count.
         ignore_index: See `labels`.
 
     Returns:
         `loss`, fp32 and 0-d, and `entropy`, fp32 `(...)` and 0 where a token does not count.
 
     Raises:
-        ValueError: where the two have not the same tokens and the same vocabulary.
+        ValueError: if the two differ in tokens or vocabulary.
     """
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
@@ -66,22 +66,12 @@ def divergence(
 
 
 def _fuses(logits: torch.Tensor) -> bool:
-    """Whether a whole, fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
+    """Whether `logits` are deferred, of a fused head that is not split, with a soft-cap and a scale at most."""
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
         return False
     if isinstance(logits.recorded.call, VocabParallelCall):
         return False
     return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
-
-
-@contextlib.contextmanager
-def _inputs(logits: Any) -> Any:
-    """Hidden states, weight and bias as the operator takes them, for as long as the weight is whole."""
-    recorded = logits.recorded
-    recorded.check()
-    with gathered(recorded.call) as (weight, bias):
-        tensors = [None if x is None else x.to(recorded.call.dtype) for x in (recorded.hidden, weight, bias)]
-        yield tensors if logits.has_graph else [None if x is None else x.detach() for x in tensors]
 
 
 def _of_heads(
@@ -96,9 +86,8 @@ def _of_heads(
     forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
     calls = [logits.recorded.call for logits in (student, teacher)]
     with (
-        _inputs(student) as (hidden, weight, bias),
-        _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
-        torch.autocast(labels.device.type, enabled=False),
+        operands(student) as (hidden, weight, bias),
+        operands(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
     ):
         found = linear_jsd(
             hidden,
@@ -133,7 +122,7 @@ def _of_chunks(
     temperature: float,
     ignore_index: int,
 ) -> list[torch.Tensor]:
-    """As `_of_rows`, with the logits of a chunk of tokens in memory at a time."""
+    """As `_of_rows`, with the logits of one chunk of tokens in memory at a time."""
     recorded = teacher.recorded if isinstance(teacher, DeferredLogits) and teacher.recordable else None
 
     def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:

@@ -1,22 +1,119 @@
-"""What deferred logits are made of, and whether it is still what it was in the forward."""
+"""The contents of deferred logits: hidden states, a call of the head, and the operations on the logits since."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.lm_head import HeadCall, version_of
-from liger_trainer.head.recorded_chain import RecordedChain
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """``x.to(dtype)``."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
+        return x.to(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scale:
+    """``x * factor`` or ``x / factor``; `factor` is a number or a 0-d tensor."""
+
+    factor: float | torch.Tensor
+    divide: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
+        factor = self.factor
+        if x.is_meta and isinstance(factor, torch.Tensor):
+            factor = factor.to("meta")
+        return x / factor if self.divide else x * factor
+
+    @property
+    def value(self) -> float | None:
+        """The factor as a number; None if reading it would stall a device or lose a gradient."""
+        factor = self.factor
+        if isinstance(factor, torch.Tensor):
+            if factor.requires_grad or factor.device.type != "cpu":
+                return None
+            factor = float(factor)
+        if self.divide:
+            return 1.0 / factor if factor else None
+        return float(factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tanh:
+    """``tanh(x)``."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
+        return x.tanh()
+
+
+class FusedForm(NamedTuple):
+    """The chain as options of the operators: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedChain:
+    """Elementwise operations on logits."""
+
+    steps: tuple[Cast | Scale | Tanh, ...] = ()
+
+    def then(self, step: Cast | Scale | Tanh) -> RecordedChain:
+        """This chain followed by `step`."""
+        return RecordedChain((*self.steps, step))
+
+    def replay(self, logits: torch.Tensor) -> torch.Tensor:
+        """Applies the steps to built logits, each in the dtype that it was recorded in."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def fused_form(self) -> FusedForm | None:
+        """The chain as a soft-cap and a scale; None if it is anything else.
+
+        ``b * tanh(a * x)`` is a soft-cap of ``b`` after a scale of ``a * b``. Casts are left out: the operators compute
+        in fp32, which is at least as exact.
+        """
+        before, after, capped = 1.0, 1.0, False
+        for step in self.steps:
+            if isinstance(step, Tanh):
+                if capped:
+                    return None
+                capped = True
+            elif isinstance(step, Scale):
+                factor = step.value
+                if factor is None:
+                    return None
+                if capped:
+                    after *= factor
+                else:
+                    before *= factor
+        if not capped:
+            return FusedForm(None, before)
+        return FusedForm(after, before * after) if after > 0 else None
 
 
 class Recorded:
-    """What a `DeferredLogits` is: ``chain(head(hidden))``; in-place operations replace the chain.
+    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
 
     Args:
         call: The call of the head.
         hidden: `(..., H)`.
-        chain: What was done to the logits since.
-        origin: What `hidden` was taken from, if not from the call: its changes are changes of this too.
+        chain: The operations on the logits since.
+        origin: The logits that these were derived from, if any; a change of their hidden states is a change of these.
     """
 
     __slots__ = ("call", "chain", "hidden", "version")
@@ -30,7 +127,7 @@ class Recorded:
             self.version -= version_of(origin.hidden) - origin.version  # type: ignore[operator]
 
     def check(self) -> None:
-        """Raises RuntimeError where the logits could only be built from other values than the call's."""
+        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
         changed = "the hidden states" if version_of(self.hidden) != self.version else ""
         changed = changed if self.call.unchanged else "the head's parameters"
         if changed:

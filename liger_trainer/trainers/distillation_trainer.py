@@ -12,12 +12,12 @@ from torch import nn
 from trl import DistillationTrainer
 
 from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import DISTILLATION
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.patching.rebound import rebound
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)

@@ -26,8 +26,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
-from liger_trainer.head.patch import forward_layers, native_forward, tells_its_head
 from liger_trainer.patching.binding import is_ours
+from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
@@ -86,13 +86,26 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         options: What the trainer asks of the head.
     """
     inner, native = _forwards_of(model)
-    # A forward of another library builds its logits, compiled or not.
-    own = native is type(model).forward or is_ours(native)
-    native_uncompiled = uncompiled(native) if own else native
+    run_uncompiled = None
+    # The forward of another library builds its logits, compiled or not.
+    if CAN_DEFER_COMPILED and (native is type(model).forward or is_ours(native)):
+        run_uncompiled = torch.compiler.disable(_fused_forward(inner, uncompiled(native), options), recursive=False)
+    # `generate` and the Trainer look at the signature, the patching at what is inside.
+    forward = functools.wraps(inner)(_fused_forward(inner, native, options, run_uncompiled))
+    _fused_over[forward] = inner, native
+    model.forward = types.MethodType(forward, model)
 
-    @functools.wraps(inner)  # `generate` and the Trainer read the signature, the patching what is wrapped
+
+def _fused_forward(
+    inner: Callable, native: Callable, options: StatisticsOptions, run_uncompiled: Callable | None = None
+) -> Callable:
+    """A forward that is `inner`, and with `fused_lm_head=True` the statistics of the logits of `native`.
+
+    Under `torch.compile` such a call is `run_uncompiled`, where it is given.
+    """
+
     def forward(
-        self: nn.Module,
+        self: Any,
         *args: Any,
         fused_lm_head: bool = False,
         labels: torch.Tensor | None = None,
@@ -100,16 +113,22 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        if fused_lm_head:
-            call = (args, kwargs, labels, shift_labels, num_items_in_batch, options)
-            if own and torch.compiler.is_compiling() and CAN_DEFER_COMPILED and not whole_graph_wanted():
-                return _fused_output_uncompiled(self, native_uncompiled, *call)
-            return _fused_output(self, native, *call)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
+        if not fused_lm_head:
+            return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
+        if run_uncompiled is not None and torch.compiler.is_compiling() and not whole_graph_wanted():
+            return run_uncompiled(self, *args, fused_lm_head=True, **given, **kwargs)
+        text_config = self.config.get_text_config()
+        kwargs["use_cache"] = False
+        if getattr(text_config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
+        with compiler_restored():
+            with forward_context(context_of(self, has_labels=True)):
+                outputs = native(self, *args, **kwargs)
+            return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
 
-    _fused_over[forward] = inner, native
-    model.forward = types.MethodType(forward, model)
+    return forward
 
 
 def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
@@ -129,32 +148,8 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
             f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
-    # If our head has replaced the model's forward, `_fused_output` gives the head the context of the call itself.
-    return inner, native_forward(model) if tells_its_head(model) else inner
-
-
-def _fused_output(
-    model: nn.Module,
-    native: Callable,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None,
-    num_items_in_batch: torch.Tensor | int | None,
-    options: StatisticsOptions,
-) -> Any:
-    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    kwargs["use_cache"] = False
-    if getattr(text_config, "output_router_logits", False):
-        kwargs.setdefault("output_router_logits", True)
-    # The loss is computed inside this forward, so nothing needs the logits after it.
-    with compiler_restored():
-        with forward_context(context_of(model, has_labels=True)):
-            outputs = native(model, *args, **kwargs)
-        return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
-
-
-_fused_output_uncompiled = torch.compiler.disable(_fused_output, recursive=False)
+    # Where our head took the model's forward, the fused forward tells the head about the call itself.
+    return inner, native_forward(model) if is_patched_model(model) else inner
 
 
 def fused_output(

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
 
 from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import GKD, SFT_HEAD
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
-from liger_trainer.patching.rebound import rebound
 from liger_trainer.trainers.teacher import TeacherMixin
 
 require(SFT_HEAD)

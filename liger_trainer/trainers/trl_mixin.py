@@ -17,8 +17,8 @@ from liger_trainer.compat.trl import TRAINER_NAME
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.head import patch_head
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows

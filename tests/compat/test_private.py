@@ -174,7 +174,8 @@ def declared(library):
 
 
 @pytest.mark.parametrize(
-    ("path", "library", "name"), [(path, library, name) for path, early, _, library, name in CHECKS if early]
+    ("path", "library", "name"),
+    [(path, library, name) for path, early, function, library, name in CHECKS if early and function == "require"],
 )
 def test_the_part_that_needs_it_cannot_be_imported(path, library, name, monkeypatch):
     feature = feature_of(library, name)

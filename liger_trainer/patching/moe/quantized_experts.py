@@ -1,9 +1,9 @@
 """Stacked weights of experts in 4 bits, for QLoRA (arXiv 2305.14314) of a mixture of experts.
 
-bitsandbytes quantises linear layers only, and so leaves 55 of the 57 GiB of a model like Qwen3-30B-A3B unquantised.
+bitsandbytes quantises linear layers only, so 55 of the 57 GiB of a model like Qwen3-30B-A3B stay in 16 bits.
 `quantize_experts` quantises the stacked weights with bitsandbytes' own function, and a torch parametrisation
-dequantises them when a module reads them. So they run in every implementation of the experts. Ours saves the 4 bits for
-the backward, and dequantises them there again.
+dequantises them where a module reads them. So they work with every implementation of the experts. With ours, the 4 bits
+are saved for the backward, which dequantises them again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ QUANT_TYPES = ("nf4", "fp4")
 
 
 class FourBits(nn.Module):
-    """The parametrisation of one stacked weight: dequantises its 4 bits.
+    """The parametrisation of one stacked weight: it dequantises the 4 bits.
 
-    The statistics of its blocks are frozen parameters, since DDP would broadcast buffers in every forward.
+    The scales of the blocks are frozen parameters, because DDP would broadcast buffers at every forward.
 
     Args:
         state: bitsandbytes' quantisation state.
@@ -51,7 +51,7 @@ class FourBits(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight, (experts, ...), in the dtype that it was quantised from; it has no gradient."""
+        """The weight, (experts, ...), in the dtype that it had before quantisation; it has no gradient."""
         absmax, code, *nested = (parameter.data for parameter in self.parameters())
         inner = NestedAbsmax(nested[0], nested[1], nested[2], self.nested_blocksize) if nested else None
         rows = self.shape[0] * self.shape[1]
@@ -59,7 +59,7 @@ class FourBits(nn.Module):
         return nf4_dequantize(weight, self.dtype).view(self.shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FourBits:
-        """Moves with the model. A cast changes the dtype of the weight, but not the statistics of its blocks."""
+        """Moves with the model. A cast changes the dtype of the dequantised weight, not that of the scales."""
         for parameter in self.parameters():
             moved = fn(parameter.data)
             parameter.data = moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)
@@ -72,30 +72,29 @@ def quantize_experts(
 ) -> int:
     """Quantises the stacked weights of all experts of `model` to 4 bits, and freezes them.
 
-    Needs bitsandbytes; `from_pretrained` may have quantised the rest of the model, or not. Weights move to `device` one
-    by one, so if the model is in the host's memory, the GPU never has more than one of them in 16 bits. Create or load
-    adapters on them before, since PEFT does not find the names of weights in 4 bits::
+    It needs bitsandbytes; `from_pretrained` may or may not have quantised the rest of the model. Weights move to
+    `device` one by one, so a GPU never holds more than one of them in 16 bits if the model is in host memory. Create or
+    load adapters on them first, because PEFT cannot find the names of weights in 4 bits::
 
         model = get_peft_model(model, LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
         quantize_experts(model)
 
-    The adapters run only in our operator (`apply_liger_kernel`, our trainers). To merge them, load them on the model in
-    16 bits with `PeftModel.from_pretrained`. Save the adapters only: `save_pretrained` of the quantised model itself
-    does not save its experts.
+    The adapters run in our operator only (`apply_liger_kernel`, our trainers). To merge them, load them with
+    `PeftModel.from_pretrained` on the model in 16 bits. Save adapters only: `save_pretrained` of the model itself
+    leaves out the experts.
 
     Args:
         model: A model with stacked weights `(experts, ...)` named `gate_up_proj` or `up_proj`, and `down_proj`.
         quant_type: ``"nf4"`` or ``"fp4"``.
         double_quant: Whether the scales of the blocks of 64 are quantised too.
-        device: The device on which the weights are quantised and stay; the one that they are on by default.
+        device: Where the weights are quantised and stay; by default, where they are.
 
     Returns:
         How many weights were quantised.
 
     Raises:
-        ValueError: for an unknown `quant_type`, a model without stacked experts or with merged adapters, and a weight
+        ValueError: for an unknown `quant_type`, a model without stacked experts or with merged adapters, and weights
             with more elements than bitsandbytes supports.
-        ImportError: if the installed PEFT has changed so that adapters on the experts would be wrong.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -126,10 +125,10 @@ def quantize_experts(
 
 
 def _leave_adapters_to_us(model: nn.Module) -> None:
-    """Makes PEFT refuse, on the instances of this model, what it would silently get wrong.
+    """Makes PEFT raise, for this model, where it would silently compute something wrong.
 
-    It would merge adapters into a dequantised copy of a weight, which is then lost. And its own forward adds the
-    adapter to the parametrised weight in every call and never removes it (0.21.2).
+    It would merge adapters into a dequantised copy, which is then lost; and its own forward (0.21.2) adds the adapter
+    to the parametrised weight at every call and never removes it.
     """
     BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     for module in model.modules():
@@ -157,7 +156,7 @@ def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractCo
 
 
 def check_adapted(model: nn.Module) -> None:
-    """Checks that no adapter names experts that were already in 4 bits when it was made, for which PEFT makes none.
+    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those.
 
     Raises:
         ValueError: naming the adapter.
@@ -182,7 +181,7 @@ def check_adapted(model: nn.Module) -> None:
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The modules with stacked weights of experts in a floating dtype, and the names of those weights."""
+    """The modules with stacked weights of experts in a floating dtype, and the names of these weights."""
     for module in model.modules():
         for name in PARAMETERS:
             weight = module._parameters.get(name)
@@ -197,7 +196,7 @@ def four_bits(module: nn.Module) -> dict[str, FourBits]:
 
 
 def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of `module`; for one in 4 bits, an expanded tensor with its dequantised shape and dtype."""
+    """The parameters of `module`; for one in 4 bits, a tensor of its shape and dtype that takes no memory."""
     weights: dict[str, torch.Tensor] = {name: one for name, one in module._parameters.items() if one is not None}
     for name, one in four_bits(module).items():
         weights[name] = one.code.new_empty(1, dtype=one.dtype).expand(one.shape)
@@ -205,7 +204,7 @@ def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Again(NamedTuple):
-    """A weight saved for the backward, which dequantises it again."""
+    """A saved weight that is dequantised again when the backward reads it."""
 
     module: nn.Module
     name: str
@@ -214,10 +213,10 @@ class _Again(NamedTuple):
 
 @contextlib.contextmanager
 def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
-    """The weights `names` of `module`, dequantised; what is saved of them for the backward inside is in 4 bits."""
+    """The dequantised weights `names` of `module`; operators inside save them for the backward in 4 bits."""
     quantised = four_bits(module)
     weights = [getattr(module, name) for name in names]
-    if quantised:  # cast here: an operator's own cast would be a copy that `pack` does not recognise
+    if quantised:  # a cast inside an operator would be a copy that is not recognised
         weights = [as_autocast(weight) if name in quantised else weight for name, weight in zip(names, weights)]
     again = {
         (weight.data_ptr(), weight.shape, weight.stride()): _Again(module, name, weight.dtype)
@@ -242,9 +241,9 @@ def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[tor
 
 
 def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The saved-tensor hooks around this one, of a checkpoint or of offloading, which ours would replace.
+    """The saved-tensor hooks of a checkpoint or of offloading, which torch would otherwise skip in favour of ours.
 
-    None if they cannot be found, as in a compiled graph; weights are then saved dequantised.
+    None if they are not known, as in a compiled graph; weights are then saved dequantised.
     """
     if torch.compiler.is_compiling() or not available(SAVED_IN_FOUR_BITS):
         return None
