@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from liger_trainer.benchmarks.registry import BenchmarkError
+
 
 class Device:
     """Clock and memory counter of one device: events where it has them, the wall clock on a CPU."""
@@ -95,3 +97,21 @@ class Device:
         self._flush.zero_()
         if hasattr(self.module, "_sleep"):
             self.module._sleep(10_000_000)  # some 5 ms
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`; by default the accelerator, or the CPU without one.
+
+    Raises:
+        BenchmarkError: if this machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BenchmarkError(f"No device {name!r}.") from None
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        raise BenchmarkError(f"This machine has no {name!r}; it has {accelerator or 'no accelerator'}.")
+    return device

@@ -9,7 +9,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -17,9 +16,7 @@ from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord
 from liger_trainer.benchmarks.report import number
 from liger_trainer.benchmarks.training import run_provider
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY
-
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.training_step import Task
+from liger_trainer.benchmarks.training_task import Task
 
 
 def search(trains: Callable[[int], bool], start: int) -> None:

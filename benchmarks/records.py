@@ -8,8 +8,10 @@ import datetime
 import importlib.metadata
 import json
 import platform
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +19,7 @@ from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
-_PACKAGES = (
+_PACKAGES = (  # whose versions a run records
     *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
 )
@@ -133,7 +135,7 @@ def compare_with_eager(records: list[Record]) -> None:
 
 @dataclasses.dataclass
 class TrainingRecord:
-    """Training steps of one provider; see `training_step.Task` for what was trained.
+    """Training steps of one provider; see `training_task.Task` for what was trained.
 
     Attributes:
         batch: Of one GPU.
@@ -281,3 +283,61 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found | {"torch": torch.__version__}
+
+
+_SHOWN_PACKAGES = (  # whose versions stand below a table
+    *("torch", "triton", "transformers", "trl", "bitsandbytes"),
+    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
+)
+_Grouped = TypeVar("_Grouped", Record, TrainingRecord)
+
+
+class Results:
+    """The newest records of every case and task of one machine.
+
+    Attributes:
+        runs: All runs, the oldest first.
+        cases: Records of operations by `Record.group`.
+        tasks: Records of training steps by `TrainingRecord.group`.
+        longest: Records of the longest sequences by `LongestRecord.group`.
+    """
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self.runs = sorted(runs, key=lambda run: run.date)
+        self.cases: dict[tuple, list[Record]] = {}
+        self.tasks: dict[tuple, list[TrainingRecord]] = {}
+        self.longest: dict[tuple, LongestRecord] = {}
+        self._run_of: dict[tuple, Run] = {}
+        for run in self.runs:
+            cases, tasks = _by_group(run.records), _by_group(run.training)
+            longest = {record.group: record for record in run.longest}
+            self.cases |= cases
+            self.tasks |= tasks
+            self.longest |= longest
+            self._run_of |= dict.fromkeys([*cases, *tasks, *longest], run)
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """The results in every JSON file of a folder."""
+        return cls(Run.read(file) for file in sorted(folder.glob("*.json")))
+
+    def version(self, package: str) -> str:
+        """A space and the newest run's version of a package; empty if no run has one."""
+        found = [run.versions[package] for run in self.runs if package in run.versions]
+        return f" {found[-1]}" if found else ""
+
+    def source(self, groups: Iterable[tuple]) -> str:
+        """Machine, versions and commands that the records of these groups come from, as HTML."""
+        runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
+        lines = []
+        for run in runs:
+            known = ", ".join(f"{name} {run.versions[name]}" for name in _SHOWN_PACKAGES if name in run.versions)
+            lines.append(f"{run.machine.device}, {known}: `{run.command}`")
+        return "<sub>" + "<br>".join(lines) + "</sub>"
+
+
+def _by_group(records: Iterable[_Grouped]) -> dict[tuple, list[_Grouped]]:
+    groups: defaultdict[tuple, list[_Grouped]] = defaultdict(list)
+    for record in records:
+        groups[record.group].append(record)
+    return dict(groups)

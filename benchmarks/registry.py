@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.errors import UserError
 
 Function = TypeVar("Function", bound=Callable)
 
 
-class BenchmarkError(ValueError):
-    """A mistake in what was asked for; its text is the whole message."""
+class BenchmarkError(UserError):
+    """A mistake in the arguments of a benchmark."""
 
 
 @dataclasses.dataclass
@@ -221,11 +222,26 @@ def choose_providers(operation: Operation, wanted: Iterable[str]) -> Mapping[str
     }
 
 
-def load_operations() -> None:
-    """Registers every operation that comes with the package."""
+def choose_models(wanted: Iterable[str] | None, on_cpu: bool) -> list[Model]:
+    """The models whose names are given; by default one that suits the device.
+
+    Raises:
+        BenchmarkError: for an unknown name.
+    """
+    return [MODELS[closest(name, MODELS, "model")] for name in wanted or ["tiny" if on_cpu else "llama3-8b"]]
+
+
+def load_operations(provider_file: Path | None = None) -> None:
+    """Registers every operation of the package, and the providers of a Python file of the user's.
+
+    Raises:
+        BenchmarkError: if there is no such file, or it fails.
+    """
     package: Any = importlib.import_module("liger_trainer.benchmarks.operations")
     for name in sorted({file.stem for place in package.__path__ for file in Path(place).glob("*.py")}):
         importlib.import_module(f"liger_trainer.benchmarks.operations.{name}")
+    if provider_file is not None:
+        load_provider_file(provider_file)
 
 
 def load_provider_file(path: Path) -> None:

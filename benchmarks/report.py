@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from liger_trainer.benchmarks.records import Record
 from liger_trainer.benchmarks.registry import family
+
+
+def make_console() -> Console:
+    """A console wide enough for the tables."""
+    return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
 def number(value: float | None, form: str) -> str:

@@ -8,19 +8,17 @@ between `<!-- table: NAME -->` and `<!-- end of table -->`.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import LongestRecord, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training_tables import (
-    alignment_steps_table,
     alignment_table,
     lora_table,
+    results_table,
     several_gpus_section,
     training_table,
 )
@@ -28,61 +26,7 @@ from liger_trainer.benchmarks.training_tables import (
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
 _OURS = "liger_trainer"
-_PACKAGES = (
-    *("torch", "triton", "transformers", "trl", "bitsandbytes"),
-    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
-)
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
-_README_ROWS = (
-    ("rms_norm", "llama3-8b", 16384, ""),
-    ("layer_norm", "llama3-8b", 16384, ""),
-    ("cross_entropy", "llama3-8b", 8192, ""),
-    ("linear_cross_entropy", "llama3-8b", 8192, ""),
-    ("dpo_loss", "llama3-8b", 8192, ""),
-    ("fused_grpo_loss", "llama3-8b", 16384, ""),
-)
-
-Cases = Mapping[tuple, Sequence[Record]]
-Tasks = Mapping[tuple, Sequence[TrainingRecord]]
-
-
-class Results:
-    """The newest records of every case and task of one machine."""
-
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self.runs = sorted(runs, key=lambda run: run.date)
-        self.cases: dict[tuple, list[Record]] = {}
-        self.tasks: dict[tuple, list[TrainingRecord]] = {}
-        self.longest: dict[tuple, LongestRecord] = {}
-        self._run_of: dict[tuple, Run] = {}
-        for run in self.runs:
-            for kept, records in ((self.cases, run.records), (self.tasks, run.training)):
-                groups: defaultdict[tuple, list[Any]] = defaultdict(list)
-                for record in records:
-                    groups[record.group].append(record)
-                kept.update(groups)  # type: ignore[attr-defined]
-                self._run_of.update(dict.fromkeys(groups, run))
-            for longest in run.longest:
-                self.longest[longest.group], self._run_of[longest.group] = longest, run
-
-    @classmethod
-    def read(cls, folder: Path) -> Results:
-        """Every file of a folder."""
-        return cls(Run.read(file) for file in sorted(folder.glob("*.json")))
-
-    def version(self, package: str) -> str:
-        """The newest run's version of a package, after a space; nothing where it has none."""
-        found = [run.versions[package] for run in self.runs if package in run.versions]
-        return f" {found[-1]}" if found else ""
-
-    def source(self, groups: Iterable[tuple]) -> str:
-        """Machine, versions and commands that the records of these groups come from."""
-        runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
-        lines = []
-        for run in runs:
-            known = ", ".join(f"{name} {run.versions[name]}" for name in _PACKAGES if name in run.versions)
-            lines.append(f"{run.machine.device}, {known}: `{run.command}`")
-        return "<sub>" + "<br>".join(lines) + "</sub>"
 
 
 def _cost(record: Record | None) -> str:
@@ -130,14 +74,8 @@ def _work(record: Record) -> str:
     return f"{title}, {record.variant}, {record.shape}" if record.variant else f"{title} {record.shape}"
 
 
-def operation_table(results: Results, groups: Sequence[tuple], whole: bool = True) -> str:
-    """Milliseconds of forward and backward / peak GiB, a row a case.
-
-    Args:
-        results: What was measured.
-        groups: The cases.
-        whole: Whether to add the other libraries, the share of the floor and the error.
-    """
+def operation_table(results: Results, groups: Sequence[tuple]) -> str:
+    """Milliseconds of forward and backward / peak GiB, the share of the floor and the error, a row a case."""
     rows = []
     for group in groups:
         records = results.cases[group]
@@ -147,19 +85,17 @@ def operation_table(results: Results, groups: Sequence[tuple], whole: bool = Tru
         bold = best if best is not None and _faster(best, others) else None
         row = [_work(records[0]), _milliseconds(records[0].floor)]
         row += [_cell(compiled, "torch.compile"), _cell(liger, "liger-kernel")]
-        if whole:
-            known = ("torch", "torch.compile", "liger-kernel")
-            other = _fastest(record for record in others if family(record.provider) not in known)
-            row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
+        known = ("torch", "torch.compile", "liger-kernel")
+        other = _fastest(record for record in others if family(record.provider) not in known)
+        row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
         row.append(_cell(own, _OURS, bold))
-        if whole:
-            share = None if best is None else best.fraction_of_floor()
-            row.append("–" if share is None else f"{100 * share:.0f} %")
-            error = own[0].worse_than_eager if own else None
-            row.append("–" if error is None else f"{error:.2f}")
+        share = None if best is None else best.fraction_of_floor()
+        row.append("–" if share is None else f"{100 * share:.0f} %")
+        error = own[0].worse_than_eager if own else None
+        row.append("–" if error is None else f"{error:.2f}")
         rows.append(row)
     header = ["work", "floor", "torch.compile", f"Liger{results.version('liger-kernel')}"]
-    header += ["best other", "liger_trainer", "of the floor", "error × eager"] if whole else ["liger_trainer"]
+    header += ["best other", "liger_trainer", "of the floor", "error × eager"]
     return markdown(header, rows) + "\n\n" + results.source(groups)
 
 
@@ -244,12 +180,11 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "results": results_table,
     "training": training_table,
     "lora": lora_table,
     "alignment": alignment_table,
     "several-gpus": several_gpus_section,
-    "alignment-steps": alignment_steps_table,
-    "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
     "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),

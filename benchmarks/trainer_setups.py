@@ -12,16 +12,14 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.training_task import PROMPT_FRACTION, Task
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from liger_trainer.benchmarks.training_step import Task
-
 ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
 EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # no linear layers: one parameter for all experts
-_PROMPT = 8  # a prompt is an eighth of a sequence
 
 
 class RandomTokens(torch.utils.data.Dataset):
@@ -42,7 +40,7 @@ class RandomTokens(torch.utils.data.Dataset):
 
     def pairs(self) -> Any:
         """Every two sequences as a preference pair of one prompt, as TRL tokenises one."""
-        prompt = self.tokens.shape[1] // _PROMPT
+        prompt = self.tokens.shape[1] // PROMPT_FRACTION
         rows = self.tokens.tolist()
         return _dataset(
             [
@@ -142,9 +140,10 @@ def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
     from liger_trainer import LigerDPOConfig, LigerDPOTrainer
 
-    base, config = (LigerDPOTrainer, LigerDPOConfig) if ours else (DPOTrainer, DPOConfig)
+    base: Any = LigerDPOTrainer if ours else DPOTrainer
+    config = LigerDPOConfig if ours else DPOConfig
 
-    class Tokenised(base):  # type: ignore[misc, valid-type]
+    class Tokenised(base):
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
@@ -161,10 +160,11 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
     from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
 
-    base, config = (LigerGRPOTrainer, LigerGRPOConfig) if ours else (GRPOTrainer, GRPOConfig)
+    base: Any = LigerGRPOTrainer if ours else GRPOTrainer
+    config = LigerGRPOConfig if ours else GRPOConfig
     task, vocab = setup.task, setup.model.config.vocab_size
 
-    class Completed(base):  # type: ignore[misc, valid-type]
+    class Completed(base):
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
             return completions(task, vocab, self._step, self.accelerator.device)
 
@@ -177,7 +177,7 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
     """What GRPO's loss takes: prompts, completions, advantages, and the log-probabilities of when they were drawn."""
     generator = torch.Generator().manual_seed(step)
-    prompt = (task.batch, task.length // _PROMPT)
+    prompt = (task.batch, task.length // PROMPT_FRACTION)
     completion = (task.batch, task.length)
     batch = {
         "prompt_ids": torch.randint(vocab, prompt, generator=generator),
@@ -198,12 +198,3 @@ TRAINERS: dict[str, Callable[[Setup, bool, dict[str, Any]], Trainer]] = {
     "dpo": dpo,
     "grpo": grpo,
 }
-
-
-def tokens_of_step(task: Task) -> int:
-    """How many tokens a step trains on, on one GPU: of both sequences of a pair, of prompts and completions."""
-    if task.trainer == "dpo":
-        return 2 * task.batch * task.length
-    if task.trainer == "grpo":
-        return task.batch * (task.length + task.length // _PROMPT)
-    return task.batch * task.length

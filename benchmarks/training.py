@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from liger_trainer.benchmarks.records import TrainingRecord
 from liger_trainer.benchmarks.report import number
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess
-
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.training_step import Task
+from liger_trainer.benchmarks.training_task import Task
 
 
 def run_lengths(
@@ -51,10 +48,19 @@ def run_provider(
 
 
 def _record(task: Task, provider: str) -> TrainingRecord:
-    sizes = (task.model, task.layers, task.trainer, task.batch, task.length, task.checkpointing)
-    config = Path(task.accelerate_config).stem
-    how = {"lora": task.lora, "quantize": task.quantize, "gpus": task.gpus, "accelerate_config": config}
-    return TrainingRecord(*sizes, provider, **how)
+    return TrainingRecord(
+        task.model,
+        task.layers,
+        task.trainer,
+        task.batch,
+        task.length,
+        task.checkpointing,
+        provider,
+        lora=task.lora,
+        gpus=task.gpus,
+        accelerate_config=Path(task.accelerate_config).stem,
+        quantize=task.quantize,
+    )
 
 
 def above_weights(record: TrainingRecord) -> float | None:

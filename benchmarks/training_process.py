@@ -10,10 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.training_step import Task
+from liger_trainer.benchmarks.training_task import Task
 
 OUT_OF_MEMORY = "out of memory"
 _POLL_SECONDS = 0.1

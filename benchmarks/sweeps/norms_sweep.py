@@ -24,8 +24,8 @@ if __name__ == "__main__" and __package__ is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import liger_trainer.kernels.parity.fused_add_rms_norm  # noqa: F401 (registers its operator)
-from liger_trainer.kernels.norms import layer_norm_kernels as ln
-from liger_trainer.kernels.norms import rms_norm_kernels as rms
+from liger_trainer.kernels.norms import layer_norm as ln
+from liger_trainer.kernels.norms import rms_norm as rms
 from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
@@ -83,7 +83,8 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
     ops = torch.ops.liger_trainer
     total = x + other if kind == "add" else x
     leaves = [tensor.float().requires_grad_() for tensor in (total, weight, bias)]
-    y = layer_norm_reference(*leaves) if kind == "ln" else rms_norm_reference(*leaves[:2])
+    x32, weight32, bias32 = leaves
+    y = layer_norm_reference(x32, weight32, bias32) if kind == "ln" else rms_norm_reference(x32, weight32)
     truth = [y.detach(), *torch.autograd.grad(y, leaves[: 3 if kind == "ln" else 2], dy.float())]
     if kind == "add":
         truth[1] = truth[1] + other.float()

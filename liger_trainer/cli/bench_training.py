@@ -9,41 +9,40 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from liger_trainer.cli.bench import find_device, load_providers, make_console, model_names
-
 if TYPE_CHECKING:
     from liger_trainer.benchmarks.device import Device
     from liger_trainer.benchmarks.records import Run
-    from liger_trainer.benchmarks.training_step import Task
+    from liger_trainer.benchmarks.training_task import Task
 
 _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 
 
-def train(arguments: argparse.Namespace, command: str) -> int:
-    """Measures training steps, or looks for the longest sequence; each provider in processes of its own.
+def measure_training(arguments: argparse.Namespace, command: str) -> int:
+    """Measures training steps, or looks for the longest sequence; each provider in its own processes.
 
     Args:
         arguments: The parsed command line.
-        command: The command line as it was typed, which is written beside the results.
+        command: The command line as it was typed, which is recorded with the results.
 
     Raises:
-        BenchmarkError: for a provider, a model, a device or a configuration that is not there.
+        BenchmarkError: for an unknown provider, model, device or configuration.
     """
-    from liger_trainer.benchmarks.device import Device
+    from liger_trainer.benchmarks.device import Device, find_device
     from liger_trainer.benchmarks.records import Machine, Run
+    from liger_trainer.benchmarks.registry import choose_models
 
-    load_providers(arguments)
     providers = _training_providers(arguments)
     device = Device(find_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
     measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
-    for name in model_names(arguments.model, device):
-        measure(arguments, _task(arguments, name, device), providers, run)
+    for model in choose_models(arguments.model, device.module is None):
+        measure(arguments, _task(arguments, model.name, device), providers, run)
     return 0
 
 
 def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
     from liger_trainer.benchmarks.longest import find_longest, table
+    from liger_trainer.benchmarks.report import make_console
 
     before = len(run.longest)
     for provider in providers:
@@ -55,6 +54,7 @@ def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[
 
 
 def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
+    from liger_trainer.benchmarks.report import make_console
     from liger_trainer.benchmarks.training import line, run_lengths, sweep_table, table
 
     lengths = sorted(arguments.length or [task.length])
@@ -65,8 +65,8 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
             here, lengths, provider, arguments.provider_file, arguments.seconds or _STEPS_SECONDS
         ):
             run.training.append(record)
-            print(line(record), file=sys.stderr, flush=True)  # the tables come when all have run
-            if arguments.output is not None:  # after every length, so that nothing is lost to a later one
+            print(line(record), file=sys.stderr, flush=True)  # the tables follow when all have run
+            if arguments.output is not None:  # after every length, so that a later failure loses nothing
                 run.write(arguments.output)
     found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))
     for _, records in itertools.groupby(found, key=lambda record: record.group):
@@ -77,12 +77,12 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
 
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training_step import Task
+    from liger_trainer.benchmarks.training_task import Task
 
     searching = arguments.operations == ["longest"]
     trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
     if searching and len(arguments.length or []) > 1:
-        raise BenchmarkError("`longest` begins at one length; give `--length` one number.")
+        raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
     _check_quantize(arguments)
     return Task(
         model,
@@ -116,7 +116,7 @@ def _check_quantize(arguments: argparse.Namespace) -> None:
 
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
-    """The file of the configuration that was asked for or several GPUs need; empty for one process without."""
+    """The accelerate configuration file, given or needed for several GPUs; empty for one process."""
     from liger_trainer.benchmarks.registry import BenchmarkError
     from liger_trainer.recipe.file import RecipeError, accelerate_config
 
@@ -136,12 +136,12 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
 
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for; of training steps, every library at its defaults, and of the longest, settings too."""
-    from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, find_training_provider
+    """The requested ones; by default every library, for `longest` at several settings, else at its defaults."""
+    from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
 
     if arguments.providers:
         for name in arguments.providers:
-            find_training_provider(name)  # an unknown one is an error before anything is measured
+            find_training_provider(name)  # an unknown name is an error before anything is measured
         return arguments.providers
     if arguments.operations == ["longest"]:
         return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]

@@ -1,4 +1,4 @@
-"""``liger-trainer inspect``: the patch plan of a model, from its configuration alone."""
+"""``liger-trainer inspect``: which kernels a model would get, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.cli.parser import complain
+from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,18 +18,14 @@ if TYPE_CHECKING:
 
 def inspect(arguments: Namespace) -> int:
     """Prints the kernel report of ``arguments.model``; returns the exit code."""
-    from liger_trainer.recipe.file import RecipeError
-
     try:
-        print(plan(arguments.model, arguments.liger_kernel_config, arguments.trust_remote_code))
-    except (RecipeError, ValueError) as error:
-        if arguments.debug:
-            raise
-        return complain(error)
+        print(kernel_report(arguments.model, arguments.liger_kernel_config, arguments.trust_remote_code))
+    except ValueError as error:  # of a kernel switch, or of a model that cannot be built
+        raise UserError(str(error)) from error
     return 0
 
 
-def plan(
+def kernel_report(
     model: str, kernel_config: str | dict[str, Any] | None = None, trust_remote_code: bool = False
 ) -> KernelReport:
     """The report that `apply_liger_kernel` gives for a model built without its weights.
@@ -37,7 +33,7 @@ def plan(
     Args:
         model: A Hub id, a model folder, a ``config.json``, or a recipe.
         kernel_config: Switches by component, as in ``liger_kernel_config``.
-        trust_remote_code: Run code that comes with the model.
+        trust_remote_code: Whether to run code that comes with the model.
 
     Raises:
         RecipeError: if there is no such model.
@@ -46,19 +42,20 @@ def plan(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe.model_config import model_class
+    from liger_trainer.recipe.model import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
     with torch.device("meta"):
         built = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    return dataclasses.replace(apply_liger_kernel(built, switches), remarks=())  # of the missing weights: on purpose
+    # The remarks are about missing weights, which are missing on purpose here.
+    return dataclasses.replace(apply_liger_kernel(built, switches), remarks=())
 
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration that a Hub id, a folder, a ``config.json`` or a recipe stands for."""
+    """The configuration of a model given by a Hub id, a folder, a ``config.json`` or a recipe."""
     from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe.model_config import make_config, published_config, read_config
+    from liger_trainer.recipe.model import make_config, published_config, read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):

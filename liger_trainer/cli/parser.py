@@ -7,15 +7,18 @@ import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
+from liger_trainer.cli import bench, plan
+from liger_trainer.cli.argument_types import positive
+from liger_trainer.errors import UserError
 
 EXAMPLES = """examples:
-  liger-trainer train quickstart                              train a small model on text that Python carries
-  liger-trainer train llama3_8b_sft --smoke                   try a recipe: tiny model, generated data, offline
-  liger-trainer train my.yaml --learning_rate 2e-5            a recipe of your own, with one value changed
+  liger-trainer train quickstart                              train a small model on text that ships with Python
+  liger-trainer train llama3_8b_sft --smoke                   try a recipe offline: a tiny model, generated data
+  liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
-  liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB what memory that takes, and the fastest way that fits
-  liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated, without training
-  liger-trainer bench rms_norm --model llama3-8b              an operation beside other libraries, on this machine
+  liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
+  liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
+  liger-trainer bench rms_norm --model llama3-8b              compare an operation with other libraries here
 """
 
 
@@ -32,12 +35,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train what a recipe says",
-        description="Trains what a recipe says. Every key of the recipe is an option too, and wins over the file.",
+        help="train a recipe",
+        description="Trains a recipe. Every key of the recipe is also an option, which wins over the file.",
         usage="liger-trainer train RECIPE [--smoke] [--accelerate_config NAME] [--num_processes N] [--key value ...]",
         allow_abbrev=False,
     )
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the bare name of a shipped recipe")
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
     train.add_argument(
         "--smoke",
         action="store_true",
@@ -57,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
     commands.add_parser(
-        "doctor", help="what runs here, what does not, and why", description="Checks versions, devices and known traps."
+        "doctor",
+        help="what runs here, what does not, and why",
+        description="Checks versions, devices and known problems.",
     )
 
     inspect = commands.add_parser(
@@ -77,39 +82,43 @@ def make_parser() -> argparse.ArgumentParser:
     )
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
 
-    from liger_trainer.cli import bench, plan
-
     plan.add_parser(commands)
     bench.add_parser(commands)
     return parser
 
 
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
 def run(argv: Sequence[str]) -> int:
-    """Parses `argv` and runs the subcommand; returns the exit code."""
-    arguments, rest = make_parser().parse_known_args(argv)
+    """Parses `argv` and runs the subcommand.
+
+    Returns:
+        The exit code: 0, or 2 after an error that the user can correct, which is printed as one line.
+    """
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("train", "plan"):
-        make_parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return _run_command(arguments, rest, argv)
+    except UserError as error:
+        if getattr(arguments, "debug", False):
+            raise
+        print(f"liger-trainer: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
     if arguments.command in ("train", "plan", "inspect"):
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
         if unmet is not None:
-            return complain(unmet)
+            raise UserError(unmet)
     if arguments.command == "train":
         from liger_trainer.cli.train import train
 
         return train(arguments, rest)
     if arguments.command == "plan":
-        from liger_trainer.cli.plan import plan
-
-        return plan(arguments, rest)
+        return plan.plan(arguments, rest)
     if arguments.command == "doctor":
         from liger_trainer.cli.doctor import doctor
 
@@ -119,15 +128,7 @@ def run(argv: Sequence[str]) -> int:
 
         return inspect(arguments)
     if arguments.command == "bench":
-        from liger_trainer.cli.bench import bench
-
-        return bench(arguments, list(argv))
+        return bench.bench(arguments, argv)
     from liger_trainer.cli.recipes import recipes
 
     return recipes(arguments.name)
-
-
-def complain(message: object) -> int:
-    """Prints one error message and returns the exit code for it."""
-    print(f"liger-trainer: {message}", file=sys.stderr)
-    return 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from liger_trainer.cli.parser import complain, positive
+from liger_trainer.cli.argument_types import memory_size, positive
+from liger_trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from liger_trainer.plan.choose import Plan
+    from liger_trainer.plan.inputs import Inputs
 
 DEFAULT_GPU_MEMORY = "80GB"
 
@@ -21,15 +25,15 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="how much memory a recipe takes, and how to run it",
         description="Estimates the memory of each GPU from the model's configuration, without its weights, for every "
-        "way to split and recompute, and names the fastest that fits. Keys of the recipe are options too.",
+        "way to split and recompute, and names the fastest that fits. Keys of the recipe are also options.",
         usage="liger-trainer plan RECIPE --gpus N [--gpu_memory 141GB] [--smoke] [--key value ...]",
         allow_abbrev=False,
     )
-    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the bare name of a shipped recipe")
+    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
     plan.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs to train on")
     plan.add_argument(
         "--gpu_memory",
-        type=_size,
+        type=memory_size,
         metavar="SIZE",
         help=f"memory of each GPU, such as 80GB or 24GiB; default: that of the first GPU here, or {DEFAULT_GPU_MEMORY}",
     )
@@ -38,47 +42,29 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=512,
         metavar="N",
-        help="tokens of a prompt, for GRPO and RLOO, whose recipes do not say (default: 512)",
+        help="tokens of a prompt, for GRPO and RLOO, whose recipes do not set it (default: 512)",
     )
     plan.add_argument("--smoke", action="store_true", help="plan the tiny model of `train --smoke`, offline")
     plan.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
 
-def _size(text: str) -> int:
-    from liger_trainer.configs.kernel_config import parse_bytes
-
-    try:
-        size = parse_bytes(text, "--gpu_memory")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 80GB or 24GiB") from None
-    if size < 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give a size with its unit, such as 80GB or 24GiB")
-    return size
-
-
 def plan(arguments: Namespace, options: Sequence[str]) -> int:
     """Prints the plan of ``arguments.recipe`` with the `options` that win over it; returns the exit code.
 
-    Returns:
-        0, or 2 where nothing fits, or after an error that the user can put right.
+    Raises:
+        UserError: if nothing fits.
     """
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     from liger_trainer.plan.choose import make_plan
     from liger_trainer.plan.inputs import read_inputs
-    from liger_trainer.recipe.file import RecipeError
 
     gpus, size = arguments.gpus, arguments.gpu_memory or _gpu_memory_here()
-    try:
-        inputs = read_inputs(arguments.recipe, options, gpus, arguments.smoke, arguments.prompt_length)
-        found = make_plan(inputs, gpus, size)
-    except RecipeError as error:
-        if arguments.debug:
-            raise
-        return complain(error)
-    return _show(arguments, options, inputs, found, size)
+    inputs = read_inputs(arguments.recipe, options, gpus, arguments.smoke, arguments.prompt_length)
+    _show(arguments, options, inputs, make_plan(inputs, gpus, size), size)
+    return 0
 
 
-def _show(arguments: Namespace, options: Sequence[str], inputs: Any, found: Any, size: int) -> int:
+def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: Plan, size: int) -> None:
     from rich.console import Console
 
     from liger_trainer.plan import report
@@ -94,14 +80,13 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Any, found: Any,
     for note in inputs.notes:
         console.print(note, markup=False)
     if found.best is None:
-        return complain(_too_big(arguments, inputs, size))
+        raise UserError(_too_big(arguments, inputs, size))
     console.print(report.recommendation(inputs, found, found.best), markup=False)
     command = shlex.join(report.command(inputs, found.best.setting, arguments.recipe, options))
     console.print(f"\n  {command}", soft_wrap=True, markup=False)
-    return 0
 
 
-def _too_big(arguments: Namespace, inputs: Any, size: int) -> str:
+def _too_big(arguments: Namespace, inputs: Inputs, size: int) -> str:
     from liger_trainer.plan.choose import gpus_that_fit, least, room_of
     from liger_trainer.plan.report import GIB, way
 
@@ -122,4 +107,4 @@ def _gpu_memory_here() -> int:
 
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return _size(DEFAULT_GPU_MEMORY)
+    return memory_size(DEFAULT_GPU_MEMORY)

@@ -1,4 +1,4 @@
-"""What a process of several does with an error: the one that has it is heard, and nobody waits for it."""
+"""Errors in one of several processes: the rank that failed first reports it, and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 
 LAUNCHER_SECONDS = 5.0
-"""What a launcher gets to end a process whose peer has died; torchrun looks ten times a second."""
+"""Time for a launcher to end a process whose peer has died; torchrun looks ten times a second."""
 
 
 def recorded(run: Callable[[str, Sequence[str]], int]) -> Callable[[str, Sequence[str]], int | None]:
-    """`run`, whose errors reach the launcher's summary: the traceback of the rank that failed first, and no other.
+    """Wraps `run` so that the launcher's summary shows the traceback of the rank that failed first, and no other.
 
-    A rank that dies breaks the collectives of all others, within microseconds. Their errors are no cause, and they wait
-    here to be ended by the launcher, which takes the earliest error it finds for the root of all.
+    When a rank dies, the collectives of all others fail within microseconds. The launcher takes the earliest error that
+    it finds for the root cause, so the other ranks wait here until it ends them.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    def patient(name: str, arguments: Sequence[str]) -> int:
+    def wait_before_reporting_a_lost_peer(name: str, arguments: Sequence[str]) -> int:
         try:
             return run(name, arguments)
         except Exception as error:
@@ -27,11 +27,11 @@ def recorded(run: Callable[[str, Sequence[str]], int]) -> Callable[[str, Sequenc
                 time.sleep(LAUNCHER_SECONDS)
             raise
 
-    return record(patient)
+    return record(wait_before_reporting_a_lost_peer)
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed, as one does whose peer has died: NCCL has a class for it, gloo only its path."""
+    """Whether a collective failed because a peer died: NCCL has an error class for it, gloo only its source path."""
     import torch
 
     if not torch.distributed.is_available():
@@ -40,12 +40,12 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def rank() -> int:
-    """Of this process, as its launcher says it."""
+    """The rank of this process, as its launcher set it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def leave_process_group() -> None:
-    """Leaves the process group, where there is one. All processes do: leaving may wait for the others."""
+    """Leaves the process group, if there is one. Every process must call this: leaving may wait for the others."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,16 +1,16 @@
-"""``liger-trainer recipes``: lists the shipped recipes, or copies one to change it."""
+"""``liger-trainer recipes``: lists the shipped recipes, or copies one."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from liger_trainer.cli.parser import complain
+from liger_trainer.errors import UserError
 
 
 def recipes(name: str | None) -> int:
     """Lists the shipped recipes with their first comment line, or copies recipe `name` into the current folder."""
-    from liger_trainer.recipe.file import RecipeError, find_recipe, shipped_recipes
+    from liger_trainer.recipe.file import find_recipe, shipped_recipes
 
     if name is None:
         shipped = shipped_recipes()
@@ -18,13 +18,10 @@ def recipes(name: str | None) -> int:
         for known, file in shipped.items():
             print(f"{known:<{width}} {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
         return 0
-    try:
-        source = find_recipe(name)
-    except RecipeError as error:
-        return complain(error)
+    source = find_recipe(name)
     target = Path(source.name)
     if target.exists():
-        return complain(f"{target} exists already, and is not overwritten.")
+        raise UserError(f"{target} already exists and is not overwritten.")
     shutil.copyfile(source, target)
     print(f"Copied to {target}; change it, then: liger-trainer train {target}")
     return 0

@@ -14,7 +14,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_HOOKS
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
-from liger_trainer.kernels.lora.nf4_matmul import free_buffers
+from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp

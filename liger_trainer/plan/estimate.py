@@ -21,72 +21,16 @@ import dataclasses
 import math
 
 from liger_trainer.plan.activations import LayerMemory, layer_memory
-from liger_trainer.plan.head import HeadMemory, HeadSettings, head_memory
+from liger_trainer.plan.head import HeadMemory, head_memory
 from liger_trainer.plan.optimizers import optimizer_memory
-from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import LayerShape
 from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, trained_share
+from liger_trainer.plan.work import Run
 
 ALLOCATOR_SLACK = 0.08
 """Fraction of a GPU's memory that is left free: CUDA's and NCCL's own, and blocks that no longer fit anything."""
 
 OFFLOAD_STASH = 5  # inputs of layers that TRL's offloading keeps on their way to the host
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one micro-batch of a trainer is, beside its size.
-
-    Args:
-        rows: Sequences for each unit of the batch size: 2 for the trainers of pairs.
-        length: Tokens of a sequence.
-        loss_length: Of these, the tokens with a loss.
-        head: How the head runs.
-        reference_bytes: Of a reference model's weights; 0 for none.
-        generated: Sequences generated at once on each GPU with ``generate``, for one micro-batch of one sample; 0 for
-            none.
-        all_micro_batches: Whether those of all accumulation steps are generated together.
-        reserved_fraction: Of the GPU, what vLLM takes for itself beside the training.
-    """
-
-    rows: int = 1
-    length: int = 1024
-    loss_length: int = 1024
-    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
-    reference_bytes: float = 0.0
-    generated: int = 0
-    all_micro_batches: bool = True
-    reserved_fraction: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A model and what is done with it: all that a setting leaves open.
-
-    Args:
-        parameters: Counted.
-        shape: Of its largest layer.
-        work: Of a micro-batch.
-        weight_bytes: Of a number of the trained weights as they are loaded; adapters are fp32 whatever this is.
-        mixed: Whether bf16 or fp16 autocast is on.
-        optim: The Trainer's ``optim``.
-        implementation: Of the attention.
-        recompute_mlp: Whether gated MLPs build their product again in the backward.
-        checkpoint_every: Of how many layers one is checkpointed, where they are.
-        sync_each_batch: Whether gradients are reduced after every micro-batch, and not with the last of a step.
-    """
-
-    parameters: Parameters
-    shape: LayerShape
-    work: Work
-    weight_bytes: int = 2
-    mixed: bool = True
-    optim: str = "adamw_torch_fused"
-    implementation: str = "sdpa"
-    recompute_mlp: bool = False
-    checkpoint_every: int = 1
-    sync_each_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

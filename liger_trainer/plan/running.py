@@ -8,11 +8,11 @@ from torch import nn
 from transformers import Trainer
 
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
-from liger_trainer.plan.estimate import Run, Work
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.work import Run, Work
 
 
 def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:

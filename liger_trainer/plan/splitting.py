@@ -20,15 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from liger_trainer.plan.activations import Precision
 from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import Group, Parameters
 from liger_trainer.plan.settings import Setting
-
-if TYPE_CHECKING:
-    from liger_trainer.plan.estimate import Run
+from liger_trainer.plan.work import Run
 
 ZERO_BUCKET = 500_000_000  # numbers, DeepSpeed's default
 

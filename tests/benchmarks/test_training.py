@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.trainer_setups import RandomTokens, Setup, completions, tokens_of_step
+from liger_trainer.benchmarks.trainer_setups import RandomTokens, Setup, completions
 from liger_trainer.benchmarks.training_process import reason
-from liger_trainer.benchmarks.training_step import TRAINING_PROVIDERS, Task, find_training_provider, run
+from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
+from liger_trainer.benchmarks.training_step import run
+from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.cli import main
 from tests.quantised import library
 
@@ -115,7 +117,7 @@ def test_pairs_and_completions():
     assert torch.equal(batch["completion_ids"], completions(task, 100, 0, torch.device("cpu"))["completion_ids"])
     assert not torch.equal(batch["completion_ids"], completions(task, 100, 1, torch.device("cpu"))["completion_ids"])
     sizes = {"causal_lm": 64, "sft": 64, "dpo": 128, "grpo": 72}
-    assert {name: tokens_of_step(Task("tiny", trainer=name, length=16)) for name in sizes} == sizes
+    assert {name: Task("tiny", trainer=name, length=16).tokens_per_step for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -8,7 +8,8 @@ from liger_trainer.benchmarks.records import Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.training import sweep
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess, launch_command
-from liger_trainer.benchmarks.training_step import Task, run
+from liger_trainer.benchmarks.training_step import run
+from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.cli import main
 from liger_trainer.recipe.file import shipped_configs
 
@@ -108,7 +109,7 @@ def test_commands():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["training", "--accelerate_config", "fsdp9"], "no file; the shipped ones are"),
+        (["training", "--accelerate_config", "fsdp9"], "not a file; shipped are"),
         (["longest", "--gpus", "2"], "`longest` runs on one GPU"),
         (["longest", "--length", "8,16"], "give `--length` one number"),
     ],

@@ -8,7 +8,7 @@ import yaml
 
 from liger_trainer.cli import main
 from liger_trainer.recipe.file import find_recipe, shipped_recipes
-from liger_trainer.recipe.model_config import model_class, published_config
+from liger_trainer.recipe.model import model_class, published_config
 from liger_trainer.recipe.published_configs import PUBLISHED
 
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \
@@ -97,7 +97,7 @@ def test_no_tensor_is_allocated(capsys, monkeypatch):
     ("arguments", "words"),
     [
         (["--gpus", "0"], "'0' is not a whole number of 1 or more"),
-        (["--gpus", "1", "--gpu_memory", "abc"], "'abc' is no size"),
+        (["--gpus", "1", "--gpu_memory", "abc"], "'abc' is not a size"),
         (["--gpus", "1", "--gpu_memory", "32"], "'32' is 32 bytes; give a size with its unit, such as 80GB or 24GiB"),
         ([], "--gpus"),
     ],

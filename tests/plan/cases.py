@@ -6,11 +6,11 @@ import torch
 
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.trainer_setups import Setup
-from liger_trainer.benchmarks.training_step import Task
-from liger_trainer.plan.estimate import Run, Work
+from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.work import Run, Work
 
 GIB = 2**30
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from liger_trainer.plan.estimate import Work, estimate, host_bytes, moments
+from liger_trainer.plan.estimate import estimate, host_bytes, moments
 from liger_trainer.plan.head import HeadSettings, head_memory
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.settings import Setting, candidates, relative_cost
+from liger_trainer.plan.work import Work
 from tests.plan.cases import GIB, counted, run_of
 
 RUN = run_of("llama3-8b", 4096)

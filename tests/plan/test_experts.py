@@ -12,7 +12,7 @@ from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
 from liger_trainer.benchmarks.trainer_setups import Setup
-from liger_trainer.benchmarks.training_step import Task
+from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.inputs import read_inputs

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from liger_trainer.cli.plan import _size
+from liger_trainer.cli.argument_types import memory_size
 from liger_trainer.plan.choose import make_plan
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
@@ -42,6 +42,6 @@ def test_the_memory_that_a_recipe_names(configs, name):
         gpus = int(claim["gpus"] or 1)
         options = (claim.groupdict().get("options") or "").split()
         inputs = read_inputs(name, ["--model_name_or_path", model, *options], gpus)
-        plan = make_plan(inputs, gpus, _size(claim["size"].replace(" ", "")))
+        plan = make_plan(inputs, gpus, memory_size(claim["size"].replace(" ", "")))
         assert estimate(inputs.run, plan.written.setting).total / GIB == pytest.approx(int(claim["gib"]), abs=1)
         assert plan.written.fits

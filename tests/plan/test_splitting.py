@@ -10,11 +10,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from liger_trainer.plan.estimate import Run, Work, estimate, moments
+from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import read_layer_shape
 from liger_trainer.plan.splitting import held
+from liger_trainer.plan.work import Run, Work
 from tests.plan.cases import run_of
 from tests.plan.test_experts import QWEN
 

@@ -22,7 +22,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import called_global, forward_calling
 from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
-from liger_trainer.kernels.moe.load_balancing import router_losses
+from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.model_forward import forward_layers

@@ -13,9 +13,10 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.configs.flags import kernel_config_of
-from liger_trainer.plan.estimate import Memory, Run, estimate
+from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
+from liger_trainer.plan.work import Run
 
 logger = logging.getLogger("liger_trainer")
 

@@ -1,0 +1,35 @@
+"""Argument types that the subcommands share; each turns the text of one argument into its value."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    """Names, separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers of 1 or more, separated by commas."""
+    return [positive(name) for name in names(text)]
+
+
+def memory_size(text: str) -> int:
+    """Bytes, from a size with its unit, such as 80GB or 24GiB."""
+    from liger_trainer.configs.kernel_config import parse_bytes
+
+    try:
+        size = parse_bytes(text, "--gpu_memory")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give one such as 80GB or 24GiB") from None
+    if size < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give a size with its unit, such as 80GB or 24GiB")
+    return size
