@@ -1,6 +1,7 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
+# make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
@@ -13,10 +14,10 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter peers tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter docs peers tables clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -33,7 +34,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 quickstart quickstart_dpo quickstart_grpo: $(VENV)/.installed
 	$(BIN)/liger-trainer train $@ --output_dir $(RUN_DIR)
 
-test: lint types unit interpreter
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	touch $@
+
+test: lint types docs unit interpreter
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -50,6 +55,9 @@ interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.
 LIGER_ARCHIVE ?=
 PEERS_FLAGS ?=
@@ -61,4 +69,4 @@ tables: $(VENV)/.installed
 	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

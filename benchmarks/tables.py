@@ -16,9 +16,9 @@ from liger_trainer.benchmarks.records import Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.training_tables import (
-    alignment_steps_table,
     alignment_table,
     lora_table,
+    results_table,
     several_gpus_section,
     training_table,
 )
@@ -27,14 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md")
 _OURS = "liger_trainer"
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
-_README_ROWS = (
-    ("rms_norm", "llama3-8b", 16384, ""),
-    ("layer_norm", "llama3-8b", 16384, ""),
-    ("cross_entropy", "llama3-8b", 8192, ""),
-    ("linear_cross_entropy", "llama3-8b", 8192, ""),
-    ("dpo_loss", "llama3-8b", 8192, ""),
-    ("fused_grpo_loss", "llama3-8b", 16384, ""),
-)
 
 
 def _cost(record: Record | None) -> str:
@@ -82,14 +74,8 @@ def _work(record: Record) -> str:
     return f"{title}, {record.variant}, {record.shape}" if record.variant else f"{title} {record.shape}"
 
 
-def operation_table(results: Results, groups: Sequence[tuple], whole: bool = True) -> str:
-    """Milliseconds of forward and backward / peak GiB, a row a case.
-
-    Args:
-        results: What was measured.
-        groups: The cases.
-        whole: Whether to add the other libraries, the share of the floor and the error.
-    """
+def operation_table(results: Results, groups: Sequence[tuple]) -> str:
+    """Milliseconds of forward and backward / peak GiB, the share of the floor and the error, a row a case."""
     rows = []
     for group in groups:
         records = results.cases[group]
@@ -99,19 +85,17 @@ def operation_table(results: Results, groups: Sequence[tuple], whole: bool = Tru
         bold = best if best is not None and _faster(best, others) else None
         row = [_work(records[0]), _milliseconds(records[0].floor)]
         row += [_cell(compiled, "torch.compile"), _cell(liger, "liger-kernel")]
-        if whole:
-            known = ("torch", "torch.compile", "liger-kernel")
-            other = _fastest(record for record in others if family(record.provider) not in known)
-            row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
+        known = ("torch", "torch.compile", "liger-kernel")
+        other = _fastest(record for record in others if family(record.provider) not in known)
+        row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
         row.append(_cell(own, _OURS, bold))
-        if whole:
-            share = None if best is None else best.fraction_of_floor()
-            row.append("–" if share is None else f"{100 * share:.0f} %")
-            error = own[0].worse_than_eager if own else None
-            row.append("–" if error is None else f"{error:.2f}")
+        share = None if best is None else best.fraction_of_floor()
+        row.append("–" if share is None else f"{100 * share:.0f} %")
+        error = own[0].worse_than_eager if own else None
+        row.append("–" if error is None else f"{error:.2f}")
         rows.append(row)
     header = ["work", "floor", "torch.compile", f"Liger{results.version('liger-kernel')}"]
-    header += ["best other", "liger_trainer", "of the floor", "error × eager"] if whole else ["liger_trainer"]
+    header += ["best other", "liger_trainer", "of the floor", "error × eager"]
     return markdown(header, rows) + "\n\n" + results.source(groups)
 
 
@@ -196,12 +180,11 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "results": results_table,
     "training": training_table,
     "lora": lora_table,
     "alignment": alignment_table,
     "several-gpus": several_gpus_section,
-    "alignment-steps": alignment_steps_table,
-    "kernels": lambda results: operation_table(results, [row for row in _README_ROWS if row in results.cases], False),
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
     "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Results, TrainingRecord
@@ -42,6 +42,18 @@ same work and the same configuration.
 liger-trainer bench training --model llama3-8b --gpus 2 --batch 8 --length 4096,8192,16384,32768
 liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,2 --batch 8 --length 4096 --providers liger_trainer
 ```"""
+
+
+_LONGEST_IN_RESULTS = 4096  # tokens: longer sequences are in docs/performance.md alone
+
+
+def results_table(results: Results) -> str:
+    """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources."""
+    first = [record for records in results.tasks.values() for record in records[:1]]
+    first = [record for record in first if record.checkpointing and not record.accelerate_config]
+    first = [record for record in first if record.length <= _LONGEST_IN_RESULTS]
+    first.sort(key=lambda record: (record.trainer in _ALIGNMENT, bool(record.lora), record.quantize))
+    return _steps(results, [record.group for record in first], _speed_and_memory)
 
 
 def training_table(results: Results) -> str:
@@ -104,16 +116,20 @@ def _is_alignment(results: Results, group: tuple) -> bool:
 
 
 def _steps_table(results: Results, groups: Sequence[tuple]) -> str:
+    return _steps(results, groups, _progress) + "\n\n" + results.source(groups)
+
+
+def _steps(results: Results, groups: Sequence[tuple], show: Callable[[TrainingRecord], str]) -> str:
     tasks = [results.tasks[group] for group in groups]
     measured = {family(record.provider) for records in tasks for record in records}
     columns = [name for name in _LIBRARIES if name in measured]
     rows = []
     for records in tasks:
         bold = _fastest_of_several(records)
-        rows.append([task_title(records[0]), *(_cell(records, library, bold) for library in columns)])
+        rows.append([task_title(records[0]), *(_cell(records, library, bold, show) for library in columns)])
     versions = {"liger-kernel": results.version("liger-kernel"), "unsloth": results.version("unsloth").split(" (")[0]}
     header = [_LIBRARIES[name] + versions.get(name, "") for name in columns]
-    return markdown(["model", *header], rows) + "\n\n" + results.source(groups)
+    return markdown(["model", *header], rows)
 
 
 def longest_table(results: Results) -> str:
@@ -164,22 +180,33 @@ def _fastest_of_several(records: Sequence[TrainingRecord]) -> TrainingRecord | N
     return best if compared and family(best.provider) == _OURS else None
 
 
-def _cell(records: Sequence[TrainingRecord], library: str, bold: TrainingRecord | None) -> str:
+def _cell(
+    records: Sequence[TrainingRecord],
+    library: str,
+    bold: TrainingRecord | None,
+    show: Callable[[TrainingRecord], str],
+) -> str:
     """A library at its defaults, then at each of its settings."""
     own = sorted((record for record in records if family(record.provider) == library), key=lambda one: one.provider)
     texts = []
     for record in own:
-        text = f"**{_progress(record)}**" if record is bold else _progress(record)
+        text = f"**{show(record)}**" if record is bold else show(record)
         setting = record.provider.removeprefix(library).strip()
         texts.append(f"{text} with `{setting}`" if setting else text)
     return "; ".join(texts) or "–"
 
 
-def _progress(record: TrainingRecord) -> str:
+def _speed_and_memory(record: TrainingRecord) -> str:
     if record.tokens_per_second is None:
         return record.failure
     text = f"{record.tokens_per_second:,.0f}"
-    text += "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}"
+    return text + ("" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}")
+
+
+def _progress(record: TrainingRecord) -> str:
+    text = _speed_and_memory(record)
+    if record.tokens_per_second is None:
+        return text
     above = above_weights(record) if record.trainer in _ALIGNMENT else None
     text += "" if above is None else f" / {above:.1f}"
     return text + ("" if record.mfu is None else f" / {100 * record.mfu:.0f} %")

@@ -12,6 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import NORMS_OF_MANY
+
+(foreach_norm,) = require(NORMS_OF_MANY)
+
 A_PARAMETER = 0  # its place in the order in which one bad quantity causes the next
 
 
@@ -82,7 +87,7 @@ def first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) 
     parameters = [parameter for _, parameter in _parameters(model)]
     flag = torch.zeros((), dtype=torch.bool, device=args.device)
     if parameters:
-        largest = torch._foreach_norm(parameters, math.inf)  # keeps NaN and infinity, and cannot overflow
+        largest = foreach_norm(parameters, math.inf)  # keeps NaN and infinity, and cannot overflow
         flag = torch.stack([norm.to(args.device, torch.float32) for norm in largest]).isfinite().all().logical_not()
     alike = alike and is_distributed()
     if not bool(_of_any_process(flag) if alike else flag):

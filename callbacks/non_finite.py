@@ -17,13 +17,19 @@ from liger_trainer.callbacks.finite import (
     Observation,
     first_bad_parameter,
     first_of_all_processes,
+    foreach_norm,
     is_distributed,
     local_part,
     observe,
 )
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import SKIPPED_ON_DEVICE
 
 logger = logging.getLogger("liger_trainer")
+
+require(WRAPPED_OPTIMIZER)
 
 
 class NonFiniteError(FloatingPointError):
@@ -96,7 +102,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         dense = [grad for _, grad in named]
         # In their own dtype, as clipping takes them; float16 could overflow.
         dtype = torch.float32 if any(grad.dtype == torch.float16 for grad in dense) else None
-        norms = torch._foreach_norm(dense, 2.0, dtype=dtype)
+        norms = foreach_norm(dense, 2.0, dtype=dtype)
         stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
         self._gradients = [name for name, _ in named], stacked
         whole = len(named) == len(gradients) and not any(isinstance(grad, DTensor) for grad in gradients.values())
@@ -223,7 +229,7 @@ def _nothing_saved(args: TrainingArguments) -> str:
 
 def _skips_on_device(optimizer: Any) -> bool:
     """Whether the optimizer itself leaves an update out by the tensor `found_inf`, state and step count included."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not available(SKIPPED_ON_DEVICE) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]

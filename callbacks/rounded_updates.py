@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
+from liger_trainer.compat.private import require
+
 logger = logging.getLogger("liger_trainer")
+
+require(WRAPPED_OPTIMIZER)
 
 SAMPLE = 2**20
 """About how many weights are looked at."""

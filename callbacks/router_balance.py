@@ -14,9 +14,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import ROUTER_BALANCE
+from liger_trainer.compat.transformers import GATED_EXPERTS
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import full_shape, only_argument
+
+require(GATED_EXPERTS)
+(current_graph_task_id,) = require(ROUTER_BALANCE)
 
 NO_EXPERTS = "no experts with stacked weights, as a dense model and one with a list of experts have none"
 
@@ -103,7 +109,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         if not torch.is_grad_enabled():
             return False
         # In a backward a checkpoint repeats its forward. A reentrant one ran without gradients the first time.
-        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if current_graph_task_id() == -1:
             self._seen_forward.add(layer)
             return True
         return layer not in self._seen_forward

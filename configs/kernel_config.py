@@ -54,8 +54,8 @@ class KernelConfig:
             longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
             its MLP it costs none (see `liger_trainer/tiling/tiled_mlp.py`).
         global_load_balancing: Whether the auxiliary loss counts the experts' tokens over all processes, so that a batch
-            is balanced as a whole and not each process's part of it (`kernels/moe/load_balancing.py`). One all-reduce
-            of a number an expert in each forward with a gradient, which all processes must run. Needs
+            is balanced as a whole and not each process's part of it (`parallel/router_losses.py`). One all-reduce of a
+            number an expert in each forward with a gradient, which all processes must run. Needs
             `load_balancing_loss`.
         logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
     """

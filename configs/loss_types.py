@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
+from liger_trainer.compat.private import installed_version
 
+logger = logging.getLogger("liger_trainer")
+
+
+@functools.cache
 def known_loss_types(config_class: Any) -> list[str]:
-    """The loss types of a TRL configuration: its field's `choices`, or what its help lists; none where it states none.
+    """The loss types of a TRL configuration: its field's `choices`, or those that its help lists.
 
-    They are TRL's to add to, so there is no list of them here.
+    They are TRL's to add to, so this package has no list of them. Warns, once, where the field states none.
+
+    Returns:
+        The names; empty where the configuration has no `loss_type`, or states none.
     """
     field = {field.name: field for field in dataclasses.fields(config_class)}.get("loss_type")
     if field is None:
         return []
     stated = re.search(r"values are:? (.*?)\.(\s|$)", field.metadata.get("help", ""))
-    return list(field.metadata.get("choices") or re.findall(r"'(\w+)'", stated.group(1) if stated else ""))
+    known = list(field.metadata.get("choices") or re.findall(r"'(\w+)'", stated.group(1) if stated else ""))
+    if not known:
+        logger.warning(
+            "trl %s: the field `loss_type` of %s does not list its values, so liger_trainer does not check them; TRL "
+            "does, in the first step.",
+            *(installed_version("trl"), config_class.__name__),
+        )
+    return known
 
 
 def check_loss_type(args: Any) -> None:
-    """Checks `args.loss_type`, which TRL looks at in the first step, where the data are long prepared.
+    """Checks `args.loss_type`, which TRL checks in the first step, long after the data are prepared.
 
     Raises:
-        ValueError: for a loss type that TRL does not state, naming those it does.
+        ValueError: for a loss type that TRL does not state, naming those that it does.
     """
-    known = known_loss_types(type(args))
+    config_class: Any = type(args)
+    known = known_loss_types(config_class)
     given = getattr(args, "loss_type", None)
     for loss_type in given if isinstance(given, list) else [given]:
         if known and loss_type not in known:

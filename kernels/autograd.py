@@ -1,14 +1,15 @@
-"""What operators do alike beside their gradients: refuse a second one, keep what they save, know an expanded number.
+"""What the operators share for autograd: errors for second derivatives, hooks of saved tensors, expanded gradients.
 
-Most backwards here are operators of their own without a derivative. Where the first gradient is right on its own, it
-stays available with ``create_graph=True`` and only its derivative is refused (`refuse_second_derivative`). Where a
-gradient was computed in the forward, even the recorded first one would be a constant in the eyes of autograd, and wrong
-without a word; there the backward itself refuses (`refuse_double_backward`).
+Most backwards here are operators of their own without a derivative. Where the first gradient is computed in the
+backward, it stays available with ``create_graph=True`` and only differentiating it is an error
+(`refuse_second_derivative`). Where a gradient was computed in the forward, autograd would take it for a constant and
+silently give wrong second derivatives, so there the backward itself raises (`refuse_double_backward`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def refuse_double_backward(function: str = "this operator") -> None:
-    """Raises RuntimeError inside a backward that runs with ``create_graph=True``, whose result would be wrong.
+    """Raises RuntimeError inside a backward that runs with ``create_graph=True``.
 
     Args:
         function: Name of the public function, for the message.
@@ -29,11 +30,11 @@ def refuse_double_backward(function: str = "this operator") -> None:
 
 
 def refuse_second_derivative(backward: Any, functions: str) -> None:
-    """Makes differentiating the operator `backward` a RuntimeError that names the public functions it belongs to.
+    """Makes differentiating the operator `backward` raise a RuntimeError that names its public functions.
 
     Args:
         backward: A `torch.library.custom_op` that mutates nothing.
-        functions: The public function whose gradient it computes, or several.
+        functions: Names of the public functions whose gradient it computes.
     """
 
     def refuse(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -43,29 +44,34 @@ def refuse_second_derivative(backward: Any, functions: str) -> None:
 
 
 def second_derivative_message(functions: str) -> str:
-    """What is said to somebody who asks for a second derivative of `functions`."""
+    """The error message for a second derivative of `functions`."""
     return (
-        f"The gradient of {functions} cannot itself be differentiated (create_graph=True was given, or a gradient of a "
-        "gradient asked for); use the *_reference function, which is plain torch, where you need that."
+        f"The gradient of {functions} cannot itself be differentiated (create_graph=True, or the gradient of a "
+        "gradient); for that, use the *_reference function, which is plain torch."
     )
 
 
-def saved_as_is() -> contextlib.AbstractContextManager:
-    """A context in which saved tensors stay as they are, whatever hooks are on around it.
+def where_needed(needs: Sequence[bool], *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """`gradients` with None for each that is not needed, as the first entries of `ctx.needs_input_grad` say."""
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
 
-    Activation offloading puts hooks around a whole step. What the backward wants at once, such as a tile's
-    intermediates or the gradients of the LM head, they would move to and fro for nothing.
+
+def saved_as_is() -> contextlib.AbstractContextManager:
+    """A context in which no outer hooks change saved tensors.
+
+    Activation offloading installs hooks for a whole step. They would needlessly move tensors that the backward needs at
+    once, such as a tile's intermediates or the gradients of the LM head.
     """
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if not enabled:  # inside torch.func, where none are on
+    if not enabled:  # inside torch.func, which disables such hooks
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def one_number(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The number that is every element of `tensor`, 0-d, where the strides show that it is one; None elsewhere.
+    """The common value of all elements of `tensor`, 0-d, if its strides show that they share memory; else None.
 
-    That is the gradient of a sum, which autograd expands to the shape of what was summed and does not write out.
+    The gradient of a sum is such a tensor: autograd expands one value to the shape of the summands.
     """
     expanded = all(stride == 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride()))
     if not expanded or tensor.numel() == 0:

@@ -14,9 +14,8 @@ from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
-from liger_trainer.kernels.moe.load_balancing import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.kernels.moe.routing import ExpertRows, sort_by_expert, tile_table
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert, tile_table
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
@@ -36,6 +35,7 @@ from liger_trainer.kernels.parity.sparsemax import sparsemax
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
+from liger_trainer.parallel.router_losses import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,

@@ -22,6 +22,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import STOCK_TRAINER
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("liger_trainer")
 
 _LIGER_MODULE = "transformers.integrations.liger"
-_HOOKED_MODULES = (_LIGER_MODULE, "transformers.trainer")
+_TRAINER_MODULE = "transformers.trainer"
+_HOOKED_MODULES = (_LIGER_MODULE, _TRAINER_MODULE)
 _NAME = "apply_liger_kernel"
 
 _originals: dict[str, Callable] = {}
@@ -183,6 +187,8 @@ def _original() -> Callable:
 def _replace(module: ModuleType) -> None:
     current = getattr(module, _NAME, None)
     if current is None or current is apply_for_trainer:
+        return
+    if module.__name__ == _TRAINER_MODULE and not available(STOCK_TRAINER):
         return
     _originals.setdefault(_LIGER_MODULE, current)
     setattr(module, _NAME, apply_for_trainer)

@@ -19,6 +19,13 @@ def value_and_gradients(function, *inputs):
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
+def result_and_gradients(function, dy, *inputs):
+    """The result of `function`, and the gradients of its detached `inputs` for the upstream gradient `dy`."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+
 def in_float64(function, *inputs):
     """`value_and_gradients` on the same numbers in float64."""
     return value_and_gradients(function, *(x.detach().double().requires_grad_() for x in inputs))
@@ -37,6 +44,13 @@ def run(function, tensors, upstream=None, **options):
 
 def errors(results, truth):
     return [((a.double() - b.double()).norm() / (b.double().norm() + 1e-30)).item() for a, b in zip(results, truth)]
+
+
+def assert_no_worse(ours, eager, exact, factor=1.1):
+    """Our results have the dtypes of eager's, and are at most `factor` times as far from the exact ones."""
+    for mine, theirs, right in zip(ours, eager, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - right).norm() <= factor * (theirs - right).norm()
 
 
 def assert_as_accurate(function, reference, tensors, upstream=None, **options):

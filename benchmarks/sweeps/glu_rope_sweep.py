@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.mlp import gated_kernels as _gated_kernels
+from liger_trainer.kernels.mlp import gated_activation as _gated_kernels
 from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.rope import rope_kernel as _rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference

@@ -20,13 +20,10 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe import grouped_library as library
-from liger_trainer.kernels.moe import grouped_rows_kernel as _grouped_rows_kernel
-from liger_trainer.kernels.moe import grouped_weights_kernel as _grouped_weights_kernel
 from liger_trainer.kernels.moe.activation import activate, activation_gradients
-from liger_trainer.kernels.moe.grouped_matmul import combine_rows
-from liger_trainer.kernels.moe.grouped_rows_kernel import Tile
-from liger_trainer.kernels.moe.routing import sort_by_expert
+from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
+from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
+from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 TILES = [
@@ -59,13 +56,13 @@ def main() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=getattr(torch, given.dtype))
 
-    tokens, grouped_mm = given.tokens, library.grouped_mm
+    tokens = given.tokens
     assert grouped_mm is not None
     index = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP_K).indices
     rows, count = sort_by_expert(index, EXPERTS), tokens * TOP_K
     gate_up, down = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN), random(EXPERTS, HIDDEN, INTERMEDIATE)
     x, pre, h = random(tokens, HIDDEN), random(count, 2 * INTERMEDIATE), random(count, INTERMEDIATE)
-    repeated, ends = library.repeat_rows(x, rows, TOP_K), rows.offsets[1:]
+    repeated, ends = repeat_rows(x, rows, TOP_K), rows.offsets[1:]
     unit = 2.0 * count * HIDDEN * INTERMEDIATE
     for name, flops, operand, weight, transposed, top_k in (
         ("first layer", 2 * unit, x, gate_up, False, TOP_K),
@@ -78,7 +75,7 @@ def main() -> None:
         times = {"torch": milliseconds(grouped_mm, repeated if top_k else operand, right, offs=ends)}
         for tile in TILES:
             given_to = operand, weight, rows, top_k, transposed, None, None, tile
-            times[str(tuple(tile))] = milliseconds(_grouped_rows_kernel.launch, out, *given_to)
+            times[str(tuple(tile))] = milliseconds(launch_rows, out, *given_to)
         show(name, flops, times)
     for name, flops, left, other, left_top_k, other_top_k in (
         ("gradient of the first weight", 2 * unit, pre, x, 0, TOP_K),
@@ -89,13 +86,13 @@ def main() -> None:
         times = {"torch": milliseconds(grouped_mm, sources[0].t(), sources[1], offs=ends)}
         for tile in TILES:
             times[str(tuple(tile))] = milliseconds(
-                _grouped_weights_kernel.launch, out, left, other, rows, left_top_k, other_top_k, tile
+                launch_weights, out, left, other, rows, left_top_k, other_top_k, tile
             )
         show(name, flops, times)
     weights, options = torch.rand(tokens, TOP_K, device="cuda"), ("silu", scalars(), True, False)
     beside: dict[str, float] = {
         "sort": milliseconds(sort_by_expert, index, EXPERTS),
-        "repeat": milliseconds(library.repeat_rows, x, rows, TOP_K),
+        "repeat": milliseconds(repeat_rows, x, rows, TOP_K),
         "activation": milliseconds(activate, pre, *options),
         "its gradient": milliseconds(activation_gradients, h, pre, weights, rows, *options, True, False),
         "combine": milliseconds(combine_rows, repeated, rows, TOP_K, weights),

@@ -24,8 +24,8 @@ if __name__ == "__main__" and __package__ is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import liger_trainer.kernels.parity.fused_add_rms_norm  # noqa: F401 (registers its operator)
-from liger_trainer.kernels.norms import layer_norm_kernels as ln
-from liger_trainer.kernels.norms import rms_norm_kernels as rms
+from liger_trainer.kernels.norms import layer_norm as ln
+from liger_trainer.kernels.norms import rms_norm as rms
 from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference

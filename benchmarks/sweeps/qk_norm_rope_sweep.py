@@ -16,7 +16,7 @@ import torch
 
 from liger_trainer.functional import qk_norm_rope, rms_norm, rope
 from liger_trainer.kernels.norms.launch import NormConfig
-from liger_trainer.kernels.rope import qk_norm_rope_launch as _qk_norm_rope_launch
+from liger_trainer.kernels.rope import qk_norm_rope as _qk_norm_rope_launch
 
 FORWARD = itertools.product((16, 32, 64), (4, 8))  # rows, warps
 BACKWARD = [  # rows, warps, stages, programs a multiprocessor

@@ -24,8 +24,7 @@ from liger_trainer.kernels.lora.lora_gated_kernels import LowRank
 from liger_trainer.kernels.lora.lora_linears import split_rows
 from liger_trainer.kernels.lora.lora_products import rows_of
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp import gated_kernels as _gated_kernels
-from liger_trainer.kernels.mlp.gated_down import gradients_and_h, stand_in_for
+from liger_trainer.kernels.mlp.gated_down import gradients_and_h, output_placeholder
 
 
 @torch.library.custom_op("liger_trainer::lora_down_save", mutates_args=())
@@ -64,7 +63,7 @@ def _(gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, lay
 
 def _stand_in(gate: torch.Tensor, weight: torch.Tensor, statistics: Any, layouts: Any) -> torch.Tensor:
     (base,) = weights_of([weight], statistics, layouts)
-    return stand_in_for(gate, base.shape[0])
+    return output_placeholder(gate, base.shape[0])
 
 
 @torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
@@ -94,7 +93,7 @@ def lora_down_product(
         updates = _updates(z, added_b, added_scalings)
         _lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
     elif h.numel():
-        _gated_kernels.launch_forward(gate, up, h, activation, scalars, False)
+        gated.launch_forward(gate, up, h, activation, scalars, False)
     adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.mlp.gated_kernels import gate_and_up
+from liger_trainer.kernels.mlp.gated_activation import gate_and_up
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 MAX_RANK = 128

@@ -1,4 +1,4 @@
-"""The operators under SwiGLU and GeGLU, ``h = act(gate) * up``, with their scales and clamps.
+"""The gated activations ``h = act(gate) * up`` of SwiGLU and GeGLU, with scales and clamps: kernels and operators.
 
 With ``g`` the gate, ``u`` the up projection and ``dh`` the gradient of ``h``::
 
@@ -9,15 +9,17 @@ With ``g`` the gate, ``u`` the up projection and ``dh`` the gradient of ``h``::
                                           z = sqrt(2/pi) * (x + 0.044715 x^3);  0.5 * (1 + tanh z) = s(2z)
     gelu:       act(x) = x * Phi(x)       act'(x) = Phi + x * phi(x),                           of the standard normal
 
-`a` and `d` are the gate's and the down projection's multiplier and `o` an offset of up (1, 1 and 0 as a rule). With a
-limit `l`, `g` is first clamped from above and `u` from both sides; where that changed a value its gradient is 0.
+`a` and `d` are the multipliers of the gate and of the down projection and `o` is an offset of up (by default 1, 1 and
+0). With a limit `l`, `g` is first clamped from above and `u` on both sides; where that changes a value its gradient is
+0.
 
-The forward rounds the activation to the inputs' dtype before the product, as a model that calls its activation on its
-own does, so that the result is the model's, bit for bit but for the last place of exp and erf.
+The forward rounds the activation to the dtype of the inputs before the product, as models do that call their activation
+separately: the result matches theirs bit for bit, except in the last place of exp and erf.
 
-Bytes moved: forward 3 elements (two read, one written), backward 5 (three read, two written). Saved for backward: gate
-and up; the activation is computed again. Tensors that are contiguous are walked as one flat array; halves of a fused
-projection, by row, and their gradient is written into the two halves of one tensor, so that nothing is copied.
+Elements moved per element of h: forward 3 (two read, one written), backward 5 (three read, two written). Saved for
+backward: gate and up; the activation is recomputed. Contiguous tensors are treated as one flat array. The halves of a
+fused projection are read row by row, and their gradients are written into the halves of one tensor, so that nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -29,8 +31,247 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.mlp.gated_kernels import launch_backward, launch_forward, rows_of
-from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
+from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
+
+
+@triton.jit
+def _activation_and_derivative(x, ACTIVATION: tl.constexpr):
+    """act(x) and act'(x)."""
+    if ACTIVATION == "silu":
+        denominator = 1.0 + tl.exp(-x)
+        sigmoid = 1.0 / denominator
+        activation = x / denominator
+        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid))
+    elif ACTIVATION == "gelu_tanh":
+        two_z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)  # 2 * sqrt(2 / pi)
+        sigmoid = 1.0 / (1.0 + tl.exp(-two_z))
+        activation = x * sigmoid
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
+    elif ACTIVATION == "identity":
+        derivative = tl.full(x.shape, 1.0, tl.float32)
+        activation = x
+    elif ACTIVATION == "relu":
+        activation = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        derivative = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu_squared":
+        derivative = tl.where(x < 0.0, 0.0, 2.0 * x)
+        activation = 0.25 * derivative * derivative
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
+        activation = x * cdf
+        derivative = cdf + x * density
+    return activation, derivative
+
+
+@triton.jit
+def _row_and_start(cols, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's row (0 in a flat array) and first column, in 64 bits."""
+    row = 0
+    block = tl.program_id(0)
+    if not FLAT:
+        blocks_per_row = tl.cdiv(cols, BLOCK)
+        row = (block // blocks_per_row).to(tl.int64)
+        block = block % blocks_per_row
+    return row, block.to(tl.int64) * BLOCK
+
+
+@triton.jit
+def _load_pair(gate_row_ptr, up_row_ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of gate and up."""
+    if INTERLEAVED:  # gate and up alternate: one wide load, split in registers
+        pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate_row_ptr + pairs, mask=pairs < 2 * cols, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        columns = start + tl.arange(0, BLOCK)
+        gate = tl.load(gate_row_ptr + columns, mask=columns < cols, other=0.0)
+        up = tl.load(up_row_ptr + columns, mask=columns < cols, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP: tl.constexpr, ACTIVATION: tl.constexpr):
+    """act(gate), its derivative by gate, up + up_offset, and where the clamps let the gradients of gate and up pass."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    gate_passes, up_passes = gate <= limit, (up >= -limit) & (up <= limit)
+    if CLAMP:
+        # Not tl.minimum and tl.maximum, which would turn a NaN into the limit.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    activation, derivative = _activation_and_derivative(gate * gate_multiplier, ACTIVATION)
+    return activation, derivative * gate_multiplier, up + up_offset, gate_passes, up_passes
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,
+    up_ptr,
+    h_ptr,
+    cols,
+    gate_stride,
+    up_stride,
+    h_stride,
+    gate_multiplier,
+    down_multiplier,
+    limit,
+    up_offset,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes BLOCK columns of h."""
+    row, start = _row_and_start(cols, FLAT, BLOCK)
+    columns = start + tl.arange(0, BLOCK)
+    gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
+    activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
+    h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
+    tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=columns < cols)
+
+
+@triton.jit
+def _backward_kernel(
+    dh_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    h_ptr,
+    cols,
+    dh_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    h_stride,
+    gate_multiplier,
+    down_multiplier,
+    limit,
+    up_offset,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NEED_GATE: tl.constexpr,
+    NEED_UP: tl.constexpr,
+    NEED_H: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes BLOCK columns of those of dgate, dup and h that are needed."""
+    # dgate may be gate, dup may be up and h may be dh: every element is read before it is written.
+    row, start = _row_and_start(cols, FLAT, BLOCK)
+    columns = start + tl.arange(0, BLOCK)
+    mask = columns < cols
+    dh = tl.load(dh_ptr + row * dh_stride + columns, mask=mask, other=0.0).to(tl.float32) * down_multiplier
+    gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
+    activation, derivative, factor, gate_passes, up_passes = gate_and_up(
+        gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION
+    )
+    dgate = dh * factor * derivative
+    dup = dh * activation
+    if CLAMP:
+        dgate = tl.where(gate_passes, dgate, 0.0)
+        dup = tl.where(up_passes, dup, 0.0)
+    if NEED_H:
+        h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
+        tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=mask)
+    dgate_row_ptr, dup_row_ptr = dgate_ptr + row * dgate_stride, dup_ptr + row * dup_stride
+    if INTERLEAVED:
+        both = tl.interleave(dgate, dup).to(dgate_ptr.dtype.element_ty)
+        pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+        tl.store(dgate_row_ptr + pairs, both, mask=pairs < 2 * cols)
+    else:
+        if NEED_GATE:
+            tl.store(dgate_row_ptr + columns, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+        if NEED_UP:
+            tl.store(dup_row_ptr + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_config(element_size: int) -> tuple[int, int]:
+    """(elements per program, warps): 16 bytes per thread and tensor, so that loads are 128 bits wide."""
+    return (1024, 4) if element_size == 2 else (512, 4)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) with contiguous columns; a view wherever the strides allow one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def halves(gate: torch.Tensor, up: torch.Tensor | None, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up as the kernels take them; an interleaved projection is passed whole, twice."""
+    if up is not None:
+        return gate, up
+    if interleaved:
+        return gate, gate
+    gate, up = gate.chunk(2, dim=-1)
+    return gate, up
+
+
+def _launch(
+    kernel: Any,
+    shape: torch.Size,
+    tensors: list[torch.Tensor],
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+    **constants: bool,
+) -> None:
+    """Launches `kernel`, whose arguments start with (rows, columns) `tensors`, the columns and the row strides."""
+    rows, cols = shape
+    if rows * cols == 0:
+        return
+    flat = all(x.is_contiguous() for x in tensors)
+    if flat:
+        rows, cols = 1, rows * cols
+    block, num_warps = launch_config(tensors[0].element_size())
+    strides = [0 if flat else x.stride(0) for x in tensors]
+    constants |= {"CLAMP": scalars[2] < math.inf, "INTERLEAVED": interleaved, "FLAT": flat}
+    with on_device(tensors[0]):
+        kernel[(rows * cdiv(cols, block),)](
+            *tensors, cols, *strides, *scalars, ACTIVATION=activation, BLOCK=block, num_warps=num_warps, **constants
+        )
+
+
+def launch_forward(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    h: torch.Tensor,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+) -> None:
+    """Writes `h`; without `up`, `gate` is a whole fused projection."""
+    tensors = [rows_of(x) for x in (*halves(gate, up, interleaved), h)]
+    _launch(_forward_kernel, tensors[2].shape, tensors, activation, scalars, interleaved)
+
+
+def launch_backward(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    dgate: torch.Tensor | None,
+    dup: torch.Tensor | None,
+    h: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+    interleaved: bool,
+) -> None:
+    """Writes the results that are not None; without `up`, `gate` and `dgate` are whole fused projections."""
+    dh = rows_of(dh)
+    if up is None:
+        assert dgate is not None
+        dgate, dup = halves(dgate, None, interleaved)
+    # The kernel does not write results that are None; dh only fills their places among its arguments.
+    results = [dh if x is None else rows_of(x) for x in (dgate, dup, h)]
+    tensors = [dh, *(rows_of(x) for x in halves(gate, up, interleaved)), *results]
+    needed = {"NEED_GATE": dgate is not None, "NEED_UP": dup is not None, "NEED_H": h is not None}
+    _launch(_backward_kernel, dh.shape, tensors, activation, scalars, interleaved, **needed)
+
 
 FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
 
@@ -38,17 +279,17 @@ FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
 def scalars(
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None, up_offset: float = 0.0
 ) -> list[float]:
-    """``a, d, l, o`` of the formula, as the operators take them."""
+    """``[a, d, l, o]`` of the formula, as the operators take them."""
     return [float(gate_multiplier), float(down_multiplier), math.inf if limit is None else float(limit), up_offset]
 
 
 def empty_h(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """Memory for h."""
+    """Uninitialised memory for h."""
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
 def empty(x: torch.Tensor | None, like: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Memory for the gradient of `x`, or a tensor without elements where none is needed."""
+    """Uninitialised memory for the gradient of `x`; no elements if it is not needed."""
     return like.new_empty(x.shape if needed and x is not None else (0,))
 
 
@@ -61,9 +302,9 @@ def gated_activation(
     interleaved: bool,
     inplace_backward: bool,
 ) -> torch.Tensor:
-    """``act(gate) * up`` as an operator; call `swiglu` or one of its kin, which check their inputs.
+    """``act(gate) * up`` as an operator. Call `swiglu`, `geglu` or `clamped_swiglu`, which check their arguments.
 
-    Here and in the backward `up` is None where `gate` is a whole fused projection: its halves, or interleaved columns.
+    Here and in the backward, `up` is None if `gate` is a whole fused projection, in halves or in interleaved columns.
     """
     h = empty_h(gate, up)
     if h.numel():
@@ -87,11 +328,11 @@ def gated_activation_backward(
     need_gate: bool,
     need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up; one that is not needed has no elements."""
+    """The gradients of gate and up, without elements where not needed."""
     dgate, dup = empty(gate, gate, need_gate), empty(up, gate, need_up)
     if gate.numel():
-        results = dgate if need_gate else None, dup if need_up else None, None
-        launch_backward(dh, gate, up, *results, activation, scalars, interleaved)
+        dgate_or_none, dup_or_none = dgate if need_gate else None, dup if need_up else None
+        launch_backward(dh, gate, up, dgate_or_none, dup_or_none, None, activation, scalars, interleaved)
     return dgate, dup
 
 
@@ -124,7 +365,7 @@ def _(dh, gate, up, activation, scalars, interleaved):
 
 
 def write_over(gate: torch.Tensor, up: torch.Tensor | None, launch: Any) -> None:
-    """Calls `launch` with rows of gate and up that it overwrites; also where strides give no view of the rows."""
+    """Calls `launch` with rows of gate and up, which it overwrites; copies back where the rows are not views."""
     if gate.numel() == 0:
         return
     rows = [None if x is None else rows_of(x) for x in (gate, up)]
@@ -135,28 +376,30 @@ def write_over(gate: torch.Tensor, up: torch.Tensor | None, launch: Any) -> None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, *ctx.options, ctx.inplace_backward = inputs
+    gate, up, ctx.activation, ctx.scalars, ctx.interleaved, ctx.inplace_backward = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up)
 
 
 def overwrites_saved(ctx: Any) -> bool:
-    """Whether the running backward writes gradients over gate and up."""
-    # Not while another backward may follow, nor in one that is itself recorded. A second backward that could not be
-    # foreseen would fail in autograd's own check of saved tensors.
+    """Whether the running backward may write gradients over the saved tensors."""
+    # Not if another backward may follow, nor if this one is itself recorded. A second backward that torch did not
+    # announce fails in autograd's version check of saved tensors.
     return ctx.inplace_backward and not torch.is_grad_enabled() and not graph_is_kept()
 
 
 def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:
     need_gate, need_up = ctx.needs_input_grad[:2]
     if dh is None:
-        return (None,) * 6
+        return None, None, None, None, None, None
     gate, up = ctx.saved_tensors
     if overwrites_saved(ctx) and need_gate and (need_up or up is None):
         dgate, dup = gate.detach(), None if up is None else up.detach()
-        gated_activation_backward_(dh, dgate, dup, *ctx.options)
+        gated_activation_backward_(dh, dgate, dup, ctx.activation, ctx.scalars, ctx.interleaved)
     else:
-        dgate, dup = gated_activation_backward(dh, gate, up, *ctx.options, need_gate, need_up)
+        dgate, dup = gated_activation_backward(
+            dh, gate, up, ctx.activation, ctx.scalars, ctx.interleaved, need_gate, need_up
+        )
     return dgate if need_gate else None, dup if need_up else None, None, None, None, None
 
 
@@ -166,19 +409,19 @@ gated_activation.register_autograd(_backward, setup_context=_setup_context)
 def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
     if is_expanded(gate) or is_expanded(up):
         return False
-    # A compiled graph gives every mutated tensor memory of its own, and cannot ask for storages.
+    # A compiled graph gives every mutated tensor memory of its own, and has no storages to compare.
     return torch.compiler.is_compiling() or gate.untyped_storage()._cdata != up.untyped_storage()._cdata
 
 
 def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -> bool:
-    """Checks the inputs of a gated activation; whether its kernel takes them, or its reference must.
+    """Checks the arguments of a gated activation, and returns whether the kernel runs rather than the reference.
 
     Raises:
-        ValueError: If shapes or devices differ, or the backward is to overwrite memory that two elements share.
+        ValueError: If shapes or devices differ, or the backward would overwrite memory that two elements share.
     """
     if gate.shape != up.shape or gate.dim() == 0:
         raise ValueError(
-            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have one shape, "
+            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have the same shape, "
             "(..., intermediate)."
         )
     if gate.device != up.device:
@@ -186,21 +429,21 @@ def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -
     if inplace_backward and not _has_memory_of_its_own(gate, up):
         raise ValueError(
             "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
-            "give each its own, pass a fused projection to the fused function, or leave `inplace_backward` off."
+            "give each its own memory, pass a fused projection to the fused function, or turn `inplace_backward` off."
         )
     return use_triton(gate) and gate.dtype == up.dtype
 
 
 def fused_kernel_takes(gate_up: torch.Tensor, inplace_backward: bool, interleaved: bool = False) -> bool:
-    """Checks the input of a fused gated activation; whether its kernel takes it, or its reference must.
+    """Checks a fused projection, and returns whether the kernel runs rather than the reference.
 
     Raises:
-        ValueError: If the last dimension cannot be halved, or the backward is to overwrite an expanded tensor.
+        ValueError: If the last dimension is odd, or the backward would overwrite an expanded tensor.
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
             f"`gate_up` is {tuple(gate_up.shape)}; its last dimension must be twice the intermediate size, "
-            + ("gate and up in turns." if interleaved else "gate first, then up.")
+            + ("gate and up alternating." if interleaved else "gate first, then up.")
         )
     if inplace_backward and is_expanded(gate_up):
         raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")

@@ -1,24 +1,24 @@
-"""A gated activation and its down projection, which keep ``h`` for neither: it is built again.
+"""A gated activation and its down projection, which recompute ``h`` in the backward instead of saving it.
 
 ::
 
     h = act(gate) * up                      y = h @ W^T + b
     dh = dy @ W                             dgate, dup, h = f(dh, gate, up)              dW = dy^T @ h      db = sum dy
 
-A linear layer saves its input h for dW: 2 bytes an element beside the 4 of gate and up in bf16. Here the elementwise
-pass of the backward, which has gate and up in registers, writes h once more, over dh. Saved: gate, up and W.
+A linear layer saves its input h for dW: in bf16 2 bytes per element, next to the 4 of gate and up. Here the elementwise
+pass of the backward, which has gate and up in registers, writes h again, over dh. Saved for backward: gate, up and W.
 
-Bytes moved beyond the matrix products: forward 3 elements, backward 6 (three read, three written) instead of 5. With
-`inplace_backward` the gradients go over gate and up, and the backward allocates nothing of h's size but dh. A frozen W
-needs no h, so none is written. Formulas of the activations are in `_gated_activation`.
+Elements moved per element of h, besides the matmuls: forward 3, backward 6 (three read, three written) instead of 5.
+With `inplace_backward` the gradients overwrite gate and up, and dh is all that the backward allocates of the size of h.
+A frozen W needs no h, so none is written. The formulas of the activations are in `gated_activation`.
 
-There are two operators, so that a checkpoint repeats only the first. Under torch's non-reentrant checkpoints a
-recomputation ends with the last tensor that was saved, and an operator saves when it has run: as one, h and the product
-would be computed again for nobody. So the first saves, and returns a stand-in for y that has y's shape and no memory;
-the second computes y, saves nothing, and hands dy to the stand-in::
+There are two operators, so that a checkpointed layer recomputes only the first. Under torch's non-reentrant checkpoint,
+recomputation stops after the last tensor that was saved, and an operator saves after it has run: a single operator
+would recompute h and the product for nothing. So the first operator saves and returns a placeholder with the shape of y
+but no memory; the second computes y, saves nothing, and passes dy on to the placeholder::
 
-    stand_in = gated_down_save(gate, up, W, b)              dgate, dup, dW, db = its backward, of dy
-    y        = gated_down(stand_in, gate, up, W, b)         dy -> stand_in
+    placeholder = gated_down_save(gate, up, W, b)           dgate, dup, dW, db = its backward, of dy
+    y           = gated_down(placeholder, gate, up, W, b)   dy -> placeholder
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import second_derivative_message
 from liger_trainer.kernels.lora.base_weights import Weight
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_kernels import launch_backward, launch_forward, rows_of
+from liger_trainer.kernels.mlp.gated_activation import launch_backward, launch_forward, rows_of
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
 
@@ -49,26 +49,26 @@ def gated_down_save(
     interleaved: bool,
     inplace_backward: bool,
 ) -> torch.Tensor:
-    """Stands in for y, whose gradient it turns into those of the operands; call `swiglu_down` or one of its kin.
+    """A placeholder for y that turns its gradient into those of the operands. Call `swiglu_down` or `geglu_down`.
 
-    `up` is None where `gate` is a whole fused projection.
+    `up` is None if `gate` is a whole fused projection.
     """
-    return stand_in_for(gate, weight.shape[0])
+    return output_placeholder(gate, weight.shape[0])
 
 
 @gated_down_save.register_fake
-def _(gate, up, weight, *_):
-    return stand_in_for(gate, weight.shape[0])
+def _(gate, up, weight, bias, activation, scalars, interleaved, inplace_backward):
+    return output_placeholder(gate, weight.shape[0])
 
 
-def stand_in_for(gate: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Zeros of y's shape that share one element of memory."""
+def output_placeholder(gate: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Zeros of the shape of y that share one element of memory."""
     return gate.new_zeros(()).expand(*gate.shape[:-1], out_features)
 
 
 @torch.library.custom_op("liger_trainer::gated_down", mutates_args=())
 def gated_down(
-    stand_in: torch.Tensor,
+    placeholder: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor | None,
     weight: torch.Tensor,
@@ -77,7 +77,7 @@ def gated_down(
     scalars: Sequence[float],
     interleaved: bool,
 ) -> torch.Tensor:
-    """``h @ weight.T + bias``, whose gradient goes to `stand_in`."""
+    """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
     h = gated.empty_h(gate, up)
     if h.numel():
         launch_forward(gate, up, h, activation, scalars, interleaved)
@@ -86,15 +86,15 @@ def gated_down(
 
 
 @gated_down.register_fake
-def _(stand_in, gate, *_):
-    return gate.new_empty(stand_in.shape)
+def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved):
+    return gate.new_empty(placeholder.shape)
 
 
-def _hand_over(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return dy, *(None,) * 7
+def _pass_on(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return dy, None, None, None, None, None, None, None
 
 
-gated_down.register_autograd(_hand_over)
+gated_down.register_autograd(_pass_on)
 
 
 @torch.library.custom_op("liger_trainer::gated_recompute", mutates_args=("dh",))
@@ -111,8 +111,8 @@ def _gated_recompute(
     """Returns the gradients of gate and up, and overwrites dh with h."""
     dgate, dup = gated.empty(gate, gate, need_gate), gated.empty(up, gate, need_up)
     if gate.numel():
-        results = dgate if need_gate else None, dup if need_up else None, dh
-        launch_backward(dh, gate, up, *results, activation, scalars, interleaved)
+        dgate_or_none, dup_or_none = dgate if need_gate else None, dup if need_up else None
+        launch_backward(dh, gate, up, dgate_or_none, dup_or_none, dh, activation, scalars, interleaved)
     return dgate, dup
 
 
@@ -144,14 +144,15 @@ def _(dh, gate, up, activation, scalars, interleaved):
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, _, *ctx.options, ctx.inplace_backward = inputs
+    gate, up, weight, _, activation, scalars, interleaved, ctx.inplace_backward = inputs
+    ctx.options = activation, scalars, interleaved
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight)
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 8
+        return None, None, None, None, None, None, None, None
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("swiglu_down and geglu_down"))
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]
@@ -162,7 +163,8 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
         if need_gate or need_up:
             dgate, dup, h = gradients_and_h(ctx, dy @ weight, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
-            h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+            activation, scalars, interleaved = ctx.options
+            h = rows_of(gated.gated_activation(gate, up, activation, scalars, interleaved, False))
         dweight = dy.mT @ h if need_weight and h is not None else None
     return dgate, dup, dweight, dy.sum(0) if need_bias else None, None, None, None, None
 
@@ -176,14 +178,18 @@ def gradients_and_h(
     need_up: bool,
     need_h: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of gate and up that are needed and, in the memory of dh, h where it is."""
+    """The gradients of gate and up, None where not needed, and the memory of dh, with h in it if it is needed.
+
+    `ctx.options` are the activation, scalars and interleaved of the operator; `ctx.inplace_backward` is its argument.
+    """
+    activation, scalars, interleaved = ctx.options
     if gated.overwrites_saved(ctx) and need_gate and (need_up or up is None):
         dgate, dup = gate.detach(), None if up is None else up.detach()
         operator = _gated_recompute_ if need_h else gated.gated_activation_backward_
-        operator(dh, dgate, dup, *ctx.options)
+        operator(dh, dgate, dup, activation, scalars, interleaved)
     else:
         operator = _gated_recompute if need_h else gated.gated_activation_backward
-        dgate, dup = operator(dh, gate, up, *ctx.options, need_gate, need_up)
+        dgate, dup = operator(dh, gate, up, activation, scalars, interleaved, need_gate, need_up)
     return dgate if need_gate else None, dup if need_up else None, dh
 
 
@@ -193,7 +199,7 @@ gated_down_save.register_autograd(_backward, setup_context=_setup_context)
 def kernel_takes(
     gate: torch.Tensor, up: torch.Tensor | None, weight: Weight, bias: torch.Tensor | None, inplace: bool
 ) -> bool:
-    """Checks the inputs; whether the kernel takes them, or the reference must."""
+    """Checks the arguments, and returns whether the kernel runs rather than the reference."""
     takes = gated.fused_kernel_takes(gate, inplace) if up is None else gated.kernel_takes(gate, up, inplace)
     intermediate = gate.shape[-1] // (2 if up is None else 1)
     if len(weight.shape) != 2 or weight.shape[1] != intermediate:
@@ -214,30 +220,28 @@ def swiglu_down(
     limit: float | None = None,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
-    """``linear(swiglu(gate, up), weight, bias)`` that does not keep the product for its backward but builds it again.
+    """``linear(swiglu(gate, up), weight, bias)`` that recomputes the product in its backward instead of saving it.
 
-    It saves a third of what a gated MLP holds between forward and backward, for one more store an element in the
-    backward. Inside a layer that is checkpointed as a whole nothing of it outlives the layer's own backward, but its
-    recomputation leaves the product out.
+    This saves a third of what a gated MLP holds between forward and backward, for one more store per element in the
+    backward. In a layer that is checkpointed as a whole, it saves the recomputation of the matmul instead.
 
     Args:
         gate: Gate projection, (..., intermediate), or, with `up` None, a whole fused projection, (..., 2 *
             intermediate), gate first; as for `swiglu` otherwise.
         up: Up projection, shaped as `gate`, or None.
-        weight: Of the down projection, (hidden, intermediate), in `gate`'s dtype; under autocast all inputs are cast as
-            a linear layer's are. A frozen one costs nothing: neither its gradient nor h is made.
+        weight: Weight of the down projection, (hidden, intermediate), in the dtype of `gate`; under autocast all inputs
+            are cast as for a linear layer. For a frozen weight, neither its gradient nor h is computed.
         bias: (hidden,), or None.
         gate_multiplier: See `swiglu`.
         down_multiplier: See `swiglu`; it does not multiply the bias.
         limit: See `swiglu`.
-        inplace_backward: Let the backward write the gradients over `gate` and `up`; see `swiglu`.
+        inplace_backward: Lets the backward write the gradients over `gate` and `up`; see `swiglu`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
 
     Raises:
-        ValueError: If shapes or devices do not fit, or `inplace_backward` is asked for while `gate` and `up` share
-            memory.
+        ValueError: If shapes or devices do not fit, or `inplace_backward` is set while `gate` and `up` share memory.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
@@ -245,7 +249,10 @@ def swiglu_down(
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
         return _operators(gate, up, weight, bias, "silu", values, inplace_backward)
     return swiglu_down_reference(
-        *(gate, up, weight, bias),
+        gate,
+        up,
+        weight,
+        bias,
         gate_multiplier=gate_multiplier,
         down_multiplier=down_multiplier,
         limit=limit,
@@ -261,10 +268,10 @@ def geglu_down(
     *,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
-    """``linear(geglu(gate, up), weight, bias)`` that does not keep the product; see `swiglu_down`.
+    """``linear(geglu(gate, up), weight, bias)`` that recomputes the product in its backward; see `swiglu_down`.
 
     Args:
-        gate: See `swiglu_down`, as all arguments that are not named here.
+        gate: See `swiglu_down`.
         up: See `swiglu_down`.
         weight: See `swiglu_down`.
         bias: (hidden,), or None.
@@ -294,8 +301,8 @@ def _operators(
     scalars: Sequence[float],
     inplace_backward: bool,
 ) -> torch.Tensor:
-    operands = gate, up, weight, bias, activation, scalars, False
-    return gated_down(gated_down_save(*operands, inplace_backward), *operands)
+    placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward)
+    return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False)
 
 
 def swiglu_down_reference(
@@ -308,7 +315,7 @@ def swiglu_down_reference(
     down_multiplier: float = 1.0,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """`swiglu_down` in plain torch, which keeps the product."""
+    """`swiglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
     return F.linear(h, weight, bias)
@@ -321,6 +328,6 @@ def geglu_down_reference(
     bias: torch.Tensor | None = None,
     approximate: str = "tanh",
 ) -> torch.Tensor:
-    """`geglu_down` in plain torch, which keeps the product."""
+    """`geglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     return F.linear(geglu_reference(gate, up, approximate), weight, bias)

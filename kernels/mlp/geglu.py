@@ -1,6 +1,6 @@
 """GeGLU, ``gelu(gate) * up`` (arXiv 2002.05202), tanh or exact, on separate projections and on one fused ``gate_up``.
 
-Formulas, bytes moved and what is saved are in `_gated_activation`, which holds the operators.
+`gated_activation` has the formulas, the kernels and the operators.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def activation_name(approximate: str) -> str:
-    """The operators' name for one of GELU's two forms.
+    """The operators' name for one of the two forms of GELU.
 
     Raises:
-        ValueError: If `approximate` is neither.
+        ValueError: If `approximate` is neither ``"tanh"`` nor ``"none"``.
     """
     if approximate not in _ACTIVATIONS:
         raise ValueError(f"`approximate` is {approximate!r}; it must be 'tanh' or, for the exact erf form, 'none'.")
@@ -30,22 +30,21 @@ def geglu(
     """``gelu(gate) * up``, one pass forward and one backward.
 
     Args:
-        gate: Gate projection, (..., intermediate), of any strides; what is contiguous in its last dimension, such as
-            half of a fused projection, is not copied. float16, bfloat16 or float32 for the kernel; other dtypes, and
-            a gate and up of different dtypes, run as the reference.
+        gate: Gate projection, (..., intermediate), of any strides. Only a tensor that is not contiguous in its last
+            dimension is copied; half of a fused projection is not. float16, bfloat16 or float32 for the kernel; other
+            dtypes, and a gate and up of different dtypes, run the reference.
         up: Up projection, shaped as `gate`.
         approximate: ``"tanh"`` for the tanh approximation, as Gemma uses, or ``"none"`` for the exact erf form.
-        inplace_backward: Let the backward write the gradients over `gate` and `up`, which saves two tensors of their
-            size. Only for intermediates that nothing else reads afterwards, held in memory of their own. A backward
-            that keeps its graph (``retain_graph=True``, ``create_graph=True``) never overwrites. Without effect on the
-            reference path.
+        inplace_backward: Lets the backward write the gradients over `gate` and `up`, which saves two tensors of their
+            size. Only for intermediates that nothing else reads afterwards, each in memory of its own. A backward that
+            keeps its graph (``retain_graph=True``, ``create_graph=True``) never overwrites. No effect on the reference.
 
     Returns:
         A new contiguous tensor shaped as `gate`, in its dtype.
 
     Raises:
-        ValueError: If shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is asked
-            for while `gate` and `up` share memory.
+        ValueError: If shapes or devices differ, `approximate` is neither of the two, or `inplace_backward` is set
+            while `gate` and `up` share memory.
     """
     activation = activation_name(approximate)
     if kernel_takes(gate, up, inplace_backward):
@@ -59,14 +58,14 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
     Args:
         gate_up: Fused projection, (..., 2 * intermediate), gate first, then up; as `gate` of `geglu` otherwise.
         approximate: ``"tanh"`` or ``"none"``; see `geglu`.
-        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see `geglu`.
+        inplace_backward: Lets the backward write the gradient over `gate_up`, under the same conditions; see `geglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: If the last dimension is odd, `approximate` is neither of the two, or `inplace_backward` is asked
-            for while `gate_up` is expanded.
+        ValueError: If the last dimension is odd, `approximate` is neither of the two, or `inplace_backward` is set
+            while `gate_up` is expanded.
     """
     activation = activation_name(approximate)
     if fused_kernel_takes(gate_up, inplace_backward):

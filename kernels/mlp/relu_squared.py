@@ -4,7 +4,8 @@
 
     y = max(x, 0)^2        dx = 2 max(x, 0) dy
 
-Bytes moved: forward 2 elements (one read, one written), backward 3 (two read, one written). Saved for backward: x.
+Elements moved per element of x: forward 2 (one read, one written), backward 3 (two read, one written). Saved for
+backward: x.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, trit
 
 @triton.jit
 def _relu(x):
-    return tl.where(x < 0.0, 0.0, x)  # not a maximum, which would turn a NaN into 0
+    return tl.where(x < 0.0, 0.0, x)  # not tl.maximum, which would turn a NaN into 0
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
 
 
 def _config(element_size: int) -> tuple[int, int]:
-    """(elements a program, warps): 16 bytes a thread and tensor."""
+    """(elements per program, warps): 16 bytes per thread and tensor."""
     return (1024, 4) if element_size == 2 else (512, 4)
 
 
@@ -121,15 +122,15 @@ def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Te
     """``relu(x) ** 2``, one pass forward and one backward.
 
     Args:
-        x: Any shape and strides. float16, bfloat16 or float32 for the kernel; other dtypes run as the reference.
-        inplace_backward: Let the backward write the gradient over `x`; only for an intermediate that nothing else reads
-            afterwards. A backward that keeps its graph never overwrites. Without effect on the reference path.
+        x: Any shape and strides. float16, bfloat16 or float32 for the kernel; other dtypes run the reference.
+        inplace_backward: Lets the backward write the gradient over `x`. Only for an intermediate that nothing else
+            reads afterwards. A backward that keeps its graph never overwrites. No effect on the reference.
 
     Returns:
         A new contiguous tensor shaped as `x`, in its dtype.
 
     Raises:
-        ValueError: If `inplace_backward` is asked for while `x` is expanded, so that its elements share memory.
+        ValueError: If `inplace_backward` is set while `x` is expanded, so that its elements share memory.
     """
     if inplace_backward and is_expanded(x):
         raise ValueError("`inplace_backward=True` writes a gradient over `x`, but it is expanded.")

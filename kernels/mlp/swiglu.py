@@ -1,6 +1,6 @@
 """SwiGLU, ``silu(gate) * up`` (arXiv 2002.05202), on separate projections and on one fused ``gate_up`` projection.
 
-Formulas, bytes moved and what is saved are in `_gated_activation`, which holds the operators.
+`gated_activation` has the formulas, the kernels and the operators.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ def swiglu(
     """``silu(gate) * up``, one pass forward and one backward.
 
     Args:
-        gate: Gate projection, (..., intermediate), of any strides; what is contiguous in its last dimension, such as
-            half of a fused projection, is not copied. float16, bfloat16 or float32 for the kernel; other dtypes, and
-            a gate and up of different dtypes, run as the reference.
+        gate: Gate projection, (..., intermediate), of any strides. Only a tensor that is not contiguous in its last
+            dimension is copied; half of a fused projection is not. float16, bfloat16 or float32 for the kernel; other
+            dtypes, and a gate and up of different dtypes, run the reference.
         up: Up projection, shaped as `gate`.
         gate_multiplier: Multiplies the gate before SiLU, as in Falcon-H1.
-        down_multiplier: Multiplies the result: the scale that Falcon-H1 puts behind its down projection, which is the
-            same thing, and free here, as long as that has no bias.
-        limit: Clamps the gate from above and `up` from both sides first, as in DeepSeek-V4.
-        inplace_backward: Let the backward write the gradients over `gate` and `up`, which saves two tensors of their
-            size. Only for intermediates that nothing else reads afterwards, held in memory of their own. A backward
-            that keeps its graph (``retain_graph=True``, ``create_graph=True``) never overwrites. Without effect on the
-            reference path.
+        down_multiplier: Multiplies the result, at no cost. Falcon-H1 scales the output of its down projection, which
+            is the same if that projection has no bias.
+        limit: Clamps the gate from above and `up` on both sides first, as in DeepSeek-V4.
+        inplace_backward: Lets the backward write the gradients over `gate` and `up`, which saves two tensors of their
+            size. Only for intermediates that nothing else reads afterwards, each in memory of its own. A backward that
+            keeps its graph (``retain_graph=True``, ``create_graph=True``) never overwrites. No effect on the reference.
 
     Returns:
         A new contiguous tensor shaped as `gate`, in its dtype.
 
     Raises:
-        ValueError: If shapes or devices differ, or `inplace_backward` is asked for while `gate` and `up` share memory.
+        ValueError: If shapes or devices differ, or `inplace_backward` is set while `gate` and `up` share memory.
     """
     if kernel_takes(gate, up, inplace_backward):
         values = scalars(gate_multiplier, down_multiplier, limit)
@@ -63,13 +62,13 @@ def swiglu_fused(
         gate_multiplier: See `swiglu`.
         down_multiplier: See `swiglu`.
         limit: See `swiglu`.
-        inplace_backward: Let the backward write the gradient over `gate_up`, under the same conditions; see `swiglu`.
+        inplace_backward: Lets the backward write the gradient over `gate_up`, under the same conditions; see `swiglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: If the last dimension is odd, or `inplace_backward` is asked for while `gate_up` is expanded.
+        ValueError: If the last dimension is odd, or `inplace_backward` is set while `gate_up` is expanded.
     """
     if fused_kernel_takes(gate_up, inplace_backward):
         values = scalars(gate_multiplier, down_multiplier, limit)

@@ -1,12 +1,14 @@
-"""The activation between an expert's two projections, its gradient, and that of the routing weight.
+"""The activation between an expert's two projections, its gradient, and that of the routing weights.
 
-With p the first projection's output (gate and up, or one of them), w the routing weight of a row and g the gradient of
-its unweighted result times the second weight, ``g = dO_t @ W``::
+With p the output of the first projection (gate and up, or a single one), w the routing weight of a row and g the
+gradient of the row's unweighted result times the second weight, ``g = dO_t @ W``::
 
     h = f(p)              dw = <g, h>           dp = w g f'(p)            w h, for the second weight's gradient
 
-f is ``act(gate) * up`` with the scales and clamps of `_gated_activation`, or ``act(p)`` where nothing is gated; with
-``act(p) = p``, p is what some other function has made of the first projection's output.
+f is ``act(gate) * up`` with the scales and clamps of `kernels/mlp/gated_activation.py`, or ``act(p)`` without a gate.
+With the identity as act, p is the result of a function that torch ran on the output of the first projection.
+
+Both kernels are elementwise; a program of the backward walks over the columns of a few rows and sums dw on the way.
 """
 
 from __future__ import annotations
@@ -17,25 +19,150 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.moe import activation_kernels as _moe_activation_kernels
-from liger_trainer.kernels.moe.routing import ExpertRows
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.mlp.gated_activation import gate_and_up
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
+from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 IDENTITY = "identity"
+
+_ROWS, _BLOCK, _WARPS = 8, 256, 4
+
+
+@triton.jit
+def _load_gate_and_up(pre_ptr, row, column, exists, width, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up of some rows (ROWS, 1) and columns (1, BLOCK) of pre; up is 1 without a gate."""
+    base = pre_ptr + row * ((2 if GATED else 1) * width)
+    if GATED and INTERLEAVED:
+        gate = tl.load(base + 2 * column, mask=exists, other=0.0)
+        up = tl.load(base + 2 * column + 1, mask=exists, other=0.0)
+    elif GATED:
+        gate = tl.load(base + column, mask=exists, other=0.0)
+        up = tl.load(base + width + column, mask=exists, other=0.0)
+    else:
+        gate = tl.load(base + column, mask=exists, other=0.0)
+        up = tl.full(gate.shape, 1.0, tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _forward_kernel(
+    pre_ptr,
+    h_ptr,
+    rows,
+    width,
+    gate_multiplier,
+    down_multiplier,
+    limit,
+    up_offset,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    exists = (row < rows) & (column < width)
+    gate, up = _load_gate_and_up(pre_ptr, row, column, exists, width, GATED, INTERLEAVED)
+    activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
+    h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
+    tl.store(h_ptr + row * width + column, h.to(h_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _backward_kernel(
+    dh_ptr,
+    pre_ptr,
+    weights_ptr,
+    order_ptr,
+    end_ptr,
+    dpre_ptr,  # may be pre
+    dweights_ptr,
+    weighted_h_ptr,  # may be dh
+    rows,
+    width,
+    gate_multiplier,
+    down_multiplier,
+    limit,
+    up_offset,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NEED_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    choice = tl.load(order_ptr + row, mask=row < rows, other=0)
+    computed = row < tl.load(end_ptr)
+    weight = tl.load(weights_ptr + choice, mask=computed, other=0.0).to(tl.float32)[:, None]
+    dweights = tl.zeros((ROWS, BLOCK), tl.float32)
+    wide_row = row.to(tl.int64)[:, None]
+    for start in range(0, width, BLOCK):
+        column = (start + tl.arange(0, BLOCK))[None, :]
+        exists = computed[:, None] & (column < width)
+        dh = tl.load(dh_ptr + wide_row * width + column, mask=exists, other=0.0).to(tl.float32) * down_multiplier
+        gate, up = _load_gate_and_up(pre_ptr, wide_row, column, exists, width, GATED, INTERLEAVED)
+        activation, derivative, factor, gate_passes, up_passes = gate_and_up(
+            gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION
+        )
+        h = activation * factor
+        dweights += dh * h
+        dgate = dh * factor * derivative * weight
+        dup = dh * activation * weight
+        if CLAMP:
+            dgate = tl.where(gate_passes, dgate, 0.0)
+            dup = tl.where(up_passes, dup, 0.0)
+        dpre_base = dpre_ptr + wide_row * ((2 if GATED else 1) * width)
+        if GATED and INTERLEAVED:
+            tl.store(dpre_base + 2 * column, dgate.to(dpre_ptr.dtype.element_ty), mask=exists)
+            tl.store(dpre_base + 2 * column + 1, dup.to(dpre_ptr.dtype.element_ty), mask=exists)
+        else:
+            tl.store(dpre_base + column, dgate.to(dpre_ptr.dtype.element_ty), mask=exists)
+            if GATED:
+                tl.store(dpre_base + width + column, dup.to(dpre_ptr.dtype.element_ty), mask=exists)
+        if NEED_H:
+            weighted = h * down_multiplier * weight
+            tl.store(
+                weighted_h_ptr + wide_row * width + column, weighted.to(weighted_h_ptr.dtype.element_ty), mask=exists
+            )
+    # The routing weight of a row of no expert gets the gradient 0.
+    total = tl.sum(dweights, 1)
+    tl.store(dweights_ptr + choice, total.to(dweights_ptr.dtype.element_ty), mask=row < rows)
+
+
+def _constants(scalars: Sequence[float], activation: str, gated: bool, interleaved: bool) -> dict:
+    return {
+        "ACTIVATION": activation,
+        "CLAMP": scalars[2] < math.inf,
+        "GATED": gated,
+        "INTERLEAVED": interleaved,
+        "ROWS": _ROWS,
+        "BLOCK": _BLOCK,
+        "num_warps": _WARPS,
+    }
 
 
 def activate(
     pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool
 ) -> torch.Tensor:
-    """Of pre (R, 2 I), or (R, I) where nothing is gated: h (R, I)."""
+    """The activation h (R, I) of pre (R, 2 I), or of pre (R, I) without a gate."""
     if activation == IDENTITY:
         return pre
-    if use_triton(pre):
-        return _moe_activation_kernels.forward(pre, activation, scalars, gated, interleaved)
-    gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
-    h = value(gate * scalars[0], activation) * scalars[1]
-    return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
+    if not use_triton(pre):
+        gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
+        h = value(gate * scalars[0], activation) * scalars[1]
+        return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
+    rows, width = pre.shape[0], pre.shape[1] // (2 if gated else 1)
+    h = pre.new_empty(rows, width)
+    if h.numel():
+        constants = _constants(scalars, activation, gated, interleaved)
+        with on_device(pre):
+            _forward_kernel[(cdiv(rows, _ROWS), cdiv(width, _BLOCK))](pre, h, rows, width, *scalars, **constants)
+    return h
 
 
 def activation_gradients(
@@ -53,21 +180,32 @@ def activation_gradients(
     """The gradients of pre and of the routing weights, and the weighted h.
 
     Args:
-        dh: (R, I), the g of the formula; overwritten by the weighted h where that is needed.
-        pre: (R, 2 I) or (R, I); overwritten by its gradient with `overwrite`.
-        weights: (T, k).
-        rows: Of the choices.
-        activation: One of ACTIVATIONS, or IDENTITY.
-        scalars: As `_gated_activation.scalars`.
+        dh: (R, I), the g of the formula; the kernel overwrites it with the weighted h where that is needed.
+        pre: (R, 2 I) or (R, I).
+        weights: (T, k), the routing weights.
+        rows: The R = T * k choices.
+        activation: One of `ACTIVATIONS`, or `IDENTITY`.
+        scalars: As `scalars` of `kernels/mlp/gated_activation.py` gives them.
         gated: Whether pre is gate and up.
-        interleaved: Whether these take turns.
+        interleaved: Whether the columns of gate and up alternate.
         need_h: Whether the weighted h is needed.
-        overwrite: Whether pre may be written over.
+        overwrite: Whether the kernel may write the gradient of pre over pre.
+
+    Returns:
+        The gradient of pre, that of the weights (T, k), and the weighted h (R, I) or None.
     """
     if use_triton(pre):
-        return _moe_activation_kernels.backward(
-            dh, pre, weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
-        )
+        dpre = pre if overwrite else torch.empty_like(pre)
+        dweights = torch.empty_like(weights)
+        if dh.numel():
+            with on_device(pre):
+                _backward_kernel[(cdiv(dh.shape[0], _ROWS),)](
+                    *(dh, pre, weights, rows.order, rows.offsets[-1:], dpre, dweights, dh),
+                    *(dh.shape[0], dh.shape[1], *scalars),
+                    NEED_H=need_h,
+                    **_constants(scalars, activation, gated, interleaved),
+                )
+        return dpre, dweights, dh if need_h else None
     exists = torch.arange(len(pre), device=pre.device) < rows.offsets[-1]
     dtype = pre.dtype
     dh = torch.where(exists[:, None], _wide(dh), 0.0)
@@ -90,11 +228,14 @@ def activation_gradients(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In the precision that the kernels compute in."""
+    """`x` in the precision that the kernels compute in."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _clamped(pre: torch.Tensor, scalars: Sequence[float], gated: bool, interleaved: bool):
+def _clamped(
+    pre: torch.Tensor, scalars: Sequence[float], gated: bool, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | float, torch.Tensor | float]:
+    """Gate and up after the clamps, and where each lets a gradient through."""
     if not gated:
         return pre, None, 1.0, 1.0
     gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=1)

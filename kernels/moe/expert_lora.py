@@ -1,4 +1,4 @@
-"""What low-rank adapters (LoRA, arXiv 2106.09685) add to a linear layer of experts; W + s B A is never made.
+"""What low-rank adapters (LoRA, arXiv 2106.09685) add to a linear layer of experts; W + s B A is never built.
 
 With e the expert of row r, and of adapter j the factors A_j (E, rank, in) and B_j (E, out, rank)::
 
@@ -6,10 +6,10 @@ With e the expert of row r, and of adapter j the factors A_j (E, rank, in) and B
     dz_r = dy_r @ s B_e       dx_r = dy_r @ W_e  + dz_r @ A_e
     dA_e = sum over the rows of e of dz_r^T x_r            dB_e = s * sum of dy_r^T z_r
 
-The second terms are the thin product that `grouped_rows` adds in its own pass. Adapters of one layer are one adapter of
-all their ranks: their A below each other and their s B side by side, in the dtype of the rows, with zeros up to a whole
-step of the matrix units, which change nothing. Saved are the parameters alone: neither these copies, which at a hundred
-experts are no longer small, nor z, which is one more thin product of what is saved anyway.
+The second terms are the thin product that `grouped_rows` adds in its own pass. All adapters of a layer are stacked into
+one: their A below each other and their s B side by side, in the dtype of the rows, padded with zeros to a whole step of
+the matrix units. Only the parameters are saved for backward: neither the stacked copies, which are large with a hundred
+experts, nor z, which is one more thin product of tensors that are saved anyway.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient
-from liger_trainer.kernels.moe.routing import ExpertRows
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 
 RANK_STEP = 16
-"""The ranks of a layer's adapters together are rounded up to a multiple of it."""
+"""The summed rank of a layer's adapters is rounded up to a multiple of it."""
 
 
 class Stacked(NamedTuple):
-    """The adapters of a layer as one.
+    """The adapters of a layer, stacked into one.
 
     Args:
         a: (E, rank, in).
@@ -42,7 +42,7 @@ class Stacked(NamedTuple):
 def stacked(
     lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> Stacked | None:
-    """All adapters of a layer as one, in `dtype`; None if it has none."""
+    """All adapters of a layer as one, in `dtype`; None without adapters."""
     if not lora_a:
         return None
     padding = padded_rank(lora_a) - sum(each.shape[1] for each in lora_a)
@@ -52,7 +52,7 @@ def stacked(
 
 
 def padded_rank(lora_a: Sequence[torch.Tensor]) -> int:
-    """The rank of the adapters as one."""
+    """The rank of the stacked adapters."""
     rank = sum(each.shape[1] for each in lora_a)
     return rank + -rank % RANK_STEP
 
@@ -60,14 +60,14 @@ def padded_rank(lora_a: Sequence[torch.Tensor]) -> int:
 def forward_term(
     x: torch.Tensor, adapters: Stacked | None, rows: ExpertRows, top_k: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The z (R, rank) and s B, whose product joins y; `x` and `top_k` are as in `grouped_rows`."""
+    """The pair z (R, rank) and s B, whose product is added to y; `x` and `top_k` are as in `grouped_rows`."""
     return None if adapters is None else (grouped_rows(x, adapters.a, rows, top_k=top_k), adapters.b)
 
 
 def backward_term(
     dy: torch.Tensor, adapters: Stacked | None, rows: ExpertRows, top_k: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The dz (R, rank) and A (E, in, rank), whose product joins dx."""
+    """The pair dz (R, rank) and A (E, in, rank), whose product is added to dx."""
     if adapters is None:
         return None
     dz = grouped_rows(dy, adapters.b, rows, top_k=top_k, transposed=True)
@@ -88,15 +88,15 @@ def gradients(
     """The gradients of A and of s B, stacked; one that is not needed has no elements.
 
     Args:
-        adapters: The adapters; None where nothing is needed.
-        term: What `backward_term` gave, where the gradient of A is needed.
+        adapters: The adapters; None where no gradient is needed.
+        term: The result of `backward_term`, where the gradient of A is needed.
         dy: (R, out), or (T, out) with `dy_top_k`.
-        x: (R, in), or (T, in) with `x_top_k`; None where nothing is needed.
-        rows: Of the R choices.
-        dy_top_k: Choices a token, where dy has a row a token.
-        x_top_k: Likewise.
-        need_a: Whether that of A is needed.
-        need_b: Whether that of B is.
+        x: (R, in), or (T, in) with `x_top_k`; None where no gradient is needed.
+        rows: The R choices.
+        dy_top_k: Choices per token, where dy has one row per token; otherwise 0.
+        x_top_k: The same for x.
+        need_a: Whether the gradient of A is needed.
+        need_b: Whether the gradient of B is needed.
     """
     da, db = dy.new_empty(0), dy.new_empty(0)
     if need_a:
@@ -114,7 +114,7 @@ def gradients(
 def fake_gradients(
     dy: torch.Tensor, lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], need_a: bool, need_b: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty tensors of the shapes that `gradients` gives, in the dtype of `dy`."""
+    """Uninitialised tensors of the shapes that `gradients` returns, in the dtype of `dy`."""
     da, db = dy.new_empty(0), dy.new_empty(0)
     if need_a:
         da = dy.new_empty(lora_a[0].shape[0], padded_rank(lora_a), lora_a[0].shape[2])
@@ -132,7 +132,7 @@ def split(
     need_a: Sequence[bool],
     need_b: Sequence[bool],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """The gradients of each A and each B, in its dtype, out of the stacked ones."""
+    """The gradient of each A and each B, in its own dtype, cut out of the stacked ones."""
     each_da: list[torch.Tensor | None] = []
     each_db: list[torch.Tensor | None] = []
     start = 0
@@ -144,18 +144,18 @@ def split(
     return each_da, each_db
 
 
-def saved(ctx: Any) -> tuple[Any, ...]:
-    """Every A, every B, and the rest of what was saved."""
+def saved(ctx: Any) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Every A, every B, and the other saved tensors, in the order in which they were saved."""
     count = len(ctx.scalings)
-    tensors = ctx.saved_tensors  # once: a checkpoint unpacks no tensor again
-    return tensors[:count], tensors[count : 2 * count], *tensors[2 * count :]
+    tensors = ctx.saved_tensors  # read once: a checkpoint does not unpack a tensor again
+    return tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
 
 
-def no_gradients(scalings: Sequence[float]) -> tuple[list[None], list[None]]:
-    """None for every A and for every B."""
-    return [None] * len(scalings), [None] * len(scalings)
+def no_gradients(scalings: Sequence[float]) -> list[None]:
+    """The gradient None for every A, or every B."""
+    return [None] * len(scalings)
 
 
-def constants(scalings: Sequence[float], options: int) -> list[Any]:
-    """No gradients for the rows, the scalings and so many options; an empty list is a structure without leaves."""
-    return [None, None, None, None if scalings else [], *[None] * options]
+def no_gradient_of(scalings: Sequence[float]) -> list[None] | None:
+    """The gradient of the scalings: None, but for an empty list an empty list, which torch takes for no argument."""
+    return None if scalings else []

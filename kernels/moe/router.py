@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, from its logits to the experts of each token and their weights.
+"""Routers of mixtures of experts: from the logits to the chosen experts of each token and their weights.
 
 ::
 
@@ -6,17 +6,17 @@
     sigmoid:  s = sigmoid(l)       index = top k of s + b     w = c s[index]   ( / (their sum + 1e-20))
 
 The first is the router of Mixtral (arXiv 2401.04088), Qwen-MoE and OLMoE; divided by the sum it is the softmax of the k
-largest logits, as GPT-OSS and Granite have it. The second is DeepSeek-V3's (arXiv 2412.19437): b, which balances the
-load, takes part in the choice alone; where the experts lie in groups, those groups are allowed whose two best experts
-add up to most. One group, no b and no division make it Llama 4's.
+largest logits, as in GPT-OSS and Granite. The second is DeepSeek-V3's (arXiv 2412.19437): the bias b balances the load
+and only affects the choice; where experts come in groups, only those groups with the largest sums of their two best
+experts are allowed. One group, no bias and no division make it Llama 4's.
 
-One pass over the logits forward and one backward, in fp32 with one rounding at the end. Saved for backward: the logits
-and the index. Bytes moved in bf16 for T tokens and E experts: 2 TE forward and 4 TE backward (2 where the weights are
-divided by their sum or are sigmoids), and 10 Tk for weights and index in each.
+One pass over the logits forward and one backward, in fp32 with a single rounding at the end. Saved for backward: logits
+and index. Bytes moved in bf16 for T tokens and E experts: 2 TE forward and 4 TE backward (2 where the weights are
+divided by their sum or are sigmoids), plus 10 Tk for weights and index in each.
 
-A program holds whole rows and takes their k largest one after the other, each a maximum of integers that order as
-(number, lower expert first). So which of equal numbers is chosen is the same everywhere, where torch.topk promises
-nothing; NaN counts as the largest number, as it does there. Experts come in the order of the choice, best first.
+A program holds whole rows and takes the k largest entries one after the other, each as the maximum of integers that
+order by (number, lower expert first). Ties are therefore broken the same way on every device, which torch.topk does not
+promise; NaN counts as the largest number, as in torch.topk. Experts come in the order of the choice, best first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,196 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.moe.router_kernels import EPS, launch_route, launch_route_backward
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
+
+EPS = 1e-20
+"""Added to the sum that sigmoid weights are divided by, as DeepSeek does."""
+
+_EPS = tl.constexpr(EPS)
+_LEAST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def ordered(x):
+    """int32 numbers that compare as the fp32 `x` do, with -0 equal to 0 and NaN above everything."""
+    x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("nan"), x))
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(x, lanes, valid, LOG_LANES: tl.constexpr):
+    """int64 keys that order by `x` and break ties towards the lower lane; invalid lanes come last.
+
+    No two valid keys are equal, so the maximum of some also tells its lane.
+    """
+    keys = (ordered(x).to(tl.int64) << LOG_LANES) | ((1 << LOG_LANES) - 1 - lanes)
+    return tl.where(valid, keys, _LEAST)
+
+
+@triton.jit
+def _number(keys, LOG_LANES: tl.constexpr):
+    """The fp32 numbers that `_keys` made the keys from."""
+    bits = (keys >> LOG_LANES).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_best_groups(
+    keys,
+    num_groups,
+    TOP_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG_GROUPS: tl.constexpr,
+    LOG_LANES: tl.constexpr,
+):
+    """`keys` (rows, lanes), where those outside of the groups with the largest sum of two numbers become the least."""
+    GROUPS: tl.constexpr = 1 << LOG_GROUPS
+    LANES: tl.constexpr = 1 << LOG_LANES
+    grouped = tl.reshape(keys, (ROWS, GROUPS, LANES // GROUPS))
+    first = tl.max(grouped, axis=2)
+    second = tl.max(tl.where(grouped == first[:, :, None], _LEAST, grouped), axis=2)
+    groups = tl.arange(0, GROUPS)[None, :]
+    scores = _number(first, LOG_LANES) + _number(second, LOG_LANES)
+    left = _keys(scores, groups, groups < num_groups, LOG_GROUPS)
+    allowed = tl.zeros((ROWS, GROUPS), tl.int32)
+    for _ in range(TOP_GROUPS):
+        is_best = left == tl.max(left, axis=1)[:, None]
+        allowed = tl.where(is_best, 1, allowed)
+        left = tl.where(is_best, _LEAST, left)
+    return tl.reshape(tl.where(allowed[:, :, None] == 1, grouped, _LEAST), (ROWS, LANES))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    index_ptr,
+    logits_stride,
+    num_rows,
+    num_groups,
+    members,
+    scale,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG_GROUPS: tl.constexpr,
+    LOG_LANES: tl.constexpr,
+):
+    # Each group gets a power of two of lanes, so lanes are ordered by group, as experts are.
+    LANES: tl.constexpr = 1 << LOG_LANES
+    MEMBERS: tl.constexpr = LANES >> LOG_GROUPS
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, LANES)
+    experts = (lanes // MEMBERS) * members + lanes % MEMBERS
+    present = (lanes // MEMBERS < num_groups) & (lanes % MEMBERS < members)
+    in_rows = (rows < num_rows)[:, None]
+    logits_ptr += rows[:, None] * logits_stride
+    logits = tl.load(logits_ptr + experts[None, :], mask=in_rows & present[None, :], other=-float("inf")).to(tl.float32)
+
+    choice = logits
+    if SIGMOID:
+        choice = tl.sigmoid(logits)
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + experts, mask=present, other=0.0).to(tl.float32)[None, :]
+    keys = _keys(choice, lanes[None, :], present[None, :], LOG_LANES)
+    if LOG_GROUPS > 0:
+        keys = _in_best_groups(keys, num_groups, TOP_GROUPS, ROWS, LOG_GROUPS, LOG_LANES)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    chosen = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for column in range(TOP_K):
+        best = tl.max(keys, axis=1)[:, None]
+        chosen = tl.where(columns == column, (LANES - 1 - (best & (LANES - 1))).to(tl.int32), chosen)
+        keys = tl.where(keys == best, _LEAST, keys)
+    index = (chosen // MEMBERS) * members + chosen % MEMBERS
+
+    written = in_rows & (columns < TOP_K)
+    top = tl.load(logits_ptr + index, mask=written, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        weights = tl.sigmoid(top)
+        if NORMALISE:
+            weights = weights / (tl.sum(weights, axis=1) + _EPS)[:, None]
+    elif NORMALISE:
+        weights = tl.exp(top - tl.max(top, axis=1)[:, None])
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    else:
+        largest = tl.max(logits, axis=1)[:, None]
+        weights = tl.exp(top - largest) / tl.sum(tl.exp(logits - largest), axis=1)[:, None]
+    places = rows[:, None] * TOP_K + columns
+    tl.store(weights_ptr + places, (scale * weights).to(weights_ptr.dtype.element_ty), mask=written)
+    tl.store(index_ptr + places, index, mask=written)
+
+
+@triton.jit
+def _route_backward_kernel(
+    d_weights_ptr,
+    logits_ptr,
+    index_ptr,
+    d_logits_ptr,
+    logits_stride,
+    num_rows,
+    num_experts,
+    scale,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    in_rows = (rows < num_rows)[:, None]
+    written = in_rows & (columns < TOP_K)
+    places = rows[:, None] * TOP_K + columns
+    index = tl.load(index_ptr + places, mask=written, other=-1)
+    upstream = scale * tl.load(d_weights_ptr + places, mask=written, other=0.0).to(tl.float32)
+    logits_ptr += rows[:, None] * logits_stride
+    top = tl.load(logits_ptr + index, mask=written, other=-float("inf")).to(tl.float32)
+
+    experts = tl.arange(0, LANES)[None, :]
+    stored = in_rows & (experts < num_experts)
+    gradient = tl.zeros((ROWS, LANES), tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(top)
+        if NORMALISE:
+            total = (tl.sum(scores, axis=1) + _EPS)[:, None]
+            upstream = (upstream - tl.sum(upstream * scores, axis=1)[:, None] / total) / total
+        chosen = upstream * scores * tl.sigmoid(-top)
+    elif NORMALISE:
+        weights = tl.exp(top - tl.max(top, axis=1)[:, None])
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+        chosen = weights * (upstream - tl.sum(upstream * weights, axis=1)[:, None])
+    else:
+        logits = tl.load(logits_ptr + experts, mask=stored, other=-float("inf")).to(tl.float32)
+        largest = tl.max(logits, axis=1)[:, None]
+        exponentials = tl.exp(logits - largest)
+        total = tl.sum(exponentials, axis=1)[:, None]
+        chosen = upstream * tl.exp(top - largest) / total
+        gradient -= exponentials / total * tl.sum(chosen, axis=1)[:, None]
+    of_expert = index[:, :, None] == experts[:, None, :]
+    gradient += tl.sum(tl.where(of_expert, chosen[:, :, None], 0.0), axis=1)
+    d_logits_ptr += rows[:, None] * num_experts + experts
+    tl.store(d_logits_ptr, gradient.to(d_logits_ptr.dtype.element_ty), mask=stored)
+
+
+def _log2(number: int) -> int:
+    """The base-2 logarithm of `number`, rounded up."""
+    return next_power_of_2(number).bit_length() - 1
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _config(lanes: int, numbers: int) -> tuple[int, int]:
+    """(rows a program, warps): about `numbers` numbers a program; one warp a row, or several for a long one."""
+    rows = max(1, min(64, numbers // lanes))
+    return rows, max(min(4, rows), min(8, lanes // 1024))
 
 
 @torch.library.custom_op("liger_trainer::moe_router", mutates_args=())
@@ -42,10 +230,31 @@ def _route(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = logits.new_empty((len(logits), k), dtype=dtype)
-    index = logits.new_empty((len(logits), k), dtype=torch.int64)
+    """Weights and experts, both (T, k); `num_groups`, `top_groups` and `scale` are 1 for a softmax router."""
+    num_rows, num_experts = logits.shape
+    weights = logits.new_empty((num_rows, k), dtype=dtype)
+    index = logits.new_empty((num_rows, k), dtype=torch.int64)
+    if num_rows == 0:
+        return weights, index
     bias = None if correction_bias is None else correction_bias.contiguous()
-    launch_route(logits, bias, weights, index, sigmoid, normalise, num_groups, top_groups, scale)
+    members = num_experts // num_groups
+    log_groups = _log2(num_groups)
+    log_lanes = log_groups + _log2(members)
+    rows, num_warps = _config(1 << log_lanes, 1024)
+    logits = _rows(logits)
+    with on_device(logits):
+        _route_kernel[(cdiv(num_rows, rows),)](
+            *(logits, bias, weights, index, logits.stride(0), num_rows, num_groups, members, scale),
+            SIGMOID=sigmoid,
+            NORMALISE=normalise,
+            TOP_K=k,
+            COLUMNS=next_power_of_2(k),
+            TOP_GROUPS=top_groups,
+            ROWS=rows,
+            LOG_GROUPS=log_groups,
+            LOG_LANES=log_lanes,
+            num_warps=num_warps,
+        )
     return weights, index
 
 
@@ -59,8 +268,26 @@ def _(logits, correction_bias, k, sigmoid, normalise, num_groups, top_groups, sc
 def _route_backward(
     d_weights: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, sigmoid: bool, normalise: bool, scale: float
 ) -> torch.Tensor:
+    """The gradient of the logits, contiguous."""
     d_logits = logits.new_empty(logits.shape)
-    launch_route_backward(d_weights.contiguous(), logits, index, d_logits, sigmoid, normalise, scale)
+    num_rows, num_experts = logits.shape
+    if num_rows == 0:
+        return d_logits
+    top_k, lanes = index.shape[1], next_power_of_2(num_experts)
+    columns = next_power_of_2(top_k)
+    rows, num_warps = _config(lanes * columns, 4096)
+    logits = _rows(logits)
+    with on_device(logits):
+        _route_backward_kernel[(cdiv(num_rows, rows),)](
+            *(d_weights.contiguous(), logits, index, d_logits, logits.stride(0), num_rows, num_experts, scale),
+            SIGMOID=sigmoid,
+            NORMALISE=normalise,
+            TOP_K=top_k,
+            COLUMNS=columns,
+            ROWS=rows,
+            LANES=lanes,
+            num_warps=num_warps,
+        )
     return d_logits
 
 
@@ -78,12 +305,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(logits, output[1])
 
 
-def _backward(ctx: Any, d_weights: torch.Tensor | None, d_index: None) -> tuple[Any, ...]:
-    if d_weights is None:
-        return (None,) * 9
-    logits, index = ctx.saved_tensors
-    d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale)
-    return d_logits, *(None,) * 8
+def _backward(ctx: Any, d_weights: torch.Tensor | None, d_index: None) -> tuple[torch.Tensor | None, ...]:
+    d_logits = None
+    if d_weights is not None:
+        logits, index = ctx.saved_tensors
+        d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale)
+    return d_logits, None, None, None, None, None, None, None, None
 
 
 _route.register_autograd(_backward, setup_context=_setup_context)
@@ -93,9 +320,27 @@ def _check(logits: torch.Tensor, k: int) -> None:
     if logits.dim() != 2:
         raise ValueError(f"`logits` is {tuple(logits.shape)}; it must be (tokens, experts).")
     if not logits.is_floating_point():
-        raise ValueError(f"`logits` is of {logits.dtype}; it must be of a floating dtype.")
+        raise ValueError(f"`logits` is {logits.dtype}; it must be a floating dtype.")
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"`k` is {k}; it must be from 1 to the number of experts, {logits.shape[1]}.")
+
+
+def _check_groups(
+    logits: torch.Tensor, k: int, correction_bias: torch.Tensor | None, num_groups: int, top_groups: int
+) -> None:
+    num_experts = logits.shape[1]
+    if num_groups < 1 or num_experts % num_groups or 1 < num_groups > num_experts // 2:
+        raise ValueError(
+            f"`num_groups` is {num_groups}; it must divide the {num_experts} experts into groups of at least 2."
+        )
+    if not 1 <= top_groups <= num_groups:
+        raise ValueError(f"`top_groups` is {top_groups}; it must be from 1 to `num_groups`, {num_groups}.")
+    if k > top_groups * (num_experts // num_groups):
+        raise ValueError(f"`k` is {k}, but {top_groups} groups hold {top_groups * num_experts // num_groups} experts.")
+    if correction_bias is not None and correction_bias.shape != (num_experts,):
+        raise ValueError(
+            f"`correction_bias` is {tuple(correction_bias.shape)}; it must be ({num_experts},), one for each expert."
+        )
 
 
 def topk_softmax_routing(
@@ -109,19 +354,19 @@ def topk_softmax_routing(
     """The k most probable experts of each token and their probabilities.
 
     Args:
-        logits: (T, E), of any strides. float16, bfloat16 or float32 for the kernel; other dtypes run as the reference.
-        k: Experts a token.
+        logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.
+        k: Experts per token.
         normalise: Divide the probabilities by their sum.
-        softmax_after_topk: Take the softmax of the k largest logits, whatever `normalise` is. That is the normalised
-            probability; the reference then rounds as models do that have it in this order (GPT-OSS).
-        dtype: Of the weights; that of `logits` by default.
+        softmax_after_topk: Take the softmax of the k largest logits, whatever `normalise` is. This equals the
+            normalised probabilities; only the reference rounds differently, as models with this order do (GPT-OSS).
+        dtype: Dtype of the weights; by default that of `logits`.
 
     Returns:
-        ``(top_k_weights, top_k_index)``, both (T, k), the latter int64; the most probable expert first. Of equal ones
-        the kernel takes the lower index first, the reference what torch.topk takes.
+        ``(top_k_weights, top_k_index)``, both (T, k), the latter int64; the most probable expert first. The kernel
+        breaks ties towards the lower index, the reference as torch.topk does.
 
     Raises:
-        ValueError: If `logits` is not 2-D or not floating, or `k` less than 1 or more than E.
+        ValueError: If `logits` is not 2-D or not floating point, or `k` is not from 1 to E.
     """
     _check(logits, k)
     if not use_triton(logits):
@@ -162,27 +407,27 @@ def grouped_topk_sigmoid_routing(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token with the largest sigmoids, corrected and of the best groups, and their weights.
+    """The k experts of each token with the largest corrected sigmoids within its best groups, and their weights.
 
     Args:
-        logits: (T, E), of any strides. float16, bfloat16 or float32 for the kernel; other dtypes run as the reference.
-        k: Experts a token.
-        correction_bias: (E,), any float dtype; added to the sigmoids for the choice, not to the weights. It gets no
-            gradient.
-        num_groups: Groups of E / num_groups neighbouring experts.
-        top_groups: How many of them a token may choose of: those whose two best experts have the largest sum.
+        logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.
+        k: Experts per token.
+        correction_bias: (E,), any floating dtype; added to the sigmoids for the choice but not for the weights. It gets
+            no gradient.
+        num_groups: Number of groups, of E / num_groups neighbouring experts each.
+        top_groups: How many groups a token may choose from: those with the largest sum of their two best experts.
         normalise: Divide the weights by their sum + 1e-20.
-        scale: Factor of the weights.
-        dtype: Of the weights; that of `logits` by default.
+        scale: Factor applied to the weights.
+        dtype: Dtype of the weights; by default that of `logits`.
 
     Returns:
-        ``(top_k_weights, top_k_index)``, both (T, k), the latter int64; the best choice first. Of equal experts, and
-        groups, the kernel takes the lower index first, the reference what torch.topk takes.
+        ``(top_k_weights, top_k_index)``, both (T, k), the latter int64; the best choice first. The kernel breaks ties
+        of experts and groups towards the lower index, the reference as torch.topk does.
 
     Raises:
-        ValueError: If `logits` is not 2-D or not floating, `k` less than 1 or more than the experts of `top_groups`
-            groups, `num_groups` does not divide E into groups of at least 2 (where there are several), `top_groups` is
-            not from 1 to `num_groups`, or `correction_bias` is not (E,).
+        ValueError: If `logits` is not 2-D or not floating point, `k` is less than 1 or more than the experts of
+            `top_groups` groups, `num_groups` does not divide E or leaves groups of one expert (several groups need at
+            least 2 each), `top_groups` is not from 1 to `num_groups`, or `correction_bias` is not (E,).
     """
     _check(logits, k)
     _check_groups(logits, k, correction_bias, num_groups, top_groups)
@@ -213,7 +458,7 @@ def grouped_topk_sigmoid_routing_reference(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grouped_topk_sigmoid_routing` in plain torch, without its checks."""
+    """`grouped_topk_sigmoid_routing` in plain torch; it does not check its arguments."""
     scores = logits.to(_wide(logits)).sigmoid()
     choice = scores.detach() if correction_bias is None else scores.detach() + correction_bias.detach()
     if num_groups > 1:
@@ -230,21 +475,3 @@ def grouped_topk_sigmoid_routing_reference(
 
 def _wide(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _check_groups(
-    logits: torch.Tensor, k: int, correction_bias: torch.Tensor | None, num_groups: int, top_groups: int
-) -> None:
-    num_experts = logits.shape[1]
-    if num_groups < 1 or num_experts % num_groups or 1 < num_groups > num_experts // 2:
-        raise ValueError(
-            f"`num_groups` is {num_groups}; it must divide the {num_experts} experts into groups of at least 2."
-        )
-    if not 1 <= top_groups <= num_groups:
-        raise ValueError(f"`top_groups` is {top_groups}; it must be from 1 to `num_groups`, {num_groups}.")
-    if k > top_groups * (num_experts // num_groups):
-        raise ValueError(f"`k` is {k}, but {top_groups} groups have {top_groups * num_experts // num_groups} experts.")
-    if correction_bias is not None and correction_bias.shape != (num_experts,):
-        raise ValueError(
-            f"`correction_bias` is {tuple(correction_bias.shape)}; it must be ({num_experts},), one for each expert."
-        )

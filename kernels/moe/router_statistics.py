@@ -1,4 +1,4 @@
-"""What the auxiliary losses of a mixture of experts need of the routers' logits, in one pass forward and one backward.
+"""What the auxiliary losses of a mixture of experts need of the router logits, in one pass forward and one backward.
 
 For logits x (T, E) of one layer, a weight m_t for each token and the top k experts of each::
 
@@ -8,9 +8,9 @@ For logits x (T, E) of one layer, a weight m_t for each token and the top k expe
 and all of it summed over the layers. With the upstream gradients a_e of sums_e and b of squares,
 ``dx_te = m_t p_te (a_e - sum_f a_f p_tf + 2 b z_t)``; the counts have no gradient.
 
-Bytes moved: the logits are read once forward and once backward, and their gradient is written. Saved for the backward:
-the logits, which their matmul's output is anyway. A program sums its own rows and writes one row of partial sums, which
-are added in a fixed order: no atomics.
+Bytes moved: the logits are read once forward and once backward, and their gradient is written. Saved for backward: the
+logits, which exist anyway as the output of the router's matmul. Each program sums its own rows and writes one row of
+partial sums, which are added in a fixed order: no atomics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.moe.router_kernels import ordered
+from liger_trainer.kernels.moe.router import ordered
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
@@ -51,8 +51,8 @@ def _softmax(x):
 
 @triton.jit
 def _largest(x, columns, top_k, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """Which entries of each row are its `top_k` largest; of equal ones the first."""
-    # An integer that orders as the float does, and below it the column: no two keys of a row are equal.
+    """A mask of the `top_k` largest entries of each row; the first of equal ones."""
+    # The upper half of a key orders as the float does, the lower half is the column: no two keys of a row are equal.
     keys = (ordered(x).to(tl.int64) << 32) | (BLOCK_EXPERTS - 1 - columns)[None, :].to(tl.int64)
     least = tl.full([BLOCK_ROWS], 0x7FFFFFFFFFFFFFFF, tl.int64)
     for _ in range(top_k):
@@ -61,7 +61,7 @@ def _largest(x, columns, top_k, BLOCK_ROWS: tl.constexpr, BLOCK_EXPERTS: tl.cons
 
 
 @triton.jit
-def forward_kernel(
+def _forward_kernel(
     logits_ptr,
     mask_ptr,
     partials_ptr,
@@ -93,7 +93,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def _backward_kernel(
     upstream_ptr,
     logits_ptr,
     mask_ptr,
@@ -134,12 +134,12 @@ def router_statistics(layers: Sequence[torch.Tensor], mask: torch.Tensor | None,
     """The statistics of all layers together.
 
     Args:
-        layers: Logits of each layer, (T, E), on one device.
-        mask: The weight of each token, (T,) in fp32 and contiguous; 1 where it is None.
-        top_k: Experts of a token.
+        layers: Logits of each layer, (T, E), all on one device.
+        mask: The weight of each token, (T,), fp32 and contiguous; None for ones.
+        top_k: Experts per token.
 
     Returns:
-        `counts`, `sums` and `squares`, (2E + 1,) in fp32.
+        `counts`, `sums` and `squares`, concatenated, (2E + 1,) in fp32.
     """
     num_experts = layers[0].shape[1]
     tile = _tile(num_experts)
@@ -151,7 +151,7 @@ def router_statistics(layers: Sequence[torch.Tensor], mask: torch.Tensor | None,
             if count:
                 rows = _readable(logits)
                 sizes = rows.stride(0), rows.shape[0], num_experts, top_k
-                forward_kernel[(count,)](rows, mask, part, *sizes, HAS_MASK=mask is not None, **tile)
+                _forward_kernel[(count,)](rows, mask, part, *sizes, HAS_MASK=mask is not None, **tile)
     return partials.sum(0)
 
 
@@ -174,7 +174,7 @@ def router_statistics_backward(
             grid = (cdiv(rows.shape[0], tile["BLOCK_ROWS"]),)
             if grid[0]:
                 sizes = rows.stride(0), rows.shape[0], num_experts
-                backward_kernel[grid](upstream, rows, mask, gradient, *sizes, HAS_MASK=mask is not None, **tile)
+                _backward_kernel[grid](upstream, rows, mask, gradient, *sizes, HAS_MASK=mask is not None, **tile)
     return gradients
 
 
@@ -186,12 +186,14 @@ def _(upstream, layers, mask):
 refuse_second_derivative(router_statistics_backward, "load_balancing_loss and router_z_loss")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Sequence[torch.Tensor], torch.Tensor | None, int], output: torch.Tensor
+) -> None:
     layers, mask, _ = inputs
     ctx.save_for_backward(mask, *layers)
 
 
-def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[list[torch.Tensor], None, None]:
     mask, *layers = ctx.saved_tensors
     return router_statistics_backward(upstream, layers, mask), None, None
 
@@ -200,7 +202,7 @@ router_statistics.register_autograd(_backward, setup_context=_setup_context)
 
 
 def router_statistics_reference(layers: Sequence[torch.Tensor], mask: torch.Tensor | None, top_k: int) -> torch.Tensor:
-    """`router_statistics` in plain torch: in float64 for such logits, otherwise in fp32."""
+    """`router_statistics` in plain torch, in float64 for float64 logits and in fp32 for others."""
     total: Any = 0
     for logits in layers:
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))

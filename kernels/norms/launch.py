@@ -1,8 +1,8 @@
-"""What the norms share: the rows of a tensor of any layout, launch limits, and the sum of partial weight gradients.
+"""What the norms share: checks, rows of tensors of any layout, launch limits, the sum of partial weight gradients.
 
-A norm works on rows of `hidden_size` numbers, each on its own, so the order of the rows does not matter. Tensors whose
+A norm treats each row of `hidden_size` elements on its own, so the order of the rows does not matter. Tensors whose
 leading dimensions are permuted (queries transposed to `(batch, heads, tokens, head_dim)`, say) are therefore read and
-written in the order they lie in memory, without a copy, and results have the same layout.
+written in memory order, without a copy, and results have the same layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, tl, triton, use_triton
 
 MAX_HIDDEN_SIZE = 65536
-"""Longest row one program can hold; longer rows run as the torch reference."""
+"""Longest row that one program can hold; longer rows run the torch reference."""
 
 _COLUMN_SUM_TILE = 4096
 
@@ -45,7 +45,7 @@ class DeviceLimits(NamedTuple):
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of `device`; careful ones where torch does not tell."""
+    """The limits of `device`; conservative ones where torch does not report them."""
     if device.type != "cuda":
         return DeviceLimits(max_warps=16, shared_memory=48 * 1024)
     properties = torch.cuda.get_device_properties(device)
@@ -56,8 +56,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
     """Tile and warps of a forward kernel.
 
-    16 to 32 numbers a thread are two to four 16-byte loads of bf16 in flight in each, and several programs share a
-    multiprocessor. Short rows are put together in a tile; a row of more than 4096 gets more warps. Measured on an H200.
+    16 to 32 elements per thread put two to four 16-byte loads of bf16 in flight in each, and several programs share a
+    multiprocessor. Short rows share a tile; rows longer than 4096 get more warps. Measured on an H200.
     """
     block = next_power_of_2(hidden_size)
     rows = min(128, max(1, 2048 // block))
@@ -66,13 +66,13 @@ def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
 
 @functools.cache
 def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, device: torch.device) -> NormConfig:
-    """`config` with warps and stages lowered to what `device` has.
+    """`config` with warps and stages lowered to the limits of `device`.
 
     Args:
-        config: What the table asks for.
+        config: The configuration to launch where the device allows it.
         hidden_size: Length of a row.
-        bytes_per_column: Bytes that a program reads for one number of a row, summed over its streamed inputs.
-        device: Where it will run.
+        bytes_per_column: Bytes that a program reads for one element of a row, summed over its streamed inputs.
+        device: Where the kernel will run.
     """
     limits = device_limits(device)
     tile_bytes = config.rows * next_power_of_2(hidden_size) * bytes_per_column
@@ -90,7 +90,7 @@ def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """fp32 under autocast, where torch runs its own norms in fp32 (not so on a CPU), else the dtype of `x`."""
+    """fp32 under autocast, where torch runs its own norms in fp32 (except on a CPU), else the dtype of `x`."""
     device = x.device.type
     low_precision = x.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
@@ -125,14 +125,14 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
 
 
 def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raises ValueError where of `x` and the other arguments of the operator `name` only some are DTensors."""
+    """Raises ValueError if `x` is a DTensor and one of the other arguments is not, or the other way round."""
     for argument, other in others.items():
         if other is None or is_dtensor(other) == is_dtensor(x):
             continue
         plain, split = (argument, "x") if is_dtensor(x) else ("x", argument)
         raise ValueError(
             f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
-            f"`distribute_tensor({plain}, {split}.device_mesh)` where every process has all of it."
+            f"`distribute_tensor({plain}, {split}.device_mesh)` if every process holds the whole tensor."
         )
 
 
@@ -148,7 +148,7 @@ def check_residual(name: str, x: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def memory_order(x: torch.Tensor) -> list[int] | None:
-    """The dimensions of `x` with the leading ones from the largest stride to the smallest; None if it is contiguous."""
+    """The dimensions of `x`, the leading ones sorted by falling stride; None if `x` is contiguous."""
     if x.is_contiguous():
         return None
     return [*sorted(range(x.dim() - 1), key=lambda dim: x.stride(dim), reverse=True), x.dim() - 1]
@@ -163,12 +163,12 @@ def as_rows(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
 
 
 def as_row_values(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """`tensor` of shape `x.shape[:-1]`, which holds one number a row, as (rows,) in the order of `as_rows`."""
+    """`tensor` of shape `x.shape[:-1]`, one value per row, as (rows,) in the order of `as_rows`."""
     return (tensor if order is None else tensor.permute(order[:-1])).reshape(-1).contiguous()
 
 
 def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of `like`'s shape whose `as_rows(..., order)` is a contiguous view."""
+    """A new tensor of the shape of `like` whose `as_rows(..., order)` is a contiguous view."""
     if order is None:
         return torch.empty(like.shape, dtype=dtype, device=like.device)
     inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -184,6 +184,7 @@ def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tenso
 def _column_sum_kernel(
     partial_ptr, first_ptr, second_ptr, num_partials, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Sums BLOCK columns of the partial sums of one group and one output."""
     group = tl.program_id(1).to(tl.int64)
     which = tl.program_id(2)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -202,16 +203,16 @@ def _column_sum_kernel(
 
 
 def column_sum(partial: torch.Tensor, *outputs: torch.Tensor) -> None:
-    """Writes `partial[i].sum(-2)`, in a fixed order, to `outputs[i]`; the second stage of the weight gradients.
+    """Writes `partial[i].sum(-2)`, in a fixed order, to `outputs[i]`: the second stage of the weight gradients.
 
     Args:
-        partial: fp32 of shape (len(outputs), programs, hidden_size), or (len(outputs), groups, programs, hidden_size)
-            for a sum in each of up to 65535 groups; contiguous.
-        outputs: One or two contiguous tensors of `hidden_size` numbers (a group), of any floating dtype.
+        partial: Contiguous fp32 tensor of shape (len(outputs), programs, hidden_size), or (len(outputs), groups,
+            programs, hidden_size) for separate sums of up to 65535 groups.
+        outputs: One or two contiguous tensors of shape (hidden_size,), or (groups, hidden_size), of any floating dtype.
     """
     *batch, num_partials, hidden_size = partial.shape
     count, groups = batch[0], batch[1] if len(batch) == 2 else 1
-    # A narrow block has many programs for a short row; 8 fp32 columns are one memory sector.
+    # A narrow block keeps many programs busy on a short row; 8 fp32 columns are one memory sector.
     block = 8 if hidden_size <= 1024 else 32
     grid = (cdiv(hidden_size, block), groups, count)
     _column_sum_kernel[grid](

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension, in the roundings of the model families that use it.
+"""RMSNorm over the last dimension, with the roundings of the model families that use it.
 
 Formula (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467), for one row of `x` with hidden size H:
 
@@ -8,32 +8,284 @@ and, with g = dy * (offset + weight),
 
     dx = rstd * (g - x_hat * mean(g * x_hat))        dweight = sum over rows of dy * x_hat
 
-Forward reads x and writes y (4 bytes a number in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, weight and rstd (fp32, one a row). The weight gradient is summed in fp32 in the registers of a persistent
-grid, and a second small kernel adds up what each program found: no atomics, the same bits in every run.
+Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
+backward: x, weight and rstd (fp32, one per row). Each program of a persistent grid sums its share of the weight
+gradient in fp32 registers, and a second, small kernel adds the shares in a fixed order: no atomics, so every run gives
+the same bits.
 
-The kernels can also add a residual before the norm; `fused_add_rms_norm` launches them so.
+The kernels can also add a residual before the norm, which `fused_add_rms_norm` uses: they then read the residual too,
+write the sum, and in the backward add the gradient of the sum to dx.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
+    NormConfig,
+    as_row_values,
+    as_rows,
     check_arguments,
+    column_sum,
     empty_in_order,
     empty_row_values,
+    fit_config,
+    forward_config,
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.norms.rms_norm_kernels import (
-    check_casting,
-    empty_gradients,
-    launch_backward,
-    launch_forward,
-    output_dtype,
-)
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+
+CASTINGS = ("llama", "gemma", "olmo2", "none")
+
+
+@triton.jit
+def load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
+    """Offset + weight in fp32, as (1, BLOCK_H); rounded to the dtype of the weight except for "gemma"."""
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
+    scale = weight.to(tl.float32) + offset
+    if CASTING != "gemma":
+        scale = scale.to(weight.dtype).to(tl.float32)
+    return scale[None, :]
+
+
+@triton.jit
+def normalise(x, eps, dtype: tl.constexpr, H: tl.constexpr, CASTING: tl.constexpr):
+    """The rows of the fp32 tile `x` divided by their root mean square, rounded as `CASTING` says, and the rstds."""
+    if CASTING == "none":
+        mean_square = (tl.sum((x * x).to(dtype).to(tl.float32), axis=1) * (1.0 / H)).to(dtype).to(tl.float32)
+        rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    else:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
+    y = x * rstd[:, None]
+    if CASTING == "llama" or CASTING == "none":
+        y = y.to(dtype).to(tl.float32)
+    return y, rstd
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    num_rows,
+    eps,
+    offset,
+    H: tl.constexpr,
+    CASTING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Normalises ROWS rows."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+    out = (rows * H)[:, None] + cols[None, :]
+    x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + (rows * residual_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+        total = (x + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + out, total, mask=mask)
+        x = total.to(tl.float32)  # the model normalises the rounded sum
+
+    y, rstd = normalise(x, eps, dtype, H, CASTING)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    if weight_ptr is not None:
+        y *= load_scale(weight_ptr, cols, offset, H, CASTING)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_backward_kernel(
+    dy_ptr,
+    total_grad_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride,
+    total_grad_stride,
+    x_stride,
+    num_rows,
+    offset,
+    H: tl.constexpr,
+    CASTING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Computes dx of every num_programs-th tile of ROWS rows, and this program's share of dweight."""
+    # When a row is short, summing the rows of a tile crosses warps, so that sum waits until the end.
+    SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
+    cols = tl.arange(0, BLOCK_H)
+    if weight_ptr is not None:
+        scale = load_scale(weight_ptr, cols, offset, H, CASTING)
+    if partial_ptr is not None:
+        dweight = tl.zeros((ROWS if SUM_LATE else 1, BLOCK_H), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+        x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        x_hat = x.to(tl.float32) * rstd
+        dy = dy.to(tl.float32)
+        if dx_ptr is not None:
+            g = dy
+            if weight_ptr is not None:
+                g = dy * scale
+            projection = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / H)
+            dx = rstd * (g - x_hat * projection)
+            if total_grad_ptr is not None:
+                total_grad_tile = total_grad_ptr + (rows * total_grad_stride)[:, None] + cols[None, :]
+                dx += tl.load(total_grad_tile, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + (rows * H)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if partial_ptr is not None:
+            if SUM_LATE:
+                dweight += dy * x_hat
+            else:
+                dweight += tl.sum(dy * x_hat, axis=0)[None, :]
+    if partial_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
+
+
+def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+    """Tile, warps, stages and persistent grid of the backward kernel.
+
+    A Hopper GPU needs about 26 KB of loads in flight on every multiprocessor, and a bf16 row of 4096 with its gradient
+    is 16 KB, so one row at a time leaves the memory idle. Two tiles are therefore fetched while a third is computed,
+    and several programs share a multiprocessor so that one computes while another reduces. More programs would only
+    write more partial weight gradients (two per multiprocessor are 1 % of a 16384-row input).
+
+    The scale, the row, its gradient and the weight gradient stay in registers. 16 elements per thread need up to 128
+    registers; so do 32 from 16384 columns on (16 warps), where part of the scale spills and is read back from L1 while
+    the next rows are loading.
+    """
+    block = next_power_of_2(hidden_size)
+    if block <= 1024:
+        return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=3)
+    num_warps = min(16, block // 512) if block <= 16384 else 32
+    stages = 3 if block < 16384 else 1  # a row of 16384 alone keeps enough loads in flight, and buffers cost registers
+    return NormConfig(rows=1, num_warps=num_warps, num_stages=stages, programs_per_sm=max(1, 16 // num_warps))
+
+
+def output_dtype(x: torch.Tensor, weight: torch.Tensor | None, casting: str) -> torch.dtype:
+    """Dtype of RMSNorm's result: where `casting` multiplies by the weight last, the one that torch promotes to."""
+    if weight is None or casting not in ("llama", "none"):
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+def launch_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Runs the forward kernel and returns y, x + residual (None without a residual), and rstd in fp32."""
+    hidden_size, order = x.shape[-1], memory_order(x)
+    y = empty_in_order(x, order, output_dtype(x, weight, casting))
+    total = None if residual is None else empty_in_order(x, order, x.dtype)
+    rstd = empty_row_values(x, order)
+    if x.numel() == 0:
+        return y, total, rstd
+    rows = as_rows(x, order)
+    residual_rows = None if residual is None else as_rows(residual, order)
+    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    with on_device(x):
+        _rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+            rows,
+            residual_rows,
+            weight if weight is None else weight.contiguous(),
+            as_rows(y, order),
+            None if total is None else as_rows(total, order),
+            as_row_values(rstd, order),
+            rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            rows.shape[0],
+            eps,
+            offset,
+            H=hidden_size,
+            CASTING=casting,
+            ROWS=config.rows,
+            BLOCK_H=next_power_of_2(hidden_size),
+            num_warps=config.num_warps,
+        )
+    return y, total, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    total_grad: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    casting: str,
+    needs_dx: bool,
+    needs_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the backward kernels and returns dx (with `total_grad` added) and dweight, empty where not needed."""
+    hidden_size, order = x.shape[-1], memory_order(x)
+    dx, dweight = empty_gradients(x, weight, needs_dx, needs_dweight)
+    if x.numel() == 0:
+        return dx, dweight.zero_()
+    rows, dy_rows = as_rows(x, order), as_rows(dy, order)
+    total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
+    streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
+    bytes_per_column = sum(tensor.element_size() for tensor in streams)
+    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
+    tiles = cdiv(rows.shape[0], config.rows)
+    programs = min(tiles, num_sms(x.device) * config.programs_per_sm)
+    partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if needs_dweight else None
+    with on_device(x):
+        _rms_norm_backward_kernel[(programs,)](
+            dy_rows,
+            total_grad_rows,
+            rows,
+            weight if weight is None else weight.contiguous(),
+            as_row_values(rstd, order),
+            as_rows(dx, order) if needs_dx else None,
+            partial,
+            dy_rows.stride(0),
+            0 if total_grad_rows is None else total_grad_rows.stride(0),
+            rows.stride(0),
+            rows.shape[0],
+            offset,
+            H=hidden_size,
+            CASTING=casting,
+            ROWS=config.rows,
+            BLOCK_H=next_power_of_2(hidden_size),
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )
+        if partial is not None:
+            column_sum(partial, dweight)
+    return dx, dweight
+
+
+def empty_gradients(
+    x: torch.Tensor, weight: torch.Tensor | None, needs_dx: bool, needs_dweight: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised gradients of x and weight, empty where not needed."""
+    dx = empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0)
+    return dx, weight.new_empty(weight.shape) if weight is not None and needs_dweight else x.new_empty(0)
+
+
+def check_casting(name: str, casting: str) -> None:
+    """Raises ValueError unless `casting` is one of `CASTINGS`."""
+    if casting not in CASTINGS:
+        raise ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
 
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())
@@ -81,10 +333,10 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy, _):
     needs_dx, needs_dweight = ctx.needs_input_grad[:2]
     if dy is None:
-        return (None,) * 5
+        return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
-    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight)
-    return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None
+    gradients = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight)
+    return *where_needed(ctx.needs_input_grad, *gradients), None, None, None
 
 
 _rms_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -104,8 +356,8 @@ def rms_norm(
 
     Args:
         x: Input of shape (..., hidden_size) and any floating dtype.
-        weight: Weight of shape (hidden_size,), of the dtype of `x` or another one, such as fp32 under autocast. None
-            for a norm without weight; `offset` has then no effect.
+        weight: Weight of shape (hidden_size,), in the dtype of `x` or another one, such as fp32 under autocast. None
+            for a norm without a weight, where `offset` has no effect.
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for Gemma.
         casting: Where the result is rounded to the dtype of `x`.
@@ -114,13 +366,13 @@ def rms_norm(
               promoted dtype of `x` and `weight`.
             - ``"gemma"``: everything including `offset + weight` is fp32, the product is rounded.
             - ``"olmo2"``: the normalised row is multiplied by the weight in fp32, the product is rounded (OLMo2,
-              GPT-OSS, `torch.nn.RMSNorm`). As ``"gemma"``, except that a non-zero `offset` is added in the dtype of
-              the weight.
+              GPT-OSS, `torch.nn.RMSNorm`). This is ``"gemma"``, except that a non-zero `offset` is added in the dtype
+              of the weight.
             - ``"none"``: no casts; each step (square, mean, rsqrt, product) rounds to the dtype of `x`, as torch does
               on tensors of that dtype. The result has the promoted dtype of `x` and `weight`.
 
     Returns:
-        Tensor of the shape of `x`; its dtype is that of `x` but for the promotion above.
+        Tensor of the shape of `x`, in the dtype of `x` except where `casting` promotes it.
 
     Raises:
         ValueError: If `weight` does not fit `x` in shape or device, a dtype is not floating point, `x` has no last

@@ -1,11 +1,11 @@
-"""The clamped, biased SwiGLU of GPT-OSS (arXiv 2508.10925) on one projection whose columns are gate and up in turns.
+"""The clamped, biased SwiGLU of GPT-OSS (arXiv 2508.10925) on one projection whose columns alternate gate and up.
 
-With ``g`` and ``u`` clamped to the limit, ``g`` from above and ``u`` from both sides::
+With ``g`` and ``u`` clamped to the limit, ``g`` from above and ``u`` on both sides::
 
     h = (u + 1) * g * sigmoid(alpha * g) = (u + 1) * silu(alpha * g) / alpha
 
-so it is the kernel of `_gated_activation` with alpha as the gate's multiplier and 1 / alpha behind. The
-interleaved columns are read and written as they lie: 6 bytes an element of h in bf16 forward, 10 backward.
+which is `gated_activation` with alpha as the multiplier of the gate and 1 / alpha as that of the result. The columns
+are read and written interleaved: per element of h in bf16, 6 bytes forward and 10 backward.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def clamped_swiglu(
     """``(clamp(up) + up_offset) * g * sigmoid(alpha * g)`` with ``g = clamp(gate)``, one pass forward, one backward.
 
     Args:
-        gate_up: Fused projection, its bias added, (..., 2 * intermediate), of any strides. float16, bfloat16 or float32
-            for the kernel; other dtypes run as the reference.
-        alpha: Steepness of the sigmoid; more than 0.
-        limit: Largest gate, and largest magnitude of up; the gradient of what lies beyond is 0. None: no clamp.
+        gate_up: Fused projection with its bias added, (..., 2 * intermediate), of any strides. float16, bfloat16 or
+            float32 for the kernel; other dtypes run the reference.
+        alpha: Steepness of the sigmoid, more than 0.
+        limit: Largest gate, and largest magnitude of up; a value that is clamped gets no gradient. None: no clamp.
         up_offset: Added to up.
-        interleaved: Whether gate and up take turns, ``gate_up[..., ::2]`` and ``gate_up[..., 1::2]``, as in GPT-OSS,
-            or lie one behind the other.
-        inplace_backward: Let the backward write the gradient over `gate_up`; see `swiglu`.
+        interleaved: True (default): gate is ``gate_up[..., ::2]`` and up is ``gate_up[..., 1::2]``, as in GPT-OSS.
+            False: gate is the first half and up the second.
+        inplace_backward: Lets the backward write the gradient over `gate_up`; see `swiglu`.
 
     Returns:
         A new contiguous tensor, (..., intermediate), in `gate_up`'s dtype.
 
     Raises:
-        ValueError: If the last dimension is odd, `alpha` is not positive, or `inplace_backward` is asked for while
+        ValueError: If the last dimension is odd, `alpha` is not positive, or `inplace_backward` is set while
             `gate_up` is expanded.
     """
     if not alpha > 0:

@@ -1,25 +1,25 @@
-"""Dynamic tanh (DyT), which takes the place of a norm without any statistics.
+"""Dynamic tanh (DyT), a replacement for norms that needs no statistics.
 
-Formula (Zhu et al. 2025, https://arxiv.org/abs/2503.10622), for numbers x of column c:
+Formula (Zhu et al. 2025, https://arxiv.org/abs/2503.10622), for an element x of column c:
 
     y = gamma_c * t + beta_c        t = tanh(alpha * x)
 
 and, with s = 1 - t^2 and sums over all rows,
 
     dx = alpha * gamma_c * s * dy        dgamma_c = sum of t * dy        dbeta_c = sum of dy
-    dalpha = sum of x * gamma_c * s * dy, over the columns too
+    dalpha = sum over rows and columns of x * gamma_c * s * dy
 
-Forward reads x and writes y (4 bytes a number in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, alpha and gamma. tanh and s are computed from exp(-2 |alpha x|) without cancellation, tanh near zero as its
-series. The sums are taken in fp32 in the registers of a persistent grid and added up by a second small kernel, without
-atomics.
+Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
+backward: x, alpha and gamma. tanh and s are computed from exp(-2 |alpha x|) without cancellation, and tanh near zero
+from its power series. Each program of a persistent grid sums its share of the parameters' gradients in fp32 registers,
+and a second, small kernel adds the shares, without atomics.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_rows,
@@ -31,12 +31,13 @@ from liger_trainer.kernels.norms.launch import (
 )
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton, use_triton
 
-_BLOCK = 1024  # columns of a tile at most
-_TILE = 2048  # numbers of a tile
+_BLOCK = 1024  # largest number of columns in a tile
+_TILE = 2048  # elements in a tile
 
 
 @triton.jit
 def _tanh_and_derivative(x):
+    """tanh(x) and 1 - tanh(x)^2."""
     decay = tl.exp(-2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + decay)
     far = (1.0 - decay) * inverse
@@ -59,6 +60,7 @@ def _dyt_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Writes one (ROWS, BLOCK) tile of y."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
@@ -88,6 +90,7 @@ def _dyt_backward_kernel(
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Writes dx of every num_programs-th tile of BLOCK columns, and this program's share of the parameters' sums."""
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     alpha = tl.load(alpha_ptr).to(tl.float32)
     gamma = tl.load(gamma_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
@@ -124,7 +127,7 @@ def _dyt_backward_kernel(
 def launch_config(hidden_size: int) -> NormConfig:
     """Rows of a tile, warps, and for the backward kernel stages and persistent grid.
 
-    16 numbers a thread are two 16-byte loads of bf16, and leave registers for the three sums.
+    16 elements per thread are two 16-byte loads of bf16, and leave registers for the three sums.
     """
     return NormConfig(rows=_TILE // _block(hidden_size), num_warps=4, num_stages=3, programs_per_sm=4)
 
@@ -228,7 +231,7 @@ def _gradients(
     needs_dgamma: bool,
     dbeta_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New gradients of x, alpha, gamma and beta, empty where not needed."""
+    """Uninitialised gradients of x, alpha, gamma and beta, empty where not needed."""
     return (
         empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0),
         alpha.new_empty(alpha.shape if needs_dalpha else 0),
@@ -246,10 +249,12 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy):
     if dy is None:
-        return (None,) * 4
-    needs = ctx.needs_input_grad
-    gradients = _dyt_backward(dy, *ctx.saved_tensors, *needs[:3], ctx.beta_dtype if needs[3] else None)
-    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
+        return None, None, None, None
+    needs_dx, needs_dalpha, needs_dgamma, needs_dbeta = ctx.needs_input_grad
+    x, alpha, gamma = ctx.saved_tensors
+    dbeta_dtype = ctx.beta_dtype if needs_dbeta else None
+    gradients = _dyt_backward(dy, x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype)
+    return where_needed(ctx.needs_input_grad, *gradients)
 
 
 _dyt.register_autograd(_backward, setup_context=_setup_context)
@@ -262,8 +267,8 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
 
     Args:
         x: Input of shape (..., hidden_size) and any floating dtype.
-        alpha: One number, of shape () or (1,), on the device of `x`; it is read there.
-        gamma: Weight of shape (hidden_size,). Its dtype, as those of alpha and beta, may differ from that of `x`.
+        alpha: One number, of shape () or (1,), on the device of `x`, where the kernel reads it.
+        gamma: Weight of shape (hidden_size,). The dtypes of alpha, gamma and beta may differ from that of `x`.
         beta: Bias of shape (hidden_size,), or None (default) for 0.
 
     Returns:

@@ -4,15 +4,15 @@
 
     y[t] = W[ids[t]]                        dW[v] = sum of dy[t] over the t with ids[t] = v, but 0 for the padding id
 
-The backward sorts the ids on the device (stable, so equal ids keep their order) and adds up dy along the runs of equal
-ids in fp32, in blocks of 32 tokens: a run inside one block is a row of dW; of a run that crosses blocks the shares are
-put aside and a second kernel joins them. Every row is written once and rounded once. No atomics, no host sync, and no
-shape that depends on the ids.
+The backward sorts the ids on the device with a stable sort, so that equal ids keep their order, and sums dy along each
+run of equal ids in fp32, in blocks of 32 tokens. A run inside one block gives its row of dW at once; of a run that
+crosses blocks, each block stores a partial sum, and a second kernel adds these. Every row is written once and rounded
+once. There are no atomics, no host synchronisation and no shapes that depend on the ids.
 
-Bytes moved in bf16, N tokens, H columns, V rows: forward 4 NH; backward 2 NH to read dy and 2 VH to zero dW, beside the
-rows written. `embedding_backward_` adds to a gradient that is there and so never touches the other rows.
+Bytes moved in bf16 for N tokens, H columns and V rows: forward 4 NH; backward 2 NH to read dy and 2 VH to zero dW, plus
+the rows written. `embedding_backward_` adds to an existing gradient and so never touches the other rows.
 
-Saved for backward: the ids. Memory: dW, and for N tokens 20 N bytes of sorting and NH / 4 bytes of shares.
+Saved for backward: the ids. Memory: dW, and for N tokens 20 N bytes to sort and NH / 4 bytes of partial sums.
 """
 
 from __future__ import annotations
@@ -22,8 +22,163 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.parity.embedding_kernels import launch_backward, launch_gather
-from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
+from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
+
+
+@triton.jit
+def _gather_kernel(ids_ptr, weight_ptr, out_ptr, vocab, cols, weight_stride, BLOCK: tl.constexpr):
+    """Copies BLOCK columns of one token's row."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < cols
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    out_row_ptr = out_ptr + token * cols
+    if (row >= 0) & (row < vocab):
+        values = tl.load(weight_ptr + row * weight_stride + columns, mask=mask)
+        tl.store(out_row_ptr + columns, values, mask=mask)
+    else:  # an id outside of the table gives NaN, and nothing is read
+        tl.store(out_row_ptr + columns, tl.full((BLOCK,), float("nan"), out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _keys_kernel(ids_ptr, keys_ptr, tokens, vocab, padding_idx, BLOCK: tl.constexpr):
+    """The ids in 32 bits, which halves the passes of the sort; -1 for ids without a gradient."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < tokens
+    ids = tl.load(ids_ptr + offsets, mask=mask, other=-1)
+    counts = (ids >= 0) & (ids < vocab) & (ids != padding_idx)
+    tl.store(keys_ptr + offsets, tl.where(counts, ids, -1).to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _write_row(grad_row_ptr, columns, total, mask, ACCUMULATE: tl.constexpr):
+    """Writes `total` to a row of the gradient, or adds it."""
+    if ACCUMULATE:
+        total += tl.load(grad_row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(grad_row_ptr + columns, total.to(grad_row_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_runs_kernel(
+    dy_ptr,
+    keys_ptr,
+    order_ptr,
+    grad_ptr,
+    partial_ptr,
+    tokens,
+    cols,
+    dy_stride,
+    grad_stride,
+    ACCUMULATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums dy over TOKENS sorted tokens, one run of equal keys at a time.
+
+    A run inside the block gives a row of the gradient. Of a run that crosses the block's border, the partial sum is
+    stored: in slot 0 if the run began before the block, else in slot 1.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < cols
+    start = block * TOKENS
+    following = start + TOKENS
+    key = tl.load(keys_ptr + start)
+    before = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
+    begun = (key != before).to(tl.int32)  # whether the run began in this block
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(TOKENS):  # past the last token the keys are -1
+        position = start + i
+        after = tl.load(keys_ptr + position + 1, mask=position + 1 < tokens, other=-1)
+        if key >= 0:
+            row = tl.load(order_ptr + position)
+            total += tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        ends = after != key
+        if (key >= 0) & (ends | (position + 1 == following)):
+            if ends & (begun == 1):
+                _write_row(grad_ptr + key.to(tl.int64) * grad_stride, columns, total, mask, ACCUMULATE)
+            else:
+                tl.store(partial_ptr + (2 * block + begun) * cols + columns, total, mask=mask)
+        total = tl.where(ends, 0.0, total)
+        begun = tl.where(ends, 1, begun)
+        key = after
+
+
+@triton.jit
+def _join_runs_kernel(
+    keys_ptr,
+    grad_ptr,
+    partial_ptr,
+    tokens,
+    cols,
+    grad_stride,
+    ACCUMULATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the partial sums of the run that begins in this block and continues in the next; few blocks have one."""
+    block = tl.program_id(0).to(tl.int64)
+    start = block * TOKENS
+    following = start + TOKENS
+    if following >= tokens:
+        return
+    key = tl.load(keys_ptr + following - 1)
+    after = tl.load(keys_ptr + following)
+    before = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
+    if (key < 0) | (key != after) | (key == before):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < cols
+    total = tl.load(partial_ptr + (2 * block + 1) * cols + columns, mask=mask, other=0.0)
+    rest = tl.zeros((ROWS, BLOCK), tl.float32)
+    first = block + 1
+    while after == key:
+        blocks = first + tl.arange(0, ROWS)
+        theirs = tl.load(keys_ptr + blocks * TOKENS, mask=blocks * TOKENS < tokens, other=-1) == key
+        shares = partial_ptr + (2 * blocks[:, None]) * cols + columns[None, :]
+        rest += tl.load(shares, mask=theirs[:, None] & mask[None, :], other=0.0)
+        first += ROWS
+        after = tl.load(keys_ptr + first * TOKENS, mask=first * TOKENS < tokens, other=-1)
+    total += tl.sum(rest, axis=0)
+    _write_row(grad_ptr + key.to(tl.int64) * grad_stride, columns, total, mask, ACCUMULATE)
+
+
+def _config(element_size: int) -> tuple[int, int, int]:
+    """(columns per program, warps, tokens per program): 16 bytes per thread, and small programs, so that many run."""
+    return (512, 2, 32) if element_size == 2 else (512, 4, 32)
+
+
+def launch_gather(ids: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the rows `ids` (tokens,) of `weight` to `out` (tokens, hidden), both with contiguous columns."""
+    tokens, cols = out.shape
+    if tokens * cols == 0:
+        return
+    block, num_warps, _ = _config(weight.element_size())
+    grid = (tokens, cdiv(cols, block))
+    with on_device(weight):
+        _gather_kernel[grid](ids, weight, out, len(weight), cols, weight.stride(0), BLOCK=block, num_warps=num_warps)
+
+
+def launch_backward(
+    dy: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, padding_idx: int, accumulate: bool
+) -> None:
+    """Writes, or adds, the sums of the rows of `dy` (tokens, hidden) with equal ids to those rows of `grad`."""
+    tokens, cols = dy.shape
+    if tokens * cols == 0:
+        return
+    block, num_warps, tokens_a_program = _config(dy.element_size())
+    keys = torch.empty(tokens, dtype=torch.int32, device=dy.device)
+    with on_device(dy):
+        _keys_kernel[(cdiv(tokens, 1024),)](ids, keys, tokens, len(grad), padding_idx, BLOCK=1024, num_warps=4)
+        keys, order = torch.sort(keys, stable=True)
+        blocks = cdiv(tokens, tokens_a_program)
+        partial = torch.empty((blocks, 2, cols), dtype=torch.float32, device=dy.device)
+        grid = (blocks, cdiv(cols, block))
+        constants = {"ACCUMULATE": accumulate, "TOKENS": tokens_a_program, "BLOCK": block, "num_warps": num_warps}
+        _sum_runs_kernel[grid](dy, keys, order, grad, partial, tokens, cols, dy.stride(0), grad.stride(0), **constants)
+        _join_runs_kernel[grid](keys, grad, partial, tokens, cols, grad.stride(0), ROWS=16, **constants)
+
 
 _NO_PADDING = -1
 
@@ -119,7 +274,7 @@ class _TiedEmbedding(torch.autograd.Function):
             return None, gradient, None
         if gradient is None:
             return None, _embedding_backward(dy, ids, ctx.vocab, ctx.padding_idx), None
-        if torch.is_grad_enabled():  # a backward that is recorded
+        if torch.is_grad_enabled():  # this backward is itself recorded
             return None, gradient + _embedding_backward(dy, ids, ctx.vocab, ctx.padding_idx), None
         if torch.compiler.is_compiling() or graph_is_kept() or is_expanded(gradient) or gradient.stride(1) != 1:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
@@ -148,18 +303,18 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
     """The rows `ids` of `weight`, with a deterministic backward.
 
     Args:
-        ids: Any shape, int32 or int64. An id outside of the table gives a row of NaN and no gradient where the kernel
-            runs, and an IndexError where the reference does.
-        weight: (vocabulary, hidden), of any strides. float16, bfloat16 or float32 for the kernel; other dtypes run as
-            the reference.
-        padding_idx: An id whose row gets no gradient; negative ones count from the end.
+        ids: Any shape, int32 or int64. An id outside of the table gives a row of NaN and no gradient in the kernel,
+            and an IndexError in the reference.
+        weight: (vocabulary, hidden), of any strides. float16, bfloat16 or float32 for the kernel; other dtypes run the
+            reference.
+        padding_idx: An id whose row gets no gradient; a negative one counts from the end.
 
     Returns:
         A new tensor, ``(*ids.shape, hidden)``, in `weight`'s dtype.
 
     Raises:
-        ValueError: If `weight` is not two-dimensional, `ids` are no integers or on another device, or `padding_idx` is
-            not in the table.
+        ValueError: If `weight` is not two-dimensional, `ids` are not integers or on another device, or `padding_idx`
+            is not in the table.
     """
     padding = _checked(ids, weight, padding_idx)
     return _embedding(ids, weight, padding) if use_triton(weight) else embedding_reference(ids, weight, padding_idx)
@@ -168,21 +323,21 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
 def tied_embedding(
     ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`embedding` for a model whose head has the same weight: its gradient goes into the head's, not beside it.
+    """`embedding` for a model whose head shares the weight: its gradient is added to that of the head, in place.
 
-    Give the second result to the head in the place of `weight`. The backward then gets the head's gradient and adds the
-    embedding's rows to it, in fp32 and rounded once, which saves a second gradient of the table's size and the passes
-    over it (in bf16 2 VH bytes of memory and 8 VH bytes moved).
+    Pass the second result to the head instead of `weight`. The backward then receives the head's gradient and adds the
+    embedding's rows to it, in fp32 and rounded once. This saves a second gradient of the size of the table and the
+    passes over it (in bf16, 2 VH bytes of memory and 8 VH bytes moved).
 
     Args:
         ids: See `embedding`.
-        weight: See `embedding`; it has to stay gathered between the two uses (under FSDP2: be in the root's unit).
-        padding_idx: See `embedding`; of this id's row the head's gradient stays.
+        weight: See `embedding`; it must stay gathered between the two uses (under FSDP2: belong to the root's unit).
+        padding_idx: See `embedding`; its row gets the head's gradient alone.
 
     Returns:
-        The embeddings, and `weight` for the head. The gradient that arrives for the latter is written to, if the
-        backward does not keep its graph; nothing else may hold on to it, as ``head_weight + other`` would, whose other
-        branch receives the same tensor.
+        The embeddings, and `weight` for the head. Unless the backward keeps its graph, it writes to the gradient that
+        it receives for the latter. Nothing else may hold that tensor; with ``head_weight + other``, the other branch
+        would receive it too.
 
     Raises:
         ValueError: As `embedding`.
@@ -197,10 +352,10 @@ def tied_embedding(
 def embedding_backward_(
     grad_weight: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Adds the gradient of `embedding` to `grad_weight`, in place; only the rows of `ids` are touched.
+    """Adds the gradient of `embedding` to `grad_weight` in place; only the rows of `ids` are touched.
 
     Args:
-        grad_weight: (vocabulary, hidden), with contiguous columns, such as a ``weight.grad``. Each row is added to in
+        grad_weight: (vocabulary, hidden), with contiguous columns, such as a ``weight.grad``. Each row is summed in
             fp32 and rounded once.
         dy: Gradient of the embeddings, ``(*ids.shape, hidden)``, in any floating dtype.
         ids: See `embedding`.

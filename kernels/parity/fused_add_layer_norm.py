@@ -1,20 +1,21 @@
-"""Residual addition and LayerNorm in one pass: what stands between two blocks of a pre-norm transformer.
+"""Residual addition and LayerNorm in one pass, as between two blocks of a pre-norm transformer.
 
-    new_residual = x + residual (rounded to their dtype)        y = layer_norm(new_residual)
+    new_residual = x + residual, rounded to their dtype         y = layer_norm(new_residual)
 
 Both results have gradients, and `x` and `residual` receive the same one:
 
     dx = dresidual = layer_norm_backward(dy) + dnew_residual
 
-In bf16, forward reads and writes 4 + 4 bytes a number, backward 6 + 2; an addition and a norm on their own move 10 and
-8. Saved for backward: new_residual, weight, and mean and rstd (fp32, one a row).
+In bf16, forward reads 4 and writes 4 bytes per element, backward reads 6 and writes 2; an addition and a norm apart
+move 10 and 8. Saved for backward: new_residual, weight, and mean and rstd (fp32, one per row). The kernels are those of
+`layer_norm`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     autocast_dtype,
     check_arguments,
@@ -24,8 +25,12 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
-from liger_trainer.kernels.norms.layer_norm_kernels import empty_gradients, launch_backward, launch_forward
+from liger_trainer.kernels.norms.layer_norm import (
+    empty_gradients,
+    launch_backward,
+    launch_forward,
+    layer_norm_reference,
+)
 
 
 @torch.library.custom_op("liger_trainer::fused_add_layer_norm", mutates_args=())
@@ -88,20 +93,13 @@ def _backward(ctx, dy, new_residual_grad, _mean_grad, _rstd_grad):
         dx, dweight, dbias = new_residual_grad, None, None
     else:
         new_residual, weight, mean, rstd = ctx.saved_tensors
+        needs_dx = needs_x or needs_residual
+        dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
         dx, dweight, dbias = _fused_add_layer_norm_backward(
-            dy,
-            new_residual_grad,
-            new_residual,
-            weight,
-            mean,
-            rstd,
-            needs_x or needs_residual,
-            weight.dtype if needs_dweight else None,
-            ctx.bias_dtype if needs_dbias else None,
+            dy, new_residual_grad, new_residual, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype
         )
-    # One tensor serves both: autograd copies before it accumulates into a gradient that somebody else holds too.
-    gradients = (dx, dx, dweight, dbias)
-    return *(gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad)), None, None
+    # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
+    return *where_needed(ctx.needs_input_grad, dx, dx, dweight, dbias), None, None
 
 
 _fused_add_layer_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -117,7 +115,7 @@ def fused_add_layer_norm(
     """`new_residual = x + residual` and `layer_norm(new_residual, weight, bias, eps)` in one pass.
 
     Args:
-        x: Output of the block before, of shape (..., hidden_size) and any floating dtype.
+        x: Output of the previous block, of shape (..., hidden_size) and any floating dtype.
         residual: The residual stream, of the shape, dtype and device of `x`.
         weight: Weight of shape (hidden_size,), or None for 1. Its dtype may differ from that of `x`.
         bias: Bias of shape (hidden_size,), or None for 0. Its dtype may differ from that of `x`.

@@ -1,20 +1,21 @@
-"""Residual addition and RMSNorm in one pass: what stands between two blocks of a pre-norm transformer.
+"""Residual addition and RMSNorm in one pass, as between two blocks of a pre-norm transformer.
 
-    new_residual = x + residual (rounded to their dtype)        y = rms_norm(new_residual)
+    new_residual = x + residual, rounded to their dtype         y = rms_norm(new_residual)
 
 Both results have gradients, and `x` and `residual` receive the same one:
 
     dx = dresidual = rms_norm_backward(dy) + dnew_residual
 
-In bf16, forward reads and writes 4 + 4 bytes a number, backward 6 + 2; an addition and a norm on their own move 10 and
-8, and torch's own norm several times that. Saved for backward: new_residual, weight and rstd (fp32, one a row).
+In bf16, forward reads 4 and writes 4 bytes per element, backward reads 6 and writes 2; an addition and a norm apart
+move 10 and 8, and torch's own norm several times that. Saved for backward: new_residual, weight and rstd (fp32, one per
+row). The kernels are those of `rms_norm`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     check_arguments,
     check_residual,
@@ -23,13 +24,13 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
-from liger_trainer.kernels.norms.rms_norm_kernels import (
+from liger_trainer.kernels.norms.rms_norm import (
     check_casting,
     empty_gradients,
     launch_backward,
     launch_forward,
     output_dtype,
+    rms_norm_reference,
 )
 
 
@@ -85,19 +86,12 @@ def _backward(ctx, dy, new_residual_grad, _):
         dx, dweight = new_residual_grad, None
     else:
         new_residual, weight, rstd = ctx.saved_tensors
+        needs_dx = needs_x or needs_residual
         dx, dweight = _fused_add_rms_norm_backward(
-            dy,
-            new_residual_grad,
-            new_residual,
-            weight,
-            rstd,
-            ctx.offset,
-            ctx.casting,
-            needs_x or needs_residual,
-            needs_dweight,
+            dy, new_residual_grad, new_residual, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight
         )
-    # One tensor serves both: autograd copies before it accumulates into a gradient that somebody else holds too.
-    return dx if needs_x else None, dx if needs_residual else None, dweight if needs_dweight else None, None, None, None
+    # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
+    return *where_needed(ctx.needs_input_grad, dx, dx, dweight), None, None, None
 
 
 _fused_add_rms_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -114,7 +108,7 @@ def fused_add_rms_norm(
     """`new_residual = x + residual` and `rms_norm(new_residual, weight, eps, offset, casting)` in one pass.
 
     Args:
-        x: Output of the block before, of shape (..., hidden_size) and any floating dtype.
+        x: Output of the previous block, of shape (..., hidden_size) and any floating dtype.
         residual: The residual stream, of the shape, dtype and device of `x`.
         weight: Weight of shape (hidden_size,), or None; its dtype may differ from that of `x`.
         eps: Added to the mean square.

@@ -1,15 +1,15 @@
-"""Cross entropy with labels and total variation distance to a teacher, of given logits, for each token.
+"""Cross entropy with labels and total variation distance to a teacher, from logits, for each token.
 
-With p and q the softmax of the student's and of the teacher's logits x and y, and t the label:
+With p and q the softmax of the student's logits x and of the teacher's logits y, and t the label:
 
     ce = lse(x) - x[t]                      d ce / dx[c]  = p[c] - [c == t]
     tvd = sum_c |p[c] - q[c]| / 2           d tvd / dx[c] = p[c] * (sign(p[c] - q[c]) - sigma) / 2
                                             sigma = sum_c p[c] * sign(p[c] - q[c]), and sign(0) = 0
 
-The forward reads both logits twice (both normalisers, then the distances; the second time backwards, as the last tiles
-are still in cache) and saves them, two normalisers and sigma a token; the backward reads them once and writes the
-gradient for the two upstream gradients of each token. Bytes moved for (N, V) of b bytes: at most 4*N*V*b forward,
-3*N*V*b backward. The teacher gets no gradient.
+The forward reads both logits twice: for the normalisers, then for the distances, the second time from the last tile to
+the first, as the last tiles are still in cache. Saved for backward: both logits, and per token two normalisers and
+sigma. The backward reads the logits once and writes the gradient. Bytes moved for (N, V) logits of b bytes: at most
+4*N*V*b forward, 3*N*V*b backward. The teacher gets no gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 @triton.jit
 def _sign(x):
-    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # 0 at a tie, NaN for NaN
+    """The sign of x: 0 at 0, NaN for NaN."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
 
 
 @triton.jit
 def _load(ptr, columns, vocab_size):
-    """log2(e) times one tile of logits, minus infinity beyond the last."""
+    """log2(e) times one tile of logits, minus infinity past the last."""
     LOG2E: tl.constexpr = 1.4426950408889634
     x = tl.load(ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)
     return tl.where(columns < vocab_size, x * LOG2E, float("-inf"))
@@ -56,7 +57,7 @@ def _forward_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """Rows of `out`: ce, tvd, lse of x and of y in bits, sigma."""
+    """Writes one token's column of `out`, whose rows are ce, tvd, the log2-sum-exp2 of x and of y, and sigma."""
     LN2: tl.constexpr = 0.6931471805599453
     LOWEST: tl.constexpr = -3.0e38
     row = tl.program_id(0).to(tl.int64)
@@ -122,6 +123,7 @@ def _backward_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
+    """Writes one token's gradient."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr = row_start(x_ptr, row, x_inner_rows, x_outer_stride, x_inner_stride)
     y_ptr = row_start(y_ptr, row, y_inner_rows, y_outer_stride, y_inner_stride)
@@ -146,39 +148,32 @@ def _backward_kernel(
         tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < vocab_size)
 
 
-@torch.library.custom_op(
-    "liger_trainer::fused_ce_tvd",
-    mutates_args=(),
-    schema="(Tensor student, Tensor teacher, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
-)
-def _forward(student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int) -> Any:
-    """The ce and tvd of every token, and what the backward needs of it, `(3, N)`."""
+@torch.library.custom_op("liger_trainer::fused_ce_tvd", mutates_args=())
+def _fused_ce_tvd(
+    student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ce and tvd of every token, and what the backward saves of it, `(3, N)`."""
     tokens, vocab_size = target.numel(), student.shape[-1]
     out = student.new_empty(5, tokens, dtype=torch.float32)
     if tokens:
         block, warps, _ = row_config(vocab_size)
-        heads = (student, *row_layout(student), teacher, *row_layout(teacher))
         with on_device(student):
             _forward_kernel[(tokens,)](
-                *heads, target, out, tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps
-            )
-    return out[0].clone(), out[1].clone(), out[2:].clone()  # outputs of an operator may not share memory
+                student, *row_layout(student), teacher, *row_layout(teacher), target, out,
+                tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    return out[0].clone(), out[1].clone(), out[2:].clone()  # an operator's results may not share memory
 
 
-@_forward.register_fake
-def _(student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int) -> Any:
-    return tuple(
-        student.new_empty(shape, dtype=torch.float32) for shape in (target.numel(), target.numel(), (3, target.numel()))
-    )
+@_fused_ce_tvd.register_fake
+def _(student, teacher, target, ignore_index):
+    tokens = target.numel()
+    ce, tvd, saved = (student.new_empty(shape, dtype=torch.float32) for shape in (tokens, tokens, (3, tokens)))
+    return ce, tvd, saved
 
 
-@torch.library.custom_op(
-    "liger_trainer::fused_ce_tvd_backward",
-    mutates_args=(),
-    schema="(Tensor ce_grad, Tensor tvd_grad, Tensor student, Tensor teacher, Tensor target, Tensor saved, "
-    "int ignore_index) -> Tensor",
-)
-def _backward(
+@torch.library.custom_op("liger_trainer::fused_ce_tvd_backward", mutates_args=())
+def _fused_ce_tvd_backward(
     ce_grad: torch.Tensor,
     tvd_grad: torch.Tensor,
     student: torch.Tensor,
@@ -192,37 +187,47 @@ def _backward(
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     if tokens:
         block, warps, _ = row_config(vocab_size)
-        heads = (student, *row_layout(student), teacher, *row_layout(teacher))
-        grads = (ce_grad.contiguous(), tvd_grad.contiguous())
         with on_device(student):
             _backward_kernel[(tokens,)](
-                *heads, target, saved, *grads, out, tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps
-            )
+                student, *row_layout(student), teacher, *row_layout(teacher), target, saved,
+                ce_grad.contiguous(), tvd_grad.contiguous(), out,
+                tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
     return out
 
 
-@_backward.register_fake
-def _(ce_grad: torch.Tensor, tvd_grad: torch.Tensor, student: torch.Tensor, *rest: Any) -> torch.Tensor:
+@_fused_ce_tvd_backward.register_fake
+def _(ce_grad, tvd_grad, student, teacher, target, saved, ignore_index):
     return torch.empty(student.shape, dtype=student.dtype, device=student.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    student, teacher, target, ctx.ignore_index = inputs
+    _, _, saved = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*inputs[:3], output[2])
-    ctx.ignore_index = inputs[3]
+    ctx.mark_non_differentiable(saved)
+    ctx.save_for_backward(student, teacher, target, saved)
 
 
-def _autograd(ctx: Any, ce_grad: Any, tvd_grad: Any, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, ce_grad: torch.Tensor | None, tvd_grad: torch.Tensor | None, _: None
+) -> tuple[torch.Tensor | None, None, None, None]:
     if ce_grad is None and tvd_grad is None:
-        return (None, None, None, None)
+        return None, None, None, None
     refuse_double_backward("fused_ce_tvd")
-    ce_grad = torch.zeros_like(tvd_grad) if ce_grad is None else ce_grad
-    tvd_grad = torch.zeros_like(ce_grad) if tvd_grad is None else tvd_grad
-    return (_backward(ce_grad, tvd_grad, *ctx.saved_tensors, ctx.ignore_index), None, None, None)
+    student, teacher, target, saved = ctx.saved_tensors
+    zero = saved.new_zeros(saved.shape[1])
+    ce_grad = zero if ce_grad is None else ce_grad
+    tvd_grad = zero if tvd_grad is None else tvd_grad
+    return (
+        _fused_ce_tvd_backward(ce_grad, tvd_grad, student, teacher, target, saved, ctx.ignore_index),
+        None,
+        None,
+        None,
+    )
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_fused_ce_tvd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def fused_ce_tvd(
@@ -230,14 +235,14 @@ def fused_ce_tvd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy and total variation distance of each token, from the logits of a student and a teacher.
 
-    Neither softmax is stored. The caller weighs, masks and reduces the two as it likes.
+    Neither softmax is stored. The caller weights, masks and reduces the results.
 
     Args:
         student_logits: `(..., V)` of fp16, bf16 or fp32 (float64 runs the reference).
-        teacher_logits: `(..., V)` of any floating dtype, no gradient.
+        teacher_logits: `(..., V)` of any floating dtype; it gets no gradient.
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator it makes
             the token's cross entropy NaN.
-        ignore_index: Tokens with this label give 0 twice and no gradient.
+        ignore_index: Tokens with this label have cross entropy 0, distance 0 and no gradient.
 
     Returns:
         The cross entropies and the distances, fp32 (float64 for float64 logits), each shaped as `target`.
@@ -263,7 +268,7 @@ def fused_ce_tvd(
     if not (use_triton(student_logits) and use_triton(teacher_logits)):
         return fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index)
     labels = target.reshape(-1).contiguous()
-    ce, tvd, _ = _forward(row_view(student_logits), row_view(teacher_logits.detach()), labels, ignore_index)
+    ce, tvd, _ = _fused_ce_tvd(row_view(student_logits), row_view(teacher_logits.detach()), labels, ignore_index)
     return ce.view(target.shape), tvd.view(target.shape)
 
 

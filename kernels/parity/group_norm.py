@@ -1,29 +1,200 @@
 """GroupNorm: the channels of a sample in groups, each group normalised over its channels and all positions.
 
-Formula (Wu and He 2018, https://arxiv.org/abs/1803.08494), for one group of one sample, L numbers in all, and a channel
-c of it:
+Formula (Wu and He 2018, https://arxiv.org/abs/1803.08494), for one group of one sample and a channel c of the group:
 
     x_hat = (x - mean) * rstd        rstd = 1 / sqrt(mean((x - mean)^2) + eps)        y = x_hat * weight_c + bias_c
 
 and, with g = dy * weight_c,
 
     dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))
-    dweight_c = sum over samples and positions of dy * x_hat        dbias_c = the same of dy
+    dweight_c = sum over samples and positions of dy * x_hat        dbias_c = the same sum of dy
 
-Where a group fits a program (32768 numbers, 16384 in the backward), forward reads x and writes y (4 bytes a number in
-bf16) and backward reads x and dy and writes dx (6 bytes). A larger group is spread over several programs and its inputs
-are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for backward: x, weight, and mean and rstd
-(fp32, one a group). No gradient uses atomics.
+Where a group fits one program (32768 elements, 16384 in the backward), forward reads x and writes y (4 bytes per
+element in bf16) and backward reads x and dy and writes dx (6 bytes). A larger group is split over several programs and
+its inputs are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for backward: x, weight, and mean
+and rstd (fp32, one per group). No gradient uses atomics. The kernels are in `group_norm_kernels`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.norms.launch import autocast_dtype
-from liger_trainer.kernels.parity.group_norm_launch import launch_backward, launch_forward
-from liger_trainer.kernels.runtime import is_dtensor, use_triton
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.norms.launch import NormConfig, autocast_dtype, column_sum, device_limits, fit_config
+from liger_trainer.kernels.parity.group_norm_kernels import (
+    MAX_CHUNKS,
+    channel_sums_kernel,
+    group_norm_backward_kernel,
+    group_norm_forward_kernel,
+    moments_kernel,
+)
+from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, num_sms, on_device, use_triton
+
+_TILE = 4096
+_WHOLE_FORWARD = 32768
+_WHOLE_BACKWARD = 16384  # x and dy are in registers together
+_PROGRAMS_PER_SM = 8
+
+
+class _Tiles(NamedTuple):
+    """Tiles of (channels, positions): their shape, how many a row has, and the launch of a program that takes them."""
+
+    channels: int
+    positions: int
+    per_row: int
+    config: NormConfig
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants and options of a kernel launch."""
+        whole = self.per_row == 1
+        return {
+            "CHANNELS": self.channels,
+            "POSITIONS": self.positions,
+            "NUM_STAGES": 1 if whole else self.config.num_stages,
+            "num_warps": self.config.num_warps,
+        }
+
+
+def _cut(group_channels: int, positions: int, whole: int, bytes_per_number: int, device: torch.device) -> _Tiles:
+    """One tile for a row that pads to at most `whole` elements, else tiles of `_TILE`: 16 or 32 elements per thread."""
+    channels, block = next_power_of_2(group_channels), next_power_of_2(positions)
+    if channels * block <= whole:
+        warps = max(1, min(device_limits(device).max_warps, channels * block // 512))
+        return _Tiles(channels, block, 1, NormConfig(rows=1, num_warps=warps))
+    block = min(block, _TILE)
+    channels = min(channels, _TILE // block)
+    count = cdiv(group_channels, channels) * cdiv(positions, block)
+    config = NormConfig(rows=1, num_warps=8, num_stages=3)
+    return _Tiles(channels, block, count, fit_config(config, _TILE, bytes_per_number, device))
+
+
+def launch_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    eps: float,
+    y: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+) -> None:
+    """Runs the forward kernels on `x` of shape (samples, channels, positions); fills `y`, `mean` and `rstd`."""
+    samples, channels, positions = x.shape
+    rows, group_channels = samples * num_groups, channels // num_groups
+    tiles = _cut(group_channels, positions, _WHOLE_FORWARD, x.element_size(), x.device)
+    chunks, chunk_size, splits, chunk_mean, chunk_square = 1, 1, 1, None, None
+    programs = num_sms(x.device) * _PROGRAMS_PER_SM
+    with on_device(x):
+        if tiles.per_row > 1:
+            blocks = cdiv(group_channels * positions, _TILE)
+            chunk_size = cdiv(blocks, min(MAX_CHUNKS, cdiv(programs, rows), blocks)) * _TILE
+            chunks = cdiv(group_channels * positions, chunk_size)
+            splits = min(tiles.per_row, cdiv(programs, rows))
+            chunk_mean, chunk_square = x.new_empty(2, rows, chunks, dtype=torch.float32)
+            moments_kernel[(rows * chunks,)](
+                x,
+                chunk_mean,
+                chunk_square,
+                group_channels * positions,
+                chunks,
+                chunk_size,
+                BLOCK=_TILE,
+                NUM_STAGES=tiles.config.num_stages,
+                num_warps=tiles.config.num_warps,
+            )
+        group_norm_forward_kernel[(rows * splits,)](
+            x,
+            weight,
+            bias,
+            y,
+            mean,
+            rstd,
+            chunk_mean,
+            chunk_square,
+            positions,
+            group_channels,
+            num_groups,
+            group_channels * positions,
+            tiles.per_row,
+            splits,
+            chunks,
+            chunk_size,
+            eps,
+            WHOLE=tiles.per_row == 1,
+            **tiles.constants,
+        )
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dx: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+) -> None:
+    """Runs the backward kernels, which fill those of `dx`, `dweight` and `dbias` that are not None."""
+    samples, channels, positions = x.shape
+    num_groups = mean.shape[-1]
+    rows, group_channels = samples * num_groups, channels // num_groups
+    bytes_per_number = x.element_size() + dy.element_size()
+    tiles = _cut(group_channels, positions, _WHOLE_BACKWARD, bytes_per_number, x.device)
+    whole, chunks, splits = tiles.per_row == 1, 1, 1
+    programs = num_sms(x.device) * _PROGRAMS_PER_SM
+    chunk_tiles = cdiv(positions, tiles.positions)
+    if not whole:
+        sum_rows = rows * cdiv(group_channels, tiles.channels)
+        chunk_tiles = cdiv(chunk_tiles, min(chunk_tiles, cdiv(programs, sum_rows)))
+        chunks = cdiv(cdiv(positions, tiles.positions), chunk_tiles)
+        splits = min(tiles.per_row, cdiv(programs, rows))
+    sums = [] if dweight is None else [dweight]
+    sums += [] if dbias is None else [dbias]
+    partial = x.new_empty(2, samples * chunks, channels, dtype=torch.float32) if sums or not whole else None
+    product, dy_sum = (None, None) if partial is None else (partial[0], partial[1])
+    with on_device(x):
+        if not whole:
+            channel_sums_kernel[(sum_rows * chunks,)](
+                dy,
+                x,
+                mean,
+                rstd,
+                product,
+                dy_sum,
+                positions,
+                group_channels,
+                num_groups,
+                chunks,
+                chunk_tiles,
+                **tiles.constants,
+            )
+        if dx is not None or whole:
+            group_norm_backward_kernel[(rows * splits,)](
+                dy,
+                x,
+                weight,
+                mean,
+                rstd,
+                dx,
+                product,
+                dy_sum,
+                positions,
+                group_channels,
+                num_groups,
+                group_channels * positions,
+                tiles.per_row,
+                splits,
+                chunks,
+                WHOLE=whole,
+                GROUP_CHANNELS=next_power_of_2(group_channels),
+                **tiles.constants,
+            )
+        if sums and partial is not None:
+            column_sum(partial if len(sums) == 2 else partial[:1] if dbias is None else partial[1:], *sums)
 
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +220,7 @@ def _group_norm(
 
 
 def _outputs(x: torch.Tensor, num_groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New y, contiguous, and mean and rstd of shape (samples, groups)."""
+    """Uninitialised y, contiguous, and mean and rstd of shape (samples, groups)."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=torch.float32) for _ in range(2))
     return y, mean, rstd
@@ -93,7 +264,7 @@ refuse_second_derivative(_group_norm_backward, "group_norm")
 def _gradients(
     x: torch.Tensor, needs_dx: bool, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New gradients of x, weight and bias, empty where not needed."""
+    """Uninitialised gradients of x, weight and bias, empty where not needed."""
     dweight, dbias = (
         x.new_empty(0 if dtype is None else x.shape[1], dtype=dtype or x.dtype)
         for dtype in (dweight_dtype, dbias_dtype)
@@ -110,19 +281,12 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
     if dy is None:
-        return (None,) * 6
+        return None, None, None, None, None, None
     needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
     x, weight, mean, rstd = ctx.saved_tensors
     dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
     dx, dweight, dbias = _group_norm_backward(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
-    return (
-        dx if needs_dx else None,
-        None,
-        dweight if needs_dweight else None,
-        dbias if needs_dbias else None,
-        None,
-        None,
-    )
+    return *where_needed(ctx.needs_input_grad, dx, None, dweight, dbias), None, None
 
 
 _group_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -135,10 +299,10 @@ def group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """GroupNorm, `torch.nn.functional.group_norm(x, num_groups, weight, bias, eps)`.
+    """GroupNorm: `torch.nn.functional.group_norm(x, num_groups, weight, bias, eps)`.
 
     Statistics and gradients are computed in fp32 with one rounding at the end. An input that is not contiguous
-    (channels last, say) is copied, and the result is contiguous, as torch's is on a GPU.
+    (channels last, say) is copied, and the result is contiguous, as from torch on a GPU.
 
     Args:
         x: Input of shape (samples, channels, ...) and any floating dtype.
@@ -148,7 +312,7 @@ def group_norm(
         eps: Added to the variance.
 
     Returns:
-        Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as torch's.
+        Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as in torch.
 
     Raises:
         ValueError: If `x` has no channels, `num_groups` does not divide them, `weight` or `bias` does not fit `x` in
@@ -169,8 +333,8 @@ def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) 
     for argument, tensor in {"x": x, **parameters}.items():
         if tensor is not None and is_dtensor(tensor):
             raise ValueError(
-                f"`{argument}` of group_norm is a DTensor, which torch's own does not split either; give the "
-                f"whole tensor, `{argument}.full_tensor()`."
+                f"`{argument}` of group_norm is a DTensor, which torch's own group_norm does not support either; give "
+                f"the whole tensor, `{argument}.full_tensor()`."
             )
     channels = x.shape[1]
     if num_groups < 1 or channels < 1 or channels % num_groups:

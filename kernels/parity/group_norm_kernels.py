@@ -1,14 +1,15 @@
-"""The GroupNorm kernels; `_group_norm_launch` cuts the work into tiles and launches them.
+"""The GroupNorm kernels; `group_norm` splits the work into tiles and launches them.
 
-`x` is (samples, channels, positions), contiguous; a row is the channels of one group of one sample, which lie together
-in memory. A row that fits a program is read once into registers, forward and backward. A longer one is read twice, by
+`x` is contiguous (samples, channels, positions). A row is the channels of one group of one sample, which are adjacent
+in memory. A row that fits one program is read once into registers, forward and backward. A longer row is read twice, by
 several programs: once for its sums, once for the result.
 
     forward:   moments of chunks of each row  ->  combined by each program that normalises a part of the row
-    backward:  sums over positions of dy and dy * x_hat, for each channel  ->  weighted and added up for dx
+    backward:  sums over positions of dy and dy * x_hat, for each channel  ->  weighted and summed for dx
 
-The first sums of the backward, over the samples, are the gradients of weight and bias. Variances are sums of squared
-distances from a mean (Welford's running one in each lane, combined as Chan's), never differences of large sums.
+Summed over the samples, these per-channel sums are also the gradients of weight and bias. Variances are sums of squared
+distances from a mean (Welford's running mean in each lane, combined by Chan's formula), never differences of large
+sums.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from __future__ import annotations
 from liger_trainer.kernels.runtime import tl, triton
 
 MAX_CHUNKS = 128
-"""Chunks of a row whose moments one program combines, at most."""
+"""Largest number of chunks of a row, whose moments one program combines."""
 
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
 
 @triton.jit
 def _tile_of_row(tile, row, positions, group_channels, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr):
-    """Channels (in the group) and positions of a tile, its offsets from the start of the tensor, and its mask."""
+    """The channels of a tile (in the group), its offsets from the start of the tensor, and its mask."""
     position_tiles = tl.cdiv(positions, POSITIONS)
     channel = (tile // position_tiles) * CHANNELS + tl.arange(0, CHANNELS)
     position = (tile % position_tiles) * POSITIONS + tl.arange(0, POSITIONS)
@@ -33,7 +34,7 @@ def _tile_of_row(tile, row, positions, group_channels, CHANNELS: tl.constexpr, P
 
 @triton.jit
 def _per_channel(ptr, group, channel, group_channels):
-    """Numbers of the channels of a group, one a channel, as a column."""
+    """One parameter per channel of a group, as a column in fp32."""
     numbers = tl.load(ptr + group * group_channels + channel, mask=channel < group_channels, other=0.0)
     return numbers.to(tl.float32)[:, None]
 
@@ -49,6 +50,7 @@ def moments_kernel(
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Writes mean and sum of squared distances of one chunk of a row."""
     program = tl.program_id(0).to(tl.int64)
     begin = (program % num_chunks) * chunk_size
     size = tl.minimum(row_size - begin, chunk_size).to(tl.int32)
@@ -95,6 +97,7 @@ def group_norm_forward_kernel(
     POSITIONS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Normalises a whole row, or every splits-th tile of a longer one from the moments of its chunks."""
     program = tl.program_id(0).to(tl.int64)
     row, split = program // splits, (program % splits).to(tl.int32)
     group = row % num_groups
@@ -144,6 +147,7 @@ def channel_sums_kernel(
     POSITIONS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Sums dy * x_hat and dy over a chunk of the positions, for one tile of channels."""
     program = tl.program_id(0).to(tl.int64)
     chunk = (program % num_chunks).to(tl.int32)
     channel_tiles = tl.cdiv(group_channels, CHANNELS)
@@ -192,6 +196,7 @@ def group_norm_backward_kernel(
     POSITIONS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Writes dx of a whole row and its channel sums, or from the channel sums dx of every splits-th tile."""
     program = tl.program_id(0).to(tl.int64)
     row, split = program // splits, (program % splits).to(tl.int32)
     group = row % num_groups
@@ -215,7 +220,7 @@ def group_norm_backward_kernel(
         channel, offsets, mask = _tile_of_row(tile, row, positions, group_channels, CHANNELS, POSITIONS)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        x_hat = (x - mean) * rstd  # beyond the tile it meets dy = 0 only
+        x_hat = (x - mean) * rstd  # not 0 outside of the mask, but dy is
         g = dy
         if weight_ptr is not None:
             g = dy * _per_channel(weight_ptr, group, channel, group_channels)

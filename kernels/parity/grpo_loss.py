@@ -1,7 +1,8 @@
 """Policy losses of the GRPO family, from log-probabilities or from logits.
 
-With l the log-probability of a token under the policy, o and r those under the old and the reference policy, A the
-advantage of its sequence and w = exp(l - o), or for sequence-level importance exp of its mean over the sequence:
+With l, o and r the log-probabilities of a token under the policy, the old policy and the reference policy, A the
+advantage of its sequence, and w = exp(l - o) (for sequence-level importance, exp of the mean of l - o over the
+sequence):
 
     grpo, dapo, bnpo, dr_grpo, luspo   -min(min(w, delta) * A, clip(w, 1 - epsilon_low, 1 + epsilon_high) * A)
     cispo                              -stop_gradient(min(w, epsilon_high)) * A * l                     arXiv 2506.13585
@@ -9,20 +10,90 @@ advantage of its sequence and w = exp(l - o), or for sequence-level importance e
     vespo                              -stop_gradient(phi(W)) * A * l, W the ratio of the whole sequence
     all, with beta                     + beta * (exp(r - l) - (r - l) - 1)
 
-The logits matter only through l, whose kernel and backward are those of `cross_entropy`; everything after it is O(N),
-in plain torch, and works as well on the log-probabilities of `linear_log_probs`, which need no logits in memory.
+The logits enter only through l, which comes from `cross_entropy` with its kernel and backward. The rest is O(N) plain
+torch and also takes the log-probabilities of `linear_log_probs`, which needs no logits in memory.
 
-Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward, and a few fp32 numbers a token.
+Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward, and a few fp32 values per token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.parity.policy_loss_terms import by_sign, check_policy_options, gamma_weights, token_weights
+
+PPO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
+LOSS_TYPES = (*PPO_TYPES, "cispo", "sapo", "vespo")
+
+
+def check_policy_options(
+    loss_type: str, level: str, delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float
+) -> None:
+    """Raises ValueError for an option that is not allowed or does not fit the loss type."""
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}.")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"`importance_sampling_level` is {level!r}; it must be 'token' or 'sequence'.")
+    if loss_type not in PPO_TYPES and level == "sequence":
+        raise ValueError(f"loss_type={loss_type!r} has no importance_sampling_level='sequence'; use 'token'.")
+    if loss_type not in PPO_TYPES and delta is not None:
+        raise ValueError(f"loss_type={loss_type!r} does not clip on two sides; leave `delta` at None.")
+    if delta is not None and not delta > 0.0:
+        raise ValueError(f"`delta` is {delta}; it bounds a ratio, so it must be above 0, or None.")
+    if not (sapo_temperature_pos > 0.0 and sapo_temperature_neg > 0.0):
+        raise ValueError(
+            f"SAPO's temperatures are {sapo_temperature_pos}, {sapo_temperature_neg}; both must be above 0."
+        )
+
+
+def by_sign(condition: torch.Tensor, yes: float, no: float, dtype: torch.dtype) -> torch.Tensor:
+    """`yes` where `condition` holds, `no` elsewhere."""
+    return torch.full_like(condition, no, dtype=dtype).masked_fill(condition, yes)
+
+
+@torch.no_grad()
+def gamma_weights(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    sampling_ratio: torch.Tensor | None,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> torch.Tensor:
+    """VESPO's weight of each sequence, phi(W) = exp(lambda) * W**k * exp(-lambda * W), (B, 1), without a gradient."""
+    lowest, highest = math.log(1e-8), 20.0
+    log_w = log_ratio.clamp(-highest, highest).sum(-1, keepdim=True)
+    if sampling_ratio is not None:
+        log_w = log_w + sampling_ratio.log().clamp(lowest, highest).sum(-1, keepdim=True)
+    log_w = log_w.clamp(lowest, highest)
+    shape, rate = (by_sign(advantages >= 0, *pair, log_w.dtype) for pair in zip(positive, negative))
+    rate = rate.clamp(min=1e-4)
+    return (rate + shape * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def token_weights(
+    mask: torch.Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items: int | float | torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The factors, `(B, 1)` or 0-d, by which token losses `(B, L)`, 0 where masked, add up to the loss of a batch."""
+    batch, length = mask.shape
+    one = torch.ones((), dtype=dtype, device=mask.device)
+    if loss_type in ("grpo", "sapo"):
+        return one / (mask.sum(-1, keepdim=True).clamp(min=1) * max(batch, 1))
+    if loss_type == "luspo":
+        return one / max(batch, 1)
+    if loss_type == "dr_grpo":
+        return one / max(batch * (max_completion_length or length), 1)
+    if loss_type == "bnpo" or num_items is None:
+        return one / mask.sum().clamp(min=1)
+    # A 0-d CPU tensor enters a device operation by value, without a copy that would synchronise.
+    return one / (num_items.clamp(min=1) if isinstance(num_items, torch.Tensor) else max(num_items, 1))
+
 
 _IGNORE = -100
 
@@ -33,8 +104,8 @@ class GRPOLossOutput:
 
     Attributes:
         loss: fp32, 0-d, or `(B, L)` with reduction "none".
-        kl: Mean of the KL penalty over the valid tokens, or with reduction "none" that of each; None without `beta`.
-        clipped: Share of the valid tokens whose ratio is clipped, or with reduction "none" 1 or 0 for each.
+        kl: Mean KL penalty of the valid tokens, or with reduction "none" that of each token; None without `beta`.
+        clipped: Fraction of the valid tokens whose ratio is clipped, or with reduction "none" 1 or 0 for each token.
         log_probs: `(B, L)` fp32, 0 at masked tokens.
     """
 
@@ -73,8 +144,9 @@ def grpo_loss_from_log_probs(
     Args:
         log_probs: `(B, L)`, differentiated.
         advantages: `(B,)` or `(B, 1)`, of the sequences; `(B, L)` of the tokens.
-        completion_mask: `(B, L)`, 0 where a token does not count, whatever the other tensors hold there.
-        old_log_probs: `(B, L)`, of the policy that the tokens were sampled for; by default the policy itself.
+        completion_mask: `(B, L)`, 0 where a token does not count, whatever the other tensors hold there; by default
+            every token counts.
+        old_log_probs: `(B, L)`, of the policy that sampled the tokens; by default the policy itself.
         ref_log_probs: `(B, L)`, of the reference policy; needed with `beta`.
         loss_type: "grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
         importance_sampling_level: "token", or "sequence" for the clipped losses: GSPO's ratio, arXiv 2507.18071.
@@ -83,17 +155,17 @@ def grpo_loss_from_log_probs(
         delta: Upper bound of an unclipped ratio, for the clipped losses.
         beta: Factor of the KL penalty.
         use_bias_correction_kl: Multiplies the KL penalty by the ratio.
-        sampling_ratio: `(B,)`, `(B, 1)` or `(B, L)`, corrects for a sampler that was not the old policy.
+        sampling_ratio: `(B,)`, `(B, 1)` or `(B, L)`, corrects for a sampler that differs from the old policy.
         sapo_temperature_pos: Temperature of "sapo" for positive advantages, more than 0.
-        sapo_temperature_neg: For the others.
-        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate for these.
-        vespo_k_neg: Shape for the others.
-        vespo_lambda_neg: Rate for the others.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages, more than 0.
+        vespo_k_pos: Shape k of "vespo" for advantages of at least 0.
+        vespo_lambda_pos: Rate lambda of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape k for negative advantages.
+        vespo_lambda_neg: Rate lambda for negative advantages.
         max_completion_length: Length that "dr_grpo" divides by; by default L.
-        num_items: Divides the sum of "dapo", "cispo" and "vespo", as a number or a 0-d tensor; by default the valid
-            tokens. The number of a whole batch over several processes belongs here divided by theirs.
-        reduction: "mean" reduces as `loss_type` says; "none" returns the token losses.
+        num_items: Divides the sum of "dapo", "cispo" and "vespo", as a number or a 0-d tensor; by default the number of
+            valid tokens. For a batch spread over several processes, pass its valid tokens divided by the processes.
+        reduction: "mean" reduces as `loss_type` defines; "none" returns the token losses.
 
     Returns:
         A `GRPOLossOutput`.
@@ -181,32 +253,34 @@ def grpo_loss(
     num_items: int | float | torch.Tensor | None = None,
     reduction: str = "mean",
 ) -> GRPOLossOutput:
-    """The loss of a policy from its logits; without logits in memory, `linear_log_probs` gives the same.
+    """The loss of a policy from its logits.
+
+    `grpo_loss_from_log_probs` of `linear_log_probs` gives the same without the logits in memory.
 
     Args:
-        logits: `(B, L, V)`, or `(B, L + 1, V)` as a model gives them for L completion tokens after a prompt token: the
-            last position, which predicts what comes after the completion, then gets no gradient.
+        logits: `(B, L, V)`, or `(B, L + 1, V)` as a model returns them for a prompt token and L completion tokens: the
+            last position, which predicts the token after the completion, gets no gradient.
         completion_ids: `(B, L)` of int64 or int32.
         advantages: `(B,)`, `(B, 1)` or `(B, L)`.
         completion_mask: `(B, L)`, 0 where a token does not count; its logits are not read.
         old_log_probs: `(B, L)`, at the same temperature; by default the policy itself.
         ref_log_probs: `(B, L)`, at the same temperature; needed with `beta`.
         temperature: Divides the logits, more than 0.
-        inplace_backward: Lets the backward write the gradient over `logits`, as for `cross_entropy`.
-        loss_type: As for `grpo_loss_from_log_probs`, like everything below.
+        inplace_backward: Lets the backward write the gradient over `logits`, as in `cross_entropy`.
+        loss_type: As for `grpo_loss_from_log_probs`, as are all arguments below.
         importance_sampling_level: "token" or "sequence".
         epsilon_low: Lower clipping distance.
         epsilon_high: Upper clipping distance; for "cispo" the upper bound itself.
         delta: Upper bound of an unclipped ratio.
         beta: Factor of the KL penalty.
         use_bias_correction_kl: Multiplies the KL penalty by the ratio.
-        sampling_ratio: Corrects for a sampler that was not the old policy.
+        sampling_ratio: Corrects for a sampler that differs from the old policy.
         sapo_temperature_pos: Temperature of "sapo" for positive advantages.
-        sapo_temperature_neg: For the others.
-        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate for these.
-        vespo_k_neg: Shape for the others.
-        vespo_lambda_neg: Rate for the others.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
+        vespo_k_pos: Shape k of "vespo" for advantages of at least 0.
+        vespo_lambda_pos: Rate lambda of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape k for negative advantages.
+        vespo_lambda_neg: Rate lambda for negative advantages.
         max_completion_length: Length that "dr_grpo" divides by.
         num_items: Divides the sum of "dapo", "cispo" and "vespo".
         reduction: "mean" or "none".
@@ -229,7 +303,7 @@ def grpo_loss(
             f"give {length} or {length + 1}."
         )
     labels = completion_ids if completion_mask is None else torch.where(completion_mask != 0, completion_ids, _IGNORE)
-    # An ignored last position costs nothing, where slicing it off would copy the whole gradient.
+    # Ignoring the last position is free; slicing it off would copy the whole gradient.
     labels = torch.nn.functional.pad(labels, (0, logits.shape[1] - length), value=_IGNORE)
     nll = cross_entropy(logits, labels, _IGNORE, "none", temperature=temperature, inplace=inplace_backward)
     assert isinstance(nll, torch.Tensor)

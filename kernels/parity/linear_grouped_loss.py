@@ -1,18 +1,18 @@
-"""A loss of log-probabilities over a head whose gradient is made in the forward, one group of tokens at a time.
+"""A loss of the log-probabilities of an LM head, whose gradient is computed in the forward, chunk by chunk.
 
-Preference losses couple the tokens of a pair or of a sequence, and policy losses not even those, but none couples all
+Preference losses couple the tokens of a pair or of a sequence, and policy losses not even those; none couples all the
 tokens of a batch once its normaliser is known. So the upstream gradient of a token's log-probability is known as soon
 as the log-probabilities of its group are. For each chunk of whole groups:
 
     Z = X_c @ W.T            into one buffer
-    l = log-probabilities    one pass over Z (`_cross_entropy_rows`)
-    g = d loss / d l         torch's autograd through the loss, on as many numbers as the chunk has tokens
+    l = log-probabilities    one pass over Z (`cross_entropy_rows`)
+    g = d loss / d l         torch's autograd through the loss, one value per token of the chunk
     Z = dZ                   in place, one pass
     dX_c = Z @ W             dW += Z.T @ X_c
 
-These are the three matmuls of a head that is trained, where a loss of `linear_log_probs` takes four in the same memory.
-A frozen head takes two either way, and `linear_log_probs` needs fewer logits at a time for it; and where a group's
-logits do not fit the memory, it is `linear_log_probs` as well.
+This takes three matmuls for a trained head, where a loss of `linear_log_probs` takes four in the same memory. A frozen
+head takes two either way, and `linear_log_probs` needs fewer logits at a time for it, so it runs there; it also runs
+where the logits of one group exceed the memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from liger_trainer.kernels.head.matmul_precision import fp32_reductions
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""``formula(log_probs, start, stop)``: what tokens `start` to `stop`, whole groups, add to the loss, 0-d."""
+"""``formula(log_probs, start, stop)``: the contribution of tokens `start` to `stop`, whole groups, to the loss, 0-d."""
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class GroupedLoss(NamedTuple):
-    """The loss, 0-d, with its gradient, and of each token the log-probability and the mean logit without one."""
+    """The 0-d loss, with a gradient, and each token's log-probability and mean logit, without one."""
 
     loss: torch.Tensor
     log_probs: torch.Tensor
@@ -71,7 +71,7 @@ class _GradientInForward(torch.autograd.Function):
             labels, part, width = target[start:stop], stats.rows(start, stop), logits.stride(0)
             row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
             nll = part.nll.detach().requires_grad_()
-            # Hooks around the call, such as those of a checkpoint, have no business with this graph: it ends here.
+            # Saved-tensor hooks around the call, such as a checkpoint's, must not see this graph, which ends here.
             with torch.enable_grad(), saved_as_is():
                 loss = formula(0.0 - nll, start, stop)
             (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
@@ -89,12 +89,14 @@ class _GradientInForward(torch.autograd.Function):
         return total, log_probs, extra.mean_logit
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        gradients: list[torch.Tensor | None] = [None, None, None]
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, _log_probs: None, _mean_logit: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        dhidden = dweight = dbias = None
         if grad is not None:
             *gradients, expected = ctx.saved_tensors
-            gradients = rescaled_gradients(gradients, grad, expected, "a loss over a head")
-        return (*gradients, *(None,) * 6)
+            dhidden, dweight, dbias = rescaled_gradients(gradients, grad, expected, "a loss over a head")
+        return dhidden, dweight, dbias, None, None, None, None, None, None
 
 
 @torch.compiler.disable
@@ -110,28 +112,31 @@ def linear_grouped_loss(
     temperature: float = 1.0,
     mean_logit: bool = False,
     logits_memory: int = 2**30,
-    arrange: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+    arrange: Callable[[torch.Tensor], torch.Tensor] = _identity,
 ) -> GroupedLoss:
     """The loss ``formula(linear_log_probs(hidden, weight, target))``, in the fewest matmuls that the memory allows.
 
-    A graph that ``torch.compile`` traces breaks here, around the loss and its head.
+    ``torch.compile`` breaks its graph at this function.
 
     Args:
         hidden: `(N, H)`.
         weight: `(V, H)`.
         target: `(N,)` labels.
-        formula: The loss as a sum over groups, differentiable in torch. It is called once for each chunk, and must take
-            any whole number of groups that follow each other.
-        group: Tokens that the formula couples; a divisor of N.
-        normalizer: 0-d, about the inverse of the largest derivative of the loss to a log-probability. In fp16 the
-            gradients are kept times a power of two up to it until the backward, where they would underflow.
-        bias: `(V,)`.
+        formula: The loss as a sum over groups, differentiable in torch. It is called once per chunk, with any whole
+            number of consecutive groups.
+        group: Number of consecutive tokens that the formula couples; a divisor of N.
+        normalizer: 0-d, about the inverse of the loss's largest derivative by a log-probability. In fp16, gradients are
+            multiplied by a power of two of at most this until the backward, so that they do not underflow.
+        bias: `(V,)`, or None.
         ignore_index: Tokens with this label have log-probability 0 and no gradient.
         temperature: Divides the logits.
-        mean_logit: Whether the mean logits are wanted.
+        mean_logit: Whether to return the mean logits.
         logits_memory: Bytes of logits at a time, as in `linear_log_probs`.
-        arrange: Brings `(N, ...)` rows into the order in which the tokens of a group lie side by side, which is that of
-            the formula and of the results.
+        arrange: Permutes `(N, ...)` rows so that the tokens of a group are adjacent. The formula and the results use
+            this order.
+
+    Returns:
+        A `GroupedLoss`.
 
     Raises:
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
@@ -156,8 +161,8 @@ def linear_grouped_loss(
     options = RowOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
     scale = 1.0 / normalizer.detach().clamp(min=1.0)
     expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
+    hidden, target = arrange(hidden).contiguous(), arrange(target).contiguous()
     loss, log_probs, mean_logits = _GradientInForward.apply(
-        *(arrange(hidden).contiguous(), weight, bias, arrange(target).contiguous()),
-        *(formula, rows, options, mean_logit, expected),
+        hidden, weight, bias, target, formula, rows, options, mean_logit, expected
     )
     return GroupedLoss(loss, log_probs, mean_logits if mean_logit else None)

@@ -1,9 +1,8 @@
-"""KL divergence of an LM head from given probabilities, such as cached ones (operator: `_linear_divergence`)."""
+"""KL divergence of an LM head from given probabilities, such as cached ones; the operator is in `linear_divergence`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -38,27 +37,27 @@ def linear_kl_div(
     """``KL(target || softmax(z))`` for probabilities `target` and the logits z of an LM head, one chunk at a time.
 
     A token's divergence is ``sum_c target[c] * (log(max(target[c], eps)) - log_softmax(z / temperature)[c])``; `target`
-    is taken as it is, summing to 1 or not, and gets no gradient. Logits are fp32, as in `linear_jsd`. The gradients are
+    is not normalised and gets no gradient. Logits are fp32, as in `linear_jsd`. The gradients are
     computed in the forward, in three matmuls (two for a frozen head); double backward is an error.
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
         weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`.
         target: `(..., V)` probabilities, of any floating dtype.
-        labels: `(...)`, or None where every token counts; see `linear_jsd`.
+        labels: `(...)`, or None if every token counts; see `linear_jsd`.
         bias: `(V,)`, floating.
         temperature: Divides the logits after the soft-cap, more than 0.
         ignore_index: Tokens with this label give no loss and no gradient.
         reduction: "batchmean" (the sum over the valid tokens divided by their number), "mean" (that divided by the
             vocabulary, as in ``torch.nn.KLDivLoss``) or "sum".
-        num_items: Divides the sum over the tokens by this, instead of by the number of valid tokens or by 1.
+        num_items: Divides the sum over the tokens, instead of the number of valid tokens or 1.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
         eps: Lower bound of the probabilities in the logarithm.
         soft_weight: Factor of the divergence.
         hard_weight: Factor of the cross entropy with `labels`, of the logits before the temperature.
         token_weights: `(...)`, floating, factors of the token losses, not differentiated.
-        vocab_size: Compares only the first so many classes.
+        vocab_size: Compares only the first `vocab_size` classes.
         outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
         logits_memory: Bytes for the chunk of fp32 logits, 512 MiB by default, as in `linear_jsd`.
         expected_grad: The upstream gradient to expect in the backward, as in `linear_cross_entropy`.
@@ -85,7 +84,7 @@ def linear_kl_div(
     if reduction == "mean":
         soft_weight, hard_weight = soft_weight / vocab_size, hard_weight / vocab_size
     options = DivergenceOptions(
-        *("probs_kl", 0.0, temperature, soft_weight, hard_weight, softcap, logit_scale, None, 1.0, eps, ignore_index)
+        "probs_kl", 0.0, temperature, soft_weight, hard_weight, softcap, logit_scale, None, 1.0, eps, ignore_index
     )
     result = reduced_divergence(
         (hidden, weight, bias),
@@ -118,14 +117,15 @@ def linear_kl_div_reference(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     eps: float = 1e-10,
-    **normaliser: Any,
+    num_items: int | torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear_kl_div` in plain torch, all logits at once, without `outputs` and the hard loss."""
     soft_weight = 1.0 / weight.shape[0] if reduction == "mean" else 1.0
     options = DivergenceOptions(
-        *("probs_kl", 0.0, temperature, soft_weight, 0.0, softcap, logit_scale, None, 1.0, eps, ignore_index)
+        "probs_kl", 0.0, temperature, soft_weight, 0.0, softcap, logit_scale, None, 1.0, eps, ignore_index
     )
     reduction = "sum" if reduction == "sum" else "mean"
     return divergence_of_logits_reference(
-        logits_reference(hidden, weight, bias), target, labels, options, reduction, **normaliser
+        logits_reference(hidden, weight, bias), target, labels, options, reduction, num_items, token_weights
     )

@@ -2,25 +2,296 @@
 
     y = rms_norm(x, weight) * (1 + scale) + shift
 
-(Peebles and Xie 2022, https://arxiv.org/abs/2212.09748, with RMSNorm for LayerNorm). `scale` and `shift` hold a row for
-each sample, one for all, or one for each token.
+(Peebles and Xie 2022, https://arxiv.org/abs/2212.09748, with RMSNorm for LayerNorm). `scale` and `shift` have a row for
+each sample, one for all, or one for each token. A group is a run of tokens with the same row. With
+w = offset + weight and m = 1 + scale, the backward is
 
-Forward reads x and writes y (4 bytes a number in bf16, and as much again for each of scale and shift where every token
-has its own); backward reads x and dy and writes dx (6 bytes; with a scale for every token, that is read and its
-gradient written, 10). Saved for backward: x, weight, scale and rstd (fp32, one a row). The gradients of weight, scale
-and shift are summed in fp32 in the registers of a persistent grid and added up by a second small kernel, without
-atomics; where every token has its own shift, its gradient is dy itself and costs nothing.
+    g = dy * m * w        dx = rstd * (g - x_hat * mean(g * x_hat))
+    dscale = w * P        dshift = D        dweight = sum over groups of m * P
+    P = sum over the rows of the group of dy * x_hat        D = the same sum of dy
+
+so two column sums per group give three gradients. Programs of the persistent grid share the rows of one group or, where
+there are many groups, take several groups each. Where each token has its own row, the kernel treats all rows as one
+group and reads scale along with x; the gradient of shift is then dy itself.
+
+Forward reads x and writes y (4 bytes per element in bf16, plus 2 for each of scale and shift where every token has its
+own); backward reads x and dy and writes dx (6 bytes; 10 with a scale for every token, which is read and its gradient
+written). Saved for backward: x, weight, scale and rstd (fp32, one per row). Partial sums are taken in fp32 registers
+and added by a second, small kernel, without atomics.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.norms.launch import check_all_dtensors, check_arguments, runs_on_triton
-from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
-from liger_trainer.kernels.norms.rms_norm_kernels import check_casting
-from liger_trainer.kernels.parity.modulated_rms_norm_kernels import launch_backward, launch_forward
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.norms import layer_norm
+from liger_trainer.kernels.norms.launch import (
+    NormConfig,
+    as_row_values,
+    as_rows,
+    check_all_dtensors,
+    check_arguments,
+    column_sum,
+    fit_config,
+    forward_config,
+    runs_on_triton,
+)
+from liger_trainer.kernels.norms.rms_norm import check_casting, load_scale, normalise, rms_norm_reference
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_group"])
+def _modulated_rms_norm_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    scale_stride,
+    shift_stride,
+    num_rows,
+    rows_per_group,
+    eps,
+    offset,
+    H: tl.constexpr,
+    CASTING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Normalises and modulates ROWS rows."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    groups = rows // rows_per_group
+    cols = tl.arange(0, BLOCK_H)
+    mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+    x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + (groups * scale_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+    y, rstd = normalise(x, eps, dtype, H, CASTING)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    if weight_ptr is not None:
+        y *= load_scale(weight_ptr, cols, offset, H, CASTING)
+        if CASTING == "gemma" or CASTING == "olmo2" or weight_ptr.dtype.element_ty == dtype:
+            y = y.to(dtype).to(tl.float32)  # rms_norm rounds its result so
+    else:
+        y = y.to(dtype).to(tl.float32)
+    y *= 1.0 + scale.to(tl.float32)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + (groups * shift_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+        y += shift.to(tl.float32)
+    tl.store(y_ptr + (rows * H)[:, None] + cols[None, :], y.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_groups", "rows_per_group", "splits"])
+def _modulated_rms_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dy_stride,
+    x_stride,
+    scale_stride,
+    num_groups,
+    rows_per_group,
+    splits,
+    offset,
+    H: tl.constexpr,
+    CASTING: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Computes dx, and sums for the gradients of weight, scale and shift, of a share of the rows."""
+    # When a row is short, summing the rows of a tile crosses warps, so that sum waits until the end.
+    SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
+    SUM_ROWS: tl.constexpr = ROWS if SUM_LATE else 1
+    cols = tl.arange(0, BLOCK_H)
+    split = tl.program_id(0) % splits
+    if dweight_ptr is not None:
+        dweight = tl.zeros((SUM_ROWS if PER_ROW else 1, BLOCK_H), tl.float32)
+    first_group = tl.program_id(0).to(tl.int64) // splits  # int64, and with it the offsets of groups
+    for group in range(first_group, num_groups, tl.num_programs(0) // splits):
+        if PER_ROW:
+            if weight_ptr is not None:
+                weight = load_scale(weight_ptr, cols, offset, H, CASTING)
+        else:
+            group_scale = scale_ptr + group * scale_stride + cols
+            factor = 1.0 + tl.load(group_scale, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+            if weight_ptr is not None:
+                factor *= load_scale(weight_ptr, cols, offset, H, CASTING)
+            product_sum = tl.zeros((SUM_ROWS, BLOCK_H), tl.float32)
+            dy_sum = tl.zeros((SUM_ROWS, BLOCK_H), tl.float32)
+        for tile in tl.range(split, tl.cdiv(rows_per_group, ROWS), splits, num_stages=NUM_STAGES):
+            local = tile * ROWS + tl.arange(0, ROWS)
+            rows = group * rows_per_group + local
+            mask = (local < rows_per_group)[:, None] & (cols < H)[None, :]
+            out = (rows * H)[:, None] + cols[None, :]
+            x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+            dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + rows, mask=local < rows_per_group, other=0.0)[:, None]
+            x_hat = x.to(tl.float32) * rstd
+            if PER_ROW:
+                if dscale_ptr is not None:
+                    dscale = dy * x_hat
+                    if weight_ptr is not None:
+                        dscale *= weight
+                    tl.store(dscale_ptr + out, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
+                scale = tl.load(scale_ptr + (rows * scale_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+                dnorm = dy * (1.0 + scale.to(tl.float32))
+                if dweight_ptr is not None:
+                    if SUM_LATE:
+                        dweight += dnorm * x_hat
+                    else:
+                        dweight += tl.sum(dnorm * x_hat, axis=0)[None, :]
+                g = dnorm
+                if weight_ptr is not None:
+                    g = dnorm * weight
+            else:
+                g = dy * factor
+                if dweight_ptr is not None or dscale_ptr is not None:
+                    if SUM_LATE:
+                        product_sum += dy * x_hat
+                    else:
+                        product_sum += tl.sum(dy * x_hat, axis=0)[None, :]
+                if dshift_ptr is not None:
+                    if SUM_LATE:
+                        dy_sum += dy
+                    else:
+                        dy_sum += tl.sum(dy, axis=0)[None, :]
+            if dx_ptr is not None:
+                dx = rstd * (g - x_hat * (tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / H)))
+                tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if not PER_ROW:
+            out = (group * splits + split) * H + cols[None, :]
+            product = tl.sum(product_sum, axis=0)[None, :]
+            if dscale_ptr is not None:
+                dscale = product
+                if weight_ptr is not None:  # read again rather than held in registers through the loop
+                    dscale = product * load_scale(weight_ptr, cols, offset, H, CASTING)
+                tl.store(dscale_ptr + out, dscale.to(dscale_ptr.dtype.element_ty), mask=(cols < H)[None, :])
+            if dshift_ptr is not None:
+                dshift = tl.sum(dy_sum, axis=0)[None, :]
+                tl.store(dshift_ptr + out, dshift.to(dshift_ptr.dtype.element_ty), mask=(cols < H)[None, :])
+            if dweight_ptr is not None:
+                dweight += product * (1.0 + tl.load(group_scale, mask=cols < H, other=0.0).to(tl.float32)[None, :])
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
+
+
+def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+    """Tile, warps, stages and persistent grid of the backward kernel: those of LayerNorm, which has as many sums."""
+    return layer_norm.backward_config(hidden_size, device)
+
+
+def launch_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the forward kernel and returns y, contiguous, and rstd in fp32, of shape `x.shape[:-1]`."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return y, rstd
+    hidden_size = x.shape[-1]
+    rows, scale_rows = as_rows(x, None), as_rows(scale, None)
+    shift_rows = None if shift is None else as_rows(shift, None)
+    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    with on_device(x):
+        _modulated_rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+            rows,
+            weight if weight is None else weight.contiguous(),
+            scale_rows,
+            shift_rows,
+            y,
+            rstd,
+            rows.stride(0),
+            scale_rows.stride(0),
+            0 if shift_rows is None else shift_rows.stride(0),
+            rows.shape[0],
+            rows.shape[0] // scale_rows.shape[0],
+            eps,
+            offset,
+            H=hidden_size,
+            CASTING=casting,
+            ROWS=config.rows,
+            BLOCK_H=next_power_of_2(hidden_size),
+            num_warps=config.num_warps,
+        )
+    return y, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    rstd: torch.Tensor,
+    offset: float,
+    casting: str,
+    dx: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+    dscale: torch.Tensor | None,
+    dshift: torch.Tensor | None,
+) -> None:
+    """Runs the backward kernels, which fill those of `dx`, `dweight`, `dscale` and `dshift` that are not None."""
+    hidden_size = x.shape[-1]
+    rows, dy_rows, scale_rows = (as_rows(tensor, None) for tensor in (x, dy, scale))
+    per_row = scale_rows.shape[0] == rows.shape[0]
+    streams = (rows, dy_rows, scale_rows) if per_row else (rows, dy_rows)
+    bytes_per_column = sum(tensor.element_size() for tensor in streams)
+    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
+
+    num_groups = 1 if per_row else scale_rows.shape[0]
+    rows_per_group = rows.shape[0] // num_groups
+    programs = num_sms(x.device) * config.programs_per_sm
+    splits = max(1, min(programs // num_groups, cdiv(rows_per_group, config.rows)))
+    programs = splits * min(num_groups, programs)
+    sums = [] if per_row or splits == 1 else [tensor for tensor in (dscale, dshift) if tensor is not None]
+    partial = x.new_empty(len(sums), num_groups, splits, hidden_size, dtype=torch.float32)
+    dweight_partial = None if dweight is None else x.new_empty(1, programs, hidden_size, dtype=torch.float32)
+    with on_device(x):
+        _modulated_rms_norm_backward_kernel[(programs,)](
+            dy_rows,
+            rows,
+            weight if weight is None else weight.contiguous(),
+            scale_rows,
+            as_row_values(rstd, None),
+            dx,
+            dweight_partial,
+            partial[0] if sums and dscale is not None else dscale,
+            partial[-1] if sums and dshift is not None else dshift,
+            dy_rows.stride(0),
+            rows.stride(0),
+            scale_rows.stride(0),
+            num_groups,
+            rows_per_group,
+            splits,
+            offset,
+            H=hidden_size,
+            CASTING=casting,
+            PER_ROW=per_row,
+            ROWS=config.rows,
+            BLOCK_H=next_power_of_2(hidden_size),
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )
+        if sums:
+            column_sum(partial, *sums)
+        if dweight is not None and dweight_partial is not None:
+            column_sum(dweight_partial, dweight)
 
 
 @torch.library.custom_op("liger_trainer::modulated_rms_norm", mutates_args=())
@@ -60,13 +331,14 @@ def _modulated_rms_norm_backward(
         for gradient in gradients:
             gradient.zero_()
     else:
-        launch_backward(dy, x, weight, scale, rstd, offset, casting, gradients)
-    return tuple(gradients)  # type: ignore[return-value]
+        dx, dweight, dscale, dshift = (gradient if gradient.numel() else None for gradient in gradients)
+        launch_backward(dy, x, weight, scale, rstd, offset, casting, dx, dweight, dscale, dshift)
+    return gradients
 
 
 @_modulated_rms_norm_backward.register_fake
 def _(dy, x, weight, scale, rstd, offset, casting, needs_dx, needs_dweight, needs_dscale, dshift_dtype):
-    return tuple(_gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype))
+    return _gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype)
 
 
 refuse_second_derivative(_modulated_rms_norm_backward, "modulated_rms_norm")
@@ -80,14 +352,14 @@ def _gradients(
     needs_dweight: bool,
     needs_dscale: bool,
     dshift_dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
-    """New gradients of x, weight, scale and shift, empty where not needed."""
-    return [
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised gradients of x, weight, scale and shift, empty where not needed."""
+    return (
         x.new_empty(x.shape if needs_dx else 0),
         x.new_empty(0) if weight is None or not needs_dweight else weight.new_empty(weight.shape),
         scale.new_empty(scale.shape if needs_dscale else 0),
         x.new_empty(0) if dshift_dtype is None else x.new_empty(scale.shape, dtype=dshift_dtype),
-    ]
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -99,19 +371,19 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, _):
     if dy is None:
-        return (None,) * 7
+        return None, None, None, None, None, None, None
     x, weight, scale, rstd = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    shift_is_dy = needs[3] and scale.shape[0] * scale.shape[1] == x.numel()  # every token has its own
-    dshift_dtype = ctx.shift_dtype if needs[3] and not shift_is_dy else None
-    gradients = [None] * 4
-    if any(needs[:3]) or dshift_dtype is not None:
-        gradients = list(
-            _modulated_rms_norm_backward(dy, x, weight, scale, rstd, ctx.offset, ctx.casting, *needs[:3], dshift_dtype)
+    needs_dx, needs_dweight, needs_dscale, needs_dshift = ctx.needs_input_grad[:4]
+    shift_per_token = scale.shape[0] * scale.shape[1] == x.numel()  # its gradient is dy
+    dshift_dtype = ctx.shift_dtype if needs_dshift and not shift_per_token else None
+    dx = dweight = dscale = dshift = None
+    if needs_dx or needs_dweight or needs_dscale or dshift_dtype is not None:
+        dx, dweight, dscale, dshift = _modulated_rms_norm_backward(
+            dy, x, weight, scale, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight, needs_dscale, dshift_dtype
         )
-    if shift_is_dy:
-        gradients[3] = dy.reshape(scale.shape).to(ctx.shift_dtype)
-    return *(gradient if needed else None for gradient, needed in zip(gradients, needs)), None, None, None
+    if shift_per_token and needs_dshift:
+        dshift = dy.reshape(scale.shape).to(ctx.shift_dtype)
+    return *where_needed(ctx.needs_input_grad, dx, dweight, dscale, dshift), None, None, None
 
 
 _modulated_rms_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -128,21 +400,21 @@ def modulated_rms_norm(
 ) -> torch.Tensor:
     """Modulated RMSNorm (adaLN): `rms_norm(x, weight, eps, offset, casting) * (1 + scale) + shift`.
 
-    The norm is rounded as `rms_norm` rounds it; scale and shift are applied in fp32, and the result is rounded once.
+    The norm is rounded as in `rms_norm`; scale and shift are applied in fp32, and the result is rounded once.
 
     Args:
         x: Input of shape (..., hidden_size) and any floating dtype, such as (batch, tokens, hidden_size).
         weight: Weight of the norm, of shape (hidden_size,), or None; its dtype may differ from that of `x`.
         scale: Any floating dtype, of shape
 
-            - (batch, hidden_size) or (batch, 1, hidden_size): a row for each sample. Leading dimensions are matched
-              with those of `x` from the left, here and with more of them;
+            - (batch, hidden_size) or (batch, 1, hidden_size): a row for each sample. Leading dimensions, however many,
+              are matched with those of `x` from the left;
             - (hidden_size,) or (1, hidden_size): one row for all;
             - the shape of `x`, or (number of tokens, hidden_size): a row for each token;
             - with `x` of shape (tokens, hidden_size), also (groups, hidden_size) for `groups` equal runs of tokens;
             - anything else that broadcasts to `x` is expanded to a row for each token.
 
-        shift: As `scale`; None for no shift.
+        shift: Of a dtype and shape as for `scale`; None for no shift.
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for Gemma.
         casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see `rms_norm`.
@@ -151,7 +423,7 @@ def modulated_rms_norm(
         Tensor of the shape and dtype of `x`, contiguous.
 
     Raises:
-        ValueError: If `scale` or `shift` does not fit `x` in shape or device or is not of a floating dtype, and as
+        ValueError: If `scale` or `shift` does not fit `x` in shape or device or has no floating dtype, and as
             `rms_norm`.
     """
     check_casting("modulated_rms_norm", casting)

@@ -2,11 +2,11 @@
 
     out = causal(conv2d(softmax(scores with -inf above the diagonal)))          causal: 0 above the diagonal
 
-The mask is part of the softmax's (or sparsemax's) kernel: what lies above the diagonal is neither read nor masked in a
-pass of its own, and its gradient is written as 0. Bytes moved by that kernel, `_row_softmax`, for n scores of b bytes:
-1.5*n*b forward, 2*n*b backward. The convolution is torch's (cuDNN), and the zeros are written over its result. Saved
-for backward: the attention weights and the convolution's weight; in half precision also the scores, from which the
-softmax's backward takes the weights unrounded, as it does behind ``softmax(scores, dtype=torch.float32)``.
+The mask is part of the kernel of softmax or sparsemax: scores above the diagonal are not read, need no masking pass,
+and get a gradient of 0. Bytes moved by that kernel, in `row_softmax`, for n scores of b bytes: 1.5*n*b forward, 2*n*b
+backward. The convolution is torch's (cuDNN), and zeros are written over its result above the diagonal. Saved for
+backward: the attention weights and the convolution's weight; in half precision also the scores, from which the backward
+of the softmax recomputes the weights unrounded, as after ``softmax(scores, dtype=torch.float32)``.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def multi_token_attention(
 
     Args:
         scores: Attention scores before the mask, (batch, heads, length, length) or (heads, length, length), of any
-            length. float16, bfloat16 or float32 for the kernel; other floating dtypes run as the reference. What is
-            above the diagonal is not looked at, and gets a gradient of 0.
-        weight: The convolution's, (out_heads, heads / groups, height, width), of the dtype of `scores`.
+            length. float16, bfloat16 or float32 for the kernel; other floating dtypes run the reference. Scores above
+            the diagonal are not read and get a gradient of 0.
+        weight: Weight of the convolution, (out_heads, heads / groups, height, width), of the dtype of `scores`.
         bias: (out_heads,), or None.
         stride: As in ``torch.nn.functional.conv2d``, as are `padding`, `dilation` and `groups`.
-        padding: Zeros around the attention weights; ``(kernel - 1) * dilation / 2`` keeps the length.
-        dilation: Distance of the kernel's taps.
-        groups: Groups of heads that are convolved on their own.
+        padding: Zeros around the attention weights; ``(kernel - 1) * dilation / 2`` preserves the length.
+        dilation: Distance between the taps of the convolution.
+        groups: Number of groups of heads that are convolved separately.
         sparse: Sparsemax instead of softmax.
 
     Returns:
         (batch, out_heads, rows, columns), with 0 above its diagonal.
 
     Raises:
-        ValueError: If `scores` is not floating, or not of square matrices of heads.
+        ValueError: If `scores` is not floating, or has another shape.
     """
     if scores.dim() not in (3, 4) or scores.shape[-1] != scores.shape[-2] or not scores.is_floating_point():
         raise ValueError(
@@ -79,5 +79,5 @@ def multi_token_attention_reference(
     groups: int = 1,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """`multi_token_attention` in plain torch; it has the same arguments."""
+    """`multi_token_attention` in plain torch."""
     return F.conv2d(_causal_reference(scores, sparse), weight, bias, stride, padding, dilation, groups).tril()

@@ -1,4 +1,4 @@
-"""PolyNorm: a polynomial activation of normalised powers, in place of the gate of a feed-forward block.
+"""PolyNorm: a polynomial activation of normalised powers, used instead of a gate in feed-forward blocks.
 
 Formula (Zhuo et al. 2024, https://arxiv.org/abs/2411.03884), for one row of `x` with hidden size H:
 
@@ -9,17 +9,18 @@ and, with S_p the sum over the row of dy * n_p,
     dx = sum over p of w * r_p * p x^(p-1) * (dy - n_p * S_p / H)
     dw = sum over rows of S_p (in the order of the weights)        dbias = sum of dy
 
-Forward reads x and writes y (4 bytes a number in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, weight and three fp32 a row. The four sums are taken in fp32 by a persistent grid and added up by a second
-small kernel, without atomics.
+Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
+backward: x, weight, bias and the three r_p of each row, in fp32. Each program of a persistent grid sums its share of
+the gradients of weight and bias in fp32, and a second, small kernel adds the shares, without atomics.
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
+    NormConfig,
     as_row_values,
     as_rows,
     check_all_dtensors,
@@ -32,12 +33,116 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.parity.poly_norm_kernels import (
-    backward_config,
-    poly_norm_backward_kernel,
-    poly_norm_forward_kernel,
-)
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _poly_norm_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    rstd_3_ptr,
+    rstd_2_ptr,
+    rstd_1_ptr,
+    x_stride,
+    num_rows,
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Writes y and r_3, r_2 and r_1 of ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+    x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    square = x * x
+    cube = square * x
+    rstd_3 = tl.rsqrt(tl.sum(cube * cube, axis=1) * (1.0 / H) + eps)
+    rstd_2 = tl.rsqrt(tl.sum(square * square, axis=1) * (1.0 / H) + eps)
+    rstd_1 = tl.rsqrt(tl.sum(square, axis=1) * (1.0 / H) + eps)
+    tl.store(rstd_3_ptr + rows, rstd_3, mask=rows < num_rows)
+    tl.store(rstd_2_ptr + rows, rstd_2, mask=rows < num_rows)
+    tl.store(rstd_1_ptr + rows, rstd_1, mask=rows < num_rows)
+    y = cube * (tl.load(weight_ptr).to(tl.float32) * rstd_3)[:, None]
+    y += square * (tl.load(weight_ptr + 1).to(tl.float32) * rstd_2)[:, None]
+    y += x * (tl.load(weight_ptr + 2).to(tl.float32) * rstd_1)[:, None]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr).to(tl.float32)
+    tl.store(y_ptr + (rows * H)[:, None] + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _poly_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_3_ptr,
+    rstd_2_ptr,
+    rstd_1_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_stride,
+    x_stride,
+    num_rows,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Computes dx of every num_programs-th tile of ROWS rows, and this program's share of dweight and dbias."""
+    cols = tl.arange(0, BLOCK_H)
+    weight_3 = tl.load(weight_ptr).to(tl.float32)
+    weight_2 = tl.load(weight_ptr + 1).to(tl.float32)
+    weight_1 = tl.load(weight_ptr + 2).to(tl.float32)
+    dweight_3 = tl.zeros((ROWS,), tl.float32)
+    dweight_2 = tl.zeros((ROWS,), tl.float32)
+    dweight_1 = tl.zeros((ROWS,), tl.float32)
+    dbias = tl.zeros((ROWS,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
+        x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd_3 = tl.load(rstd_3_ptr + rows, mask=rows < num_rows, other=0.0)
+        rstd_2 = tl.load(rstd_2_ptr + rows, mask=rows < num_rows, other=0.0)
+        rstd_1 = tl.load(rstd_1_ptr + rows, mask=rows < num_rows, other=0.0)
+        square = x * x
+        sum_3 = tl.sum(dy * square * x, axis=1) * rstd_3
+        sum_2 = tl.sum(dy * square, axis=1) * rstd_2
+        sum_1 = tl.sum(dy * x, axis=1) * rstd_1
+        if dx_ptr is not None:
+            dx = (dy - square * x * (rstd_3 * sum_3 * (1.0 / H))[:, None]) * square * (3 * weight_3 * rstd_3)[:, None]
+            dx += (dy - square * (rstd_2 * sum_2 * (1.0 / H))[:, None]) * x * (2 * weight_2 * rstd_2)[:, None]
+            dx += (dy - x * (rstd_1 * sum_1 * (1.0 / H))[:, None]) * (weight_1 * rstd_1)[:, None]
+            tl.store(dx_ptr + (rows * H)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dweight_ptr is not None:
+            dweight_3 += sum_3
+            dweight_2 += sum_2
+            dweight_1 += sum_1
+        if dbias_ptr is not None:
+            dbias += tl.sum(dy, axis=1)
+    if dweight_ptr is not None:
+        partial = dweight_ptr + tl.program_id(0) * 3
+        tl.store(partial, tl.sum(dweight_3))
+        tl.store(partial + 1, tl.sum(dweight_2))
+        tl.store(partial + 2, tl.sum(dweight_1))
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + tl.program_id(0), tl.sum(dbias))
+
+
+def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+    """Tile, warps, stages and persistent grid of the backward kernel.
+
+    As for RMSNorm; the powers and four reductions of a row take the registers of its column sums.
+    """
+    block = next_power_of_2(hidden_size)
+    if block <= 1024:
+        return NormConfig(rows=min(128, 2048 // block), num_warps=4, num_stages=3, programs_per_sm=4)
+    num_warps = min(16, block // 512) if block <= 16384 else 32
+    return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
 
 
 @torch.library.custom_op("liger_trainer::poly_norm", mutates_args=())
@@ -45,18 +150,20 @@ def _poly_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     hidden_size, order = x.shape[-1], memory_order(x)
-    y, *rstds = _outputs(x)
+    y, rstd_3, rstd_2, rstd_1 = _outputs(x)
     if x.numel() == 0:
-        return y, *rstds  # type: ignore[return-value]
+        return y, rstd_3, rstd_2, rstd_1
     rows = as_rows(x, order)
     config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
     with on_device(x):
-        poly_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+        _poly_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
             rows,
             weight.contiguous(),
             bias,
             as_rows(y, order),
-            *(as_row_values(rstd, order) for rstd in rstds),
+            as_row_values(rstd_3, order),
+            as_row_values(rstd_2, order),
+            as_row_values(rstd_1, order),
             rows.stride(0),
             rows.shape[0],
             eps,
@@ -65,14 +172,14 @@ def _poly_norm(
             BLOCK_H=next_power_of_2(hidden_size),
             num_warps=config.num_warps,
         )
-    return y, *rstds  # type: ignore[return-value]
+    return y, rstd_3, rstd_2, rstd_1
 
 
 def _outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New y, and 1 / root mean square of the third, second and first power of each row."""
+    """Uninitialised y, and r_3, r_2 and r_1 of each row."""
     order = memory_order(x)
-    rstds = (empty_row_values(x, order), empty_row_values(x, order), empty_row_values(x, order))
-    return empty_in_order(x, order, x.dtype), *rstds
+    rstd_3, rstd_2, rstd_1 = (empty_row_values(x, order) for _ in range(3))
+    return empty_in_order(x, order, x.dtype), rstd_3, rstd_2, rstd_1
 
 
 @_poly_norm.register_fake
@@ -103,11 +210,13 @@ def _poly_norm_backward(
     weight_partial = x.new_empty(1, programs, 3, dtype=torch.float32) if needs_dweight else None
     bias_partial = None if bias_like is None else x.new_empty(1, programs, 1, dtype=torch.float32)
     with on_device(x):
-        poly_norm_backward_kernel[(programs,)](
+        _poly_norm_backward_kernel[(programs,)](
             dy_rows,
             rows,
             weight.contiguous(),
-            *(as_row_values(rstd, order) for rstd in (rstd_3, rstd_2, rstd_1)),
+            as_row_values(rstd_3, order),
+            as_row_values(rstd_2, order),
+            as_row_values(rstd_1, order),
             as_rows(dx, order) if needs_dx else None,
             weight_partial,
             bias_partial,
@@ -138,7 +247,7 @@ refuse_second_derivative(_poly_norm_backward, "poly_norm")
 def _gradients(
     x: torch.Tensor, weight: torch.Tensor, needs_dx: bool, needs_dweight: bool, bias_like: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New gradients of x, weight and bias, empty where not needed."""
+    """Uninitialised gradients of x, weight and bias, empty where not needed."""
     return (
         empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0),
         weight.new_empty(weight.shape if needs_dweight else 0),
@@ -148,17 +257,19 @@ def _gradients(
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, _ = inputs
+    _, rstd_3, rstd_2, rstd_1 = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, *output[1:])
+    ctx.save_for_backward(x, weight, bias, rstd_3, rstd_2, rstd_1)
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, dy, _rstd_3_grad, _rstd_2_grad, _rstd_1_grad):
     if dy is None:
-        return (None,) * 4
-    x, weight, bias, *rstds = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    gradients = _poly_norm_backward(dy, x, weight, *rstds, *needs[:2], bias if needs[2] else None)
-    return *(gradient if needed else None for gradient, needed in zip(gradients, needs)), None
+        return None, None, None, None
+    x, weight, bias, rstd_3, rstd_2, rstd_1 = ctx.saved_tensors
+    needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
+    bias_like = bias if needs_dbias else None
+    gradients = _poly_norm_backward(dy, x, weight, rstd_3, rstd_2, rstd_1, needs_dx, needs_dweight, bias_like)
+    return *where_needed(ctx.needs_input_grad, *gradients), None
 
 
 _poly_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -169,11 +280,11 @@ def poly_norm(
 ) -> torch.Tensor:
     """PolyNorm over the last dimension: `w[0] * norm(x^3) + w[1] * norm(x^2) + w[2] * norm(x) + bias`.
 
-    `norm(u) = u / sqrt(mean(u^2) + eps)`. All of it is computed in fp32 and rounded once. The result has the memory
-    layout of `x` (permuted leading dimensions stay permuted, gaps are closed).
+    Here `norm(u) = u / sqrt(mean(u^2) + eps)`. Everything is computed in fp32 and rounded once. The result has the
+    memory layout of `x` (permuted leading dimensions stay permuted, gaps are closed).
 
     Args:
-        x: Input of shape (..., hidden_size) and any floating dtype; numbers beyond 2e6 overflow the sixth power.
+        x: Input of shape (..., hidden_size) and any floating dtype; above 2e6 the sixth power overflows fp32.
         weight: The three weights, of the third power first, shape (3,). Its dtype may differ from that of `x`.
         bias: One number, of shape () or (1,), or None (default) for 0.
         eps: Added to each mean square.

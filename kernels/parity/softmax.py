@@ -1,6 +1,6 @@
 """Softmax over the last dimension, one pass forward and one backward.
 
-Formulas, bytes moved and what is saved are in `_row_softmax`.
+The formulas, the kernels and the operator are in `row_softmax`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: Any shape with at least one dimension. float16, bfloat16 or float32 for the kernel, which computes in
-            float32; other floating dtypes run as the reference. Rows may lie apart in memory; entries of a row that do
-            are copied.
+            float32; other floating dtypes run the reference. A tensor whose last dimension is not contiguous is copied.
 
     Returns:
         A new contiguous tensor of the shape and dtype of `x`. As in torch, a row is NaN if it holds a NaN or +inf, or
-        nothing but -inf.
+        only -inf.
 
     Raises:
         ValueError: If `x` is not floating or has no dimension.

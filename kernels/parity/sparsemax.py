@@ -1,7 +1,7 @@
 """Sparsemax (arXiv 1602.02068): the point of the probability simplex nearest to the input, which is sparse.
 
-The threshold is found without sorting, by Newton's method with the row in registers; formulas, bytes moved and what is
-saved are in `_row_softmax`.
+The threshold is found without sorting, by Newton's method with the row in registers; the formulas, the kernels and the
+operator are in `row_softmax`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from liger_trainer.kernels.runtime import use_triton
 def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``max(x - tau, 0)`` along `dim`, with the threshold tau for which it sums to 1.
 
-    Entries of -inf get 0, as long as one of the row is finite; a NaN or +inf makes its row NaN, as does a row of -inf
-    alone. The gradient is that of the support, the entries that are more than 0.
+    Entries of -inf give 0 as long as the row has a finite entry; a row with a NaN or +inf, or of -inf alone, is NaN.
+    Only the support, the entries whose result is more than 0, gets a gradient.
 
     Args:
         x: Any shape with at least one dimension. float16, bfloat16 or float32 for the kernel, which computes in
-            float32; other floating dtypes run as the reference. Rows may lie apart in memory; entries along `dim` that
-            do are copied.
+            float32; other floating dtypes run the reference. A tensor that is not contiguous along `dim` is copied.
         dim: The dimension that sums to 1.
 
     Returns:
         A new tensor of the shape and dtype of `x`, contiguous once `dim` is moved to the end.
 
     Raises:
-        ValueError: If `x` is not floating, has no dimension, or not `dim`.
+        ValueError: If `x` is not floating, has no dimensions, or has no dimension `dim`.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of sparsemax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
@@ -42,7 +41,7 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def sparsemax_reference(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`sparsemax` in plain torch, by sorting, in float32 (float64 for float64 inputs)."""
+    """`sparsemax` in plain torch, by sorting; computed in float32, or float64 for float64 inputs."""
     if x.shape[dim] == 0:
         return torch.empty_like(x)
     z = x.movedim(dim, -1).to(torch.promote_types(x.dtype, torch.float32))

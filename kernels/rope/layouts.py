@@ -1,12 +1,11 @@
-"""Rotary position embeddings whose tables come in another form: complex factors, several axes, no batch dimension.
+"""Rotary position embeddings with other tables than `rope`: complex factors, several axes, no batch dimension.
 
-Each is one launch of the kernel of `rope`, which has the formula, the bytes and the memory layout.
+Each is one launch of the same kernel; `rope` documents the formula, the bytes moved and the memory layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -23,18 +22,18 @@ from liger_trainer.kernels.rope.rope import (
 def rope_complex(
     q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding with complex factors: neighbours (0, 1), (2, 3), ... are complex numbers (Llama 4).
+    """Rotary position embedding with complex factors: neighbours (0, 1), (2, 3), ... form complex numbers (Llama 4).
 
     Args:
         q: Queries, (batch, seq, q_heads, head_dim), or (batch, q_heads, seq, head_dim) with ``unsqueeze_dim=1`` (as in
             DeepSeek-V2). Any strides and floating dtype.
-        k: Keys, as `q` with any number of heads.
-        freqs_cis: cosine + i sine of every pair, complex, (batch or 1, seq, rotary_dim / 2); (seq, rotary_dim / 2) or
-            (seq, 1, rotary_dim / 2), as Llama 4's vision tower keeps it, is one table for the batch.
+        k: Keys, shaped as `q` with any number of heads.
+        freqs_cis: Complex cosine + i sine of every pair, (batch or 1, seq, rotary_dim / 2); or one table for the whole
+            batch, (seq, rotary_dim / 2) or, as in Llama 4's vision tower, (seq, 1, rotary_dim / 2).
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
-        Rotated q and k in the dtype of `q`, computed in float32 and rounded once; laid out as `rope` does.
+        Rotated q and k in the dtype of `q`, computed in float32 and rounded once, in the memory layout of `rope`.
 
     Raises:
         ValueError: If `freqs_cis` is not complex, or shapes or devices do not fit together.
@@ -42,7 +41,7 @@ def rope_complex(
     if not freqs_cis.is_complex():
         raise ValueError(
             f"`freqs_cis` has dtype {freqs_cis.dtype}; it must be complex. Casting a model to a real dtype drops the "
-            "imaginary part of a complex buffer: keep it out of the cast."
+            "imaginary part of its complex buffers: exclude this one from the cast."
         )
     check_rows(q, k, unsqueeze_dim)
     seq_len = q.shape[3 - unsqueeze_dim]
@@ -55,8 +54,7 @@ def rope_complex(
         table = parts.flatten(-2)
         return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
     cos, sin = parts.unbind(-1)
-    options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": True, "keep_dtype": True}
-    return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
+    return rope_reference(q, k, cos, sin, unsqueeze_dim, rotary_dim=rotary_dim, interleaved=True, keep_dtype=True)
 
 
 def rope_multimodal(
@@ -69,21 +67,21 @@ def rope_multimodal(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multimodal rotary position embedding (M-RoPE of Qwen2-VL, arXiv 2409.12191): each pair follows one of three axes.
 
-    Models whose rotary embedding has already put the axes together (transformers 5) call `rope`.
+    Models whose rotary embedding has already combined the axes (transformers 5) call `rope`.
 
     Args:
         q: Queries, as `rope` takes them.
         k: Keys, as `rope` takes them.
         cos: Cosines of the positions in time, height and width, (3, batch or 1, seq, head_dim).
         sin: Sines, shaped as `cos`.
-        sections: How many pairs follow time, how many height and how many width; together head_dim / 2.
+        sections: Number of pairs that follow time, height and width; they add up to head_dim / 2.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:
-        Rotated q and k, as `rope` gives them.
+        Rotated q and k, as from `rope`.
 
     Raises:
-        ValueError: If shapes or devices do not fit together, or the sections are not all pairs.
+        ValueError: If shapes or devices do not fit together, or the sections do not add up.
     """
     sections = list(sections)
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim, planes=(len(sections),))

@@ -1,19 +1,20 @@
-"""RMSNorm of every head of queries and keys, and their rotary position embedding, in one pass over both.
+"""RMSNorm of every head of queries and keys, then rotary position embedding, in one pass over both.
 
-For a head x of D numbers, with the pairs, tables and rotation of `rope`:
+For a head x of D elements, with the pairs, tables and rotation of `rope`:
 
     rstd = 1 / sqrt(mean(x^2) + eps)        n = x * rstd * (offset + weight)        y = rotate(n)
 
-and, with d the rotation of dy by the opposite angles and g = d * (offset + weight),
+and, where d is dy rotated by the opposite angles and g = d * (offset + weight),
 
     dx = rstd * (g - x_hat * mean(g * x_hat))        dweight = sum over heads and tokens of d * x_hat
 
-as in the attention of Qwen3 and Gemma3. `rms_norm` twice and `rope` read and write q and k twice; this once. Bytes
-moved for N numbers of q and k in bf16: 4 N forward (8 N apart) and 6 N backward (10 N apart). Saved for backward: q, k,
-the weights, the tables and rstd (fp32, one a head). Weight gradients are summed in fp32 in the registers of a
-persistent grid, and a second small kernel adds up what each program found: no atomics, the same bits in every run.
+as in the attention of Qwen3 and Gemma3. Two `rms_norm` and a `rope` read and write q and k twice; this does so once.
+Bytes moved for N elements of q and k in bf16: 4 N forward (8 N apart) and 6 N backward (10 N apart). Saved for
+backward: q, k, the weights, the tables and rstd (fp32, one per head). Each program of a persistent grid sums its share
+of the weight gradients in fp32 registers, and a second, small kernel adds the shares in a fixed order: no atomics, so
+every run gives the same bits. The kernels are in `qk_norm_rope_kernels`.
 
-Memory layout: as `rope`, any strides in, (batch, seq, heads, head_dim) memory out, gradients too.
+Memory layout: as for `rope`, inputs of any strides; results and gradients in (batch, seq, heads, head_dim) order.
 """
 
 from __future__ import annotations
@@ -22,15 +23,200 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.norms.launch import check_arguments
-from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
-from liger_trainer.kernels.norms.rms_norm_kernels import check_casting, output_dtype
-from liger_trainer.kernels.rope.qk_norm_rope_launch import launch_backward, launch_forward
+from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.norms.launch import NormConfig, check_arguments, column_sum, fit_config
+from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
+from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
+from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device
+
+
+def _num_warps(block: int) -> int:
+    """Enough warps that half a head has fewer elements than there are threads: a weight then needs no own layout."""
+    return min(16, max(4, block // 32))
+
+
+def forward_config(block: int) -> NormConfig:
+    """Tile and warps of the forward kernel, for heads of up to `block` elements.
+
+    4,096 elements on 4 warps put four 16-byte loads of bf16 in flight in each thread.
+    """
+    return NormConfig(rows=max(1, 4096 // block), num_warps=_num_warps(block))
+
+
+def backward_config(block: int) -> NormConfig:
+    """Tile, warps, stages and persistent grid of the backward kernel, for heads of up to `block` elements.
+
+    A tile, its gradient and the weight gradient are in registers, 32 elements of each per thread with 4 warps, so that
+    three programs share a multiprocessor. The next tile is fetched while one is computed.
+    """
+    num_warps = _num_warps(block)
+    programs = max(1, 12 // num_warps)
+    return NormConfig(rows=max(1, 4096 // block), num_warps=num_warps, num_stages=2, programs_per_sm=programs)
+
+
+def _tile(rows: int, num_heads: int) -> tuple[int, int]:
+    """(tokens, heads) of a tile of `rows` rows, with all heads of a token where they fit."""
+    heads = min(rows, next_power_of_2(max(num_heads, 1)))
+    return rows // heads, heads
+
+
+def _spread(tile: tuple[int, int], block_half: int, config: NormConfig) -> bool:
+    """Whether a tile's table is so large that Triton would give it a layout of its own and then convert it."""
+    return tile[0] * block_half >= 32 * config.num_warps
+
+
+def _num_tiles(x: torch.Tensor, tile: tuple[int, int]) -> int:
+    batch, seq_len, heads, _ = x.shape
+    return batch * cdiv(seq_len, tile[0]) * cdiv(heads, tile[1])
+
+
+def launch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    q_rstd: torch.Tensor,
+    k_rstd: torch.Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    config: NormConfig | None = None,
+) -> None:
+    """Fills the results and rstd, which are contiguous (batch, seq, heads, ...) as q and k."""
+    head_dim, half = q.shape[-1], cos.shape[-1] // 2
+    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
+    block_half = next_power_of_2(max(half, 1))
+    config = config or forward_config(next_power_of_2(head_dim))
+    q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
+    q_tiles, k_tiles = _num_tiles(q, q_tile), _num_tiles(k, k_tile)
+    if q_tiles + k_tiles == 0:
+        return
+    with on_device(q):
+        forward_kernel[(q_tiles + k_tiles,)](
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            cos,
+            sin,
+            q_out,
+            k_out,
+            q_rstd,
+            k_rstd,
+            q.shape[1],
+            q_tiles,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *table_strides(cos)[1:],
+            *table_strides(sin)[1:],
+            eps,
+            offset,
+            NUM_Q_HEADS=q.shape[2],
+            NUM_K_HEADS=k.shape[2],
+            HEAD_DIM=head_dim,
+            HALF=half,
+            CASTING=casting,
+            Q_TOKENS=q_tile[0],
+            Q_HEADS=q_tile[1],
+            K_TOKENS=k_tile[0],
+            K_HEADS=k_tile[1],
+            BLOCK_HALF=block_half,
+            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
+            SPREAD_Q=_spread(q_tile, block_half, config),
+            SPREAD_K=_spread(k_tile, block_half, config),
+            num_warps=config.num_warps,
+        )
+
+
+def launch_backward(
+    dq_out: torch.Tensor | None,
+    dk_out: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    q_rstd: torch.Tensor,
+    k_rstd: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dq_weight: torch.Tensor | None,
+    dk_weight: torch.Tensor | None,
+    offset: float,
+    casting: str,
+    config: NormConfig | None = None,
+) -> None:
+    """Fills the gradients that are not None; without `dq_out` those of q and its weight are None, and so for k."""
+    head_dim, half = q.shape[-1], cos.shape[-1] // 2
+    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
+    dq_out, dk_out = (None if x is None else contiguous_columns(x) for x in (dq_out, dk_out))
+    block, block_half = next_power_of_2(head_dim), next_power_of_2(max(half, 1))
+    config = fit_config(config or backward_config(block), block, 2 * q.element_size(), q.device)
+    q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
+    q_tiles = 0 if dq_out is None else _num_tiles(q, q_tile)
+    k_tiles = 0 if dk_out is None else _num_tiles(k, k_tile)
+    programs = min(q_tiles + k_tiles, num_sms(q.device) * config.programs_per_sm)
+    weight_gradients = [gradient for gradient in (dq_weight, dk_weight) if gradient is not None]
+    if programs == 0:
+        for gradient in weight_gradients:
+            gradient.zero_()
+        return
+    partial = q.new_empty(len(weight_gradients), programs, head_dim, dtype=torch.float32)
+    with on_device(q):
+        backward_kernel[(programs,)](
+            dq_out,
+            dk_out,
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            q_rstd,
+            k_rstd,
+            cos,
+            sin,
+            dq,
+            dk,
+            None if dq_weight is None else partial[0],
+            None if dk_weight is None else partial[-1],
+            q.shape[1],
+            q_tiles,
+            k_tiles,
+            *(q if dq_out is None else dq_out).stride()[:3],
+            *(k if dk_out is None else dk_out).stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *table_strides(cos)[1:],
+            *table_strides(sin)[1:],
+            offset,
+            NUM_Q_HEADS=q.shape[2],
+            NUM_K_HEADS=k.shape[2],
+            HEAD_DIM=head_dim,
+            HALF=half,
+            CASTING=casting,
+            Q_TOKENS=q_tile[0],
+            Q_HEADS=q_tile[1],
+            K_TOKENS=k_tile[0],
+            K_HEADS=k_tile[1],
+            BLOCK_HALF=block_half,
+            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
+            SPREAD_Q=_spread(q_tile, block_half, config),
+            SPREAD_K=_spread(k_tile, block_half, config),
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )
+        if weight_gradients:
+            column_sum(partial, *weight_gradients)
+
 
 MAX_HEAD_DIM = 4096
-"""Longest head that is fused; a tile holds whole heads in registers."""
+"""Longest head that the kernels take; a tile holds whole heads in registers."""
 
 
 def _results(
@@ -65,9 +251,14 @@ def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting):
     return _results(q, k, q_weight, cos, casting)
 
 
-def _gradients(tensors: list[torch.Tensor], needed: list[bool]) -> list[torch.Tensor]:
-    """New tensors for the gradients of q, k and their weights; empty ones where none is needed."""
-    return [x.new_empty(x.shape if need else (0,)) for x, need in zip(tensors, needed)]
+def _gradients(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, needed: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised gradients of q, k and their weights; one that is not needed has no elements."""
+    dq, dk, dq_weight, dk_weight = (
+        x.new_empty(x.shape if need else (0,)) for x, need in zip((q, k, q_weight, k_weight), needed)
+    )
+    return dq, dk, dq_weight, dk_weight
 
 
 @torch.library.custom_op("liger_trainer::qk_norm_rope_backward", mutates_args=())
@@ -87,17 +278,18 @@ def qk_norm_rope_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and their weights; one that is not `needed` has no elements."""
-    gradients = _gradients([q, k, q_weight, k_weight], needed)
-    wanted = [gradient if need else None for gradient, need in zip(gradients, needed)]
-    saved = (q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
-    launch_backward(dq_out, dk_out, *saved, *wanted, offset, casting)
-    dq, dk, dq_weight, dk_weight = gradients
-    return dq, dk, dq_weight, dk_weight
+    gradients = _gradients(q, k, q_weight, k_weight, needed)
+    dq, dk, dq_weight, dk_weight = where_needed(needed, *gradients)
+    launch_backward(
+        dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, dq, dk, dq_weight, dk_weight,
+        offset, casting,
+    )  # fmt: skip
+    return gradients
 
 
 @qk_norm_rope_backward.register_fake
 def _(dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, offset, casting, needed):
-    return tuple(_gradients([q, k, q_weight, k_weight], needed))
+    return _gradients(q, k, q_weight, k_weight, needed)
 
 
 refuse_second_derivative(qk_norm_rope_backward, "qk_norm_rope")
@@ -110,15 +302,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(q, k, q_weight, k_weight, *output[2:], cos, sin)
 
 
-def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    upstream = [dq_out, dk_out]
-    # An output without a gradient gives none to its input and its weight; one whose input and weight need none is idle.
-    needed = [need and upstream[index % 2] is not None for index, need in enumerate(ctx.needs_input_grad[:4])]
-    upstream = [dy if needed[index] or needed[index + 2] else None for index, dy in enumerate(upstream)]
-    if not any(needed):
-        return (None,) * 9
-    gradients = qk_norm_rope_backward(*upstream, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
-    return (*(gradient if need else None for gradient, need in zip(gradients, needed)), *(None,) * 5)
+def _backward(
+    ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, _dq_rstd: None, _dk_rstd: None
+) -> tuple[torch.Tensor | None, ...]:
+    need_q, need_k, need_q_weight, need_k_weight, *_ = ctx.needs_input_grad
+    # A result without a gradient gives none to its input and weight; one whose input and weight need none is skipped.
+    if dq_out is None or not (need_q or need_q_weight):
+        dq_out, need_q, need_q_weight = None, False, False
+    if dk_out is None or not (need_k or need_k_weight):
+        dk_out, need_k, need_k_weight = None, False, False
+    if dq_out is None and dk_out is None:
+        return None, None, None, None, None, None, None, None, None
+    q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin = ctx.saved_tensors
+    needed = [need_q, need_k, need_q_weight, need_k_weight]
+    gradients = qk_norm_rope_backward(
+        dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, ctx.offset, ctx.casting, needed
+    )
+    return *where_needed(needed, *gradients), None, None, None, None, None
 
 
 qk_norm_rope_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -138,22 +338,21 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over every head of queries and keys, then rotary position embedding (Qwen3, Gemma3).
 
-    The result is that of `rms_norm` on q and on k, followed by `rope`, roundings included. Where the kernel does
-    not run (see `rope`; also where q and k, or the two weights, differ in dtype, and with ``casting="none"``), that is
-    what is computed.
+    The result is that of `rms_norm` on q and on k, followed by `rope`, roundings included. Those run instead where the
+    kernel does not: see `rope`, and for two weights of different dtypes and with ``casting="none"``.
 
     Args:
         q: Queries, (batch, seq, q_heads, head_dim), or (batch, q_heads, seq, head_dim) with ``unsqueeze_dim=1``. Any
             strides and floating dtype.
-        k: Keys, as `q` with any number of heads.
+        k: Keys, shaped as `q` with any number of heads.
         q_weight: Weight of the queries' norm, (head_dim,).
         k_weight: Weight of the keys' norm, (head_dim,).
-        cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head beyond
+        cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head past
             rotary_dim are normalised only.
         sin: Sines, shaped as `cos`.
         eps: Added to the mean square.
         offset: Added to the weights; 1.0 for Gemma.
-        casting: Where the norm rounds, as `rms_norm` takes it: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"``.
+        casting: Where the norm rounds, see `rms_norm`: ``"llama"`` (Qwen3), ``"gemma"``, ``"olmo2"`` or ``"none"``.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
 
     Returns:

@@ -1,23 +1,23 @@
-"""Rotary position embedding of queries and keys in one launch, on the layout attention projections leave in memory.
+"""Rotary position embedding of queries and keys in one launch, in the memory layout of attention projections.
 
-With pairs ``(x1, x2)`` of a head's rotary part and the entries ``(c1, c2)`` and ``(s1, s2)`` of a position's tables::
+For pairs ``(x1, x2)`` of a head's rotary part, with the entries ``(c1, c2)`` and ``(s1, s2)`` of a position's tables::
 
     y1 = x1 * c1 - x2 * s1          dx1 = dy1 * c1 + dy2 * s2
     y2 = x2 * c2 + x1 * s2          dx2 = dy2 * c2 - dy1 * s1
 
-A pair is a number of the first half and its counterpart in the second (Hugging Face's Llama), or two neighbours (GLM4,
-Cohere, DeepSeek, Llama 4). The two entries of a table are read as given: they are equal in plain RoPE, but need not be;
-tables of half the width hold one entry for both. What lies beyond the rotary part passes through. The backward is the
-forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (`_rope_kernel`) and one operator do both, and a
-second derivative works too.
+A pair is an element of the first half and its counterpart in the second (Hugging Face's Llama), or two neighbours
+(GLM4, Cohere, DeepSeek, Llama 4). The two entries of a table are read as given: plain RoPE has equal ones, but they may
+differ; tables of half the width hold one entry for both. Dimensions past the rotary part are copied. The backward is
+the forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (in `rope_kernel`) and one operator do both, and
+a second derivative works too.
 
-Bytes moved, each way: q and k read once and written once; the tables come from L2 for all but the first reader.
-Saved for backward: cos and sin alone. The results are new tensors (queries and keys are the caller's), so the peak is
-one q and one k of one layer; both inputs are free as soon as the caller drops them.
+Bytes moved, each way: q and k are read once and written once; after the first read the tables come from L2. Saved for
+backward: cos and sin alone. The results are new tensors, since q and k belong to the caller; the operator keeps neither
+alive.
 
-Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through
-their strides, and results and gradients are laid out in that same memory order, so that the projections' backward
-matmul takes the gradient without a copy.
+Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through their
+strides, and results and gradients have that same memory order, so that the backward matmul of the projections takes the
+gradient without a copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BACKWARD_PAIRS = {
 
 
 def _by_token(x: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
-    """(batch, seq, heads, head_dim) view of `x`, or back again; what lies contiguous in memory."""
+    """A (batch, seq, heads, head_dim) view of `x`, or the view back: the order in which memory is contiguous."""
     return x.transpose(1, 2) if unsqueeze_dim == 1 else x
 
 
@@ -60,7 +60,7 @@ def rotate(
     table: str = "halves",
     sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated q and k as an operator; call `rope` or one of its kin, which check their inputs."""
+    """Rotated q and k as an operator. Call `rope` or a function of `layouts`, which check their arguments."""
     q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
     k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
@@ -86,7 +86,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     dk_out = dk_out if ctx.needs_input_grad[1] else None
     some = dk_out if dq_out is None else dq_out
     if some is None:
-        return (None,) * 10
+        return None, None, None, None, None, None, None, None, None, None
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
     dq, dk = rotate(
@@ -97,14 +97,15 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         ctx.unsqueeze_dim,
         *ctx.options,
     )
-    return (None if dq_out is None else dq, None if dk_out is None else dk, *(None,) * 8)
+    dq_or_none, dk_or_none = None if dq_out is None else dq, None if dk_out is None else dk
+    return dq_or_none, dk_or_none, None, None, None, None, None, None, None, None
 
 
 rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
-    """Raises ValueError unless queries and keys are 4-dimensional and differ only in their heads."""
+    """Raises ValueError unless q and k are 4-dimensional and differ in the number of heads at most."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(
             f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 "
@@ -139,7 +140,7 @@ def check_rope_arguments(
     rotary_dim: int | None = None,
     planes: tuple[int, ...] = (),
 ) -> None:
-    """Raises ValueError unless the arguments of `rope` (or, with a leading dimension `planes`, its like) fit."""
+    """Raises ValueError unless the arguments of `rope` fit; `planes` are leading dimensions of the tables."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
     shapes = [(*planes, size, seq_len) for size in (1, batch)]  # a set would fix the batch size of a compiled graph
@@ -162,7 +163,7 @@ def check_rope_arguments(
 
 
 def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
-    """Whether the kernel can rotate these: one dtype each, tables without a gradient, on a device Triton drives."""
+    """Whether the kernel can run: q and k of one dtype, tables of one dtype without a gradient, a supported device."""
     if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
         return False
     if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
@@ -185,24 +186,25 @@ def rope(
     """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
 
     By default the result is that of ``apply_rotary_pos_emb`` in Hugging Face's Llama and, with a narrower table, Phi-3,
-    rounded once. No gradient flows to `cos` and `sin` from the kernel; where either requires one, and where q and k or
-    cos and sin differ in dtype, the reference runs instead.
+    rounded once. The kernel gives `cos` and `sin` no gradient: if either requires one, or q and k or cos and sin differ
+    in dtype, the reference runs instead.
 
     Args:
         q: Queries, (batch, q_heads, seq, head_dim), or (batch, seq, q_heads, head_dim) with ``unsqueeze_dim=2``. Any
             strides; float16, bfloat16 or float32 for the kernel, and any floating dtype for the reference.
-        k: Keys, as `q` with any number of heads (grouped-query and multi-query attention).
-        cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head beyond
-            rotary_dim pass through. Column i belongs to dimension i of a head. With `rotary_dim` given, half as wide:
-            column i belongs to pair i (GPT-OSS; GLM4 and DeepSeek-V3 with ``cos[..., :rotary_dim // 2]``).
+        k: Keys, shaped as `q` with any number of heads (grouped-query and multi-query attention).
+        cos: Cosines, (batch or 1, seq, rotary_dim), rotary_dim even and at most head_dim; dimensions of a head past
+            rotary_dim are copied. Column i belongs to dimension i of a head. With `rotary_dim` given, the table may be
+            half as wide: column i then belongs to pair i (GPT-OSS; GLM4 and DeepSeek-V3 with
+            ``cos[..., :rotary_dim // 2]``).
         sin: Sines, shaped as `cos`.
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
         rotary_dim: How many dimensions of a head are rotated: the width of the tables (the default) or twice that.
         interleaved: Pairs are neighbours, (0, 1), (2, 3) and so on (GLM4, Cohere), not counterparts in two halves.
         split_output: With `interleaved`, results hold the first members of all pairs, then the second ones
-            (DeepSeek-V3). The dot product of a query and a key is the same.
-        keep_dtype: Results have the dtype of `q` whatever the tables have, and the reference too computes in float32
-            and rounds once (Cohere; vision towers).
+            (DeepSeek-V3). The dot product of a query and a key stays the same.
+        keep_dtype: Results have the dtype of `q` whatever the dtype of the tables, and the reference also computes in
+            float32 and rounds once (Cohere; vision towers).
 
     Returns:
         Rotated q and k: new tensors shaped as the inputs, in the dtype that torch promotes q and cos to, laid out in
@@ -213,11 +215,19 @@ def rope(
     """
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
     if split_output and not interleaved:
-        raise ValueError("`split_output` is set without `interleaved`; results are then split anyway.")
+        raise ValueError("`split_output` needs `interleaved`; without it, results are split already.")
     if not runs_on_triton(q, k, cos, sin):
-        options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved}
-        options |= {"split_output": split_output, "keep_dtype": keep_dtype}
-        return rope_reference(q, k, cos, sin, unsqueeze_dim, **options)
+        return rope_reference(
+            q,
+            k,
+            cos,
+            sin,
+            unsqueeze_dim,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            split_output=split_output,
+            keep_dtype=keep_dtype,
+        )
     pairs = "halves" if not interleaved else "interleaved to halves" if split_output else "interleaved"
     table = "interleaved" if interleaved else "halves"
     if rotary_dim not in (None, cos.shape[-1]):

@@ -1,7 +1,7 @@
-"""The rotation kernel and how it is launched; `rope` has the formula and the functions.
+"""The rotation kernel and its launch; the formula is in `rope`, and the functions are in `rope` and `layouts`.
 
-Two choices describe a layout. *Pairs* says where the two members of a pair lie in a head, on the way in and on the way
-out; *table* says which entries of the cosines and sines belong to a pair:
+Two choices describe a layout. *Pairs* says where the two members of a pair lie in a head, in the input and in the
+output; *table* says which entries of the cosines and sines belong to a pair:
 
 =============================  =========================================================================
 pairs                          members of pair j
@@ -19,7 +19,7 @@ table                          cosine (and sine) of the first and the second mem
 ``"interleaved"``              cos[2 j] and cos[2 j + 1]
 ``"shared"``                   cos[j] for both: tables of rotary_dim / 2
 ``"complex"``                  `cos` holds the complex numbers cosine + i sine, 2 j and 2 j + 1; `sin` is not read
-``"planes"``                   as halves, from one of several tables: (plane, batch, seq, rotary_dim)
+``"planes"``                   as "halves", from one of several tables: (plane, batch, seq, rotary_dim)
 =============================  =========================================================================
 """
 
@@ -34,8 +34,8 @@ from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, 
 
 @triton.jit
 def load_pairs(row_ptr, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """First and second members of the pairs in (tokens, heads, BLOCK_HALF) in fp32; `row_ptr` is (tokens, heads, 1)."""
-    if INTERLEAVED:  # one wide load: every other element would be a load of its own
+    """First and second members of the pairs in fp32, (tokens, heads, BLOCK_HALF); `row_ptr` is (tokens, heads, 1)."""
+    if INTERLEAVED:  # one wide load instead of two with stride 2
         column = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
         both = tl.load(row_ptr + column, mask=mask & (column < 2 * HALF), other=0.0)
         both = tl.reshape(both, (both.shape[0], both.shape[1], BLOCK_HALF, 2))
@@ -49,7 +49,7 @@ def load_pairs(row_ptr, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTE
 
 @triton.jit
 def store_pairs(row_ptr, first, second, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What `load_pairs` loads, stored and rounded once."""
+    """Rounds the pairs to the dtype of `row_ptr` and stores them; the inverse of `load_pairs`."""
     dtype = row_ptr.dtype.element_ty
     first, second = first.to(dtype), second.to(dtype)
     if INTERLEAVED:
@@ -73,7 +73,7 @@ def load_table(
     TABLE: tl.constexpr,
     PLANE_ENDS: tl.constexpr,
 ):
-    """Entries of the two members of every pair; with a complex table, the cosines and the sines."""
+    """The table's entries for both members of every pair; of a complex table, the cosines and the sines."""
     if TABLE == "shared":
         pair = tl.arange(0, BLOCK_HALF)[None, None, :]
         first = tl.load(table_ptr + row + pair, mask=mask & (pair < HALF), other=0.0).to(tl.float32)
@@ -106,7 +106,7 @@ def load_rotation(
     PLANE_ENDS: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # the transposed rotation, as the backward needs it
 ):
-    """Cosines of the first and second members of the pairs, then sines."""
+    """Cosines for the first and second members of the pairs, then their sines."""
     cos1, cos2 = load_table(cos_ptr, cos_row, cos_stride_plane, mask, HALF, BLOCK_HALF, TABLE, PLANE_ENDS)
     if TABLE == "complex":
         sin1, sin2 = cos2, cos2
@@ -169,7 +169,7 @@ def rope_kernel(
     k_head = (tl.program_id(1) * BLOCK_K_HEADS + tl.arange(0, BLOCK_K_HEADS).to(tl.int64))[None, :, None]
     in_sequence = token < seq_len
 
-    # Everything is loaded before anything is stored: loads cannot move above stores they might alias.
+    # Everything is loaded before anything is stored: the compiler cannot move a load above a store it might alias.
     cos1, cos2, sin1, sin2 = load_rotation(
         cos_ptr,
         sin_ptr,
@@ -201,7 +201,7 @@ def rope_kernel(
         first, second = k1 * cos1 - k2 * sin1, k2 * cos2 + k1 * sin2
         store_pairs(k_out_row, first, second, k_mask, HALF, BLOCK_HALF, TO_INTERLEAVED)
 
-    if 2 * HALF < HEAD_DIM:  # partial rotary: the tail passes through
+    if 2 * HALF < HEAD_DIM:  # partial rotary embedding: the tail is copied
         tail = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
         if NUM_Q_HEADS > 0:
             _copy_tail(q_row, q_out_row, tail, tail, q_mask & (tail < HEAD_DIM))
@@ -210,10 +210,10 @@ def rope_kernel(
 
 
 def launch_config(num_heads: int, block_half: int) -> tuple[int, int, int]:
-    """(tokens a program, programs the heads of a token are split over, warps), from the elements of half a token.
+    """(tokens per program, programs per token, warps), from the elements in half a token.
 
-    One program takes a whole token where that is 2,048 to 8,192 elements a half, enough to keep loads in flight,
-    several tokens where heads are few, and a share of the heads where they would spill registers.
+    One program takes a whole token of 2,048 to 8,192 elements per half, which keeps enough loads in flight; several
+    tokens where there are few heads; and a share of the heads where a whole token would spill registers.
     """
     elements = next_power_of_2(num_heads) * block_half
     tokens = max(1, min(16, 2048 // elements))
@@ -227,12 +227,12 @@ def contiguous_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_width(table_width: int, table: str) -> int:
-    """How many dimensions of a head a table of this width rotates."""
+    """Number of dimensions of a head that a table of this width rotates."""
     return 2 * table_width if table == "shared" else table_width
 
 
 def table_strides(table: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of plane (0 without planes), batch (0 where the batch shares the table) and position."""
+    """Strides of plane (0 without planes), batch (0 if the batch shares the table) and position."""
     plane = table.stride(0) if table.dim() == 4 else 0
     return plane, table.stride(-3) if table.shape[-3] > 1 else 0, table.stride(-2)
 
@@ -250,9 +250,9 @@ def launch(
     table: str = "halves",
     sections: Sequence[int] = (),
 ) -> None:
-    """Launches on q and k as (batch, seq, heads, head_dim), either of which may have no heads.
+    """Rotates q and k of shape (batch, seq, heads, head_dim), either of which may have no heads.
 
-    Of the outputs only the memory counts, which holds contiguous (batch, seq, heads, head_dim).
+    The memory of `q_out` and `k_out` is written as contiguous (batch, seq, heads, head_dim), whatever their strides.
     """
     batch, seq_len, num_q_heads, head_dim = q.shape
     num_k_heads, half = k.shape[2], rotary_width(cos.shape[-1], table) // 2

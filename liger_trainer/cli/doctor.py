@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from liger_trainer.compat.private import installed_version
+
 Status = Literal["ok", "note", "warning", "error"]
 _MARKS = {"ok": "[green]ok[/green]", "note": "note", "warning": "[yellow]warning[/yellow]", "error": "[red]error[/red]"}
 
@@ -29,7 +31,7 @@ def doctor() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    findings = [*versions(), *devices(), *traps()]
+    findings = [*versions(), *devices(), *private_names(), *traps()]
     table = Table(title="liger-trainer doctor", title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -38,13 +40,6 @@ def doctor() -> int:
         table.add_row(finding.subject, _MARKS[finding.status], finding.text)
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
     return int(any(finding.status == "error" for finding in findings))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _requirements() -> dict[str, str]:
@@ -78,7 +73,7 @@ def versions() -> list[Finding]:
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.11 to 3.13)"))
     for package, wanted in _requirements().items():
-        found = _version(package)
+        found = installed_version(package)
         supported = f"(supported {wanted})"
         if found is None:
             findings.append(Finding(package, "error", f"not installed {supported}: pip install '{package}{wanted}'"))
@@ -152,12 +147,35 @@ def _try_kernel(device: str) -> Finding:
     )
 
 
+def private_names() -> list[Finding]:
+    """Each private name of another library that a feature relies on: ok, changed or missing."""
+    from liger_trainer.compat import features
+
+    findings: dict[tuple[str, str], Finding] = {}
+    for feature in features():
+        version = installed_version(feature.library)
+        if version is None:
+            findings[feature.library, ""] = Finding(feature.library, "note", "not installed, and not needed without it")
+            continue
+        for name in feature.names:
+            problem = name.problem()
+            subject = f"{feature.library} {version}"
+            if problem is None:
+                findings.setdefault((feature.library, name.name), Finding(subject, "ok", f"{name.name}: ok"))
+            else:
+                status: Status = "error" if feature.needed else "warning"
+                kind = "missing" if problem == "is missing" else f"changed: it {problem}"
+                text = f"{name.name}: {kind}; needed for {feature.text}"
+                findings[feature.library, name.name] = Finding(subject, status, text)
+    return list(findings.values())
+
+
 def traps() -> list[Finding]:
     """Settings and packages that are known to surprise."""
     import torch
 
     findings = []
-    liger = _version("liger-kernel")
+    liger = installed_version("liger-kernel")
     if liger:
         findings.append(
             Finding(

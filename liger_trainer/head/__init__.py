@@ -4,6 +4,5 @@ from liger_trainer.head import recorded_ops as _recorded_ops  # noqa: F401  (reg
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import find_lm_heads
-from liger_trainer.head.patch import patch_head
 
-__all__ = ["DeferredLogits", "expected_loss_gradient", "find_lm_heads", "patch_head"]
+__all__ = ["DeferredLogits", "expected_loss_gradient", "find_lm_heads"]

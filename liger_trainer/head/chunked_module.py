@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.lm_head import is_sharded, through_owner, version_of, whole_parameter
+from liger_trainer.head.lm_head import RECORDABLE_DTYPES, is_sharded, through_owner, version_of, whole_parameter
 from liger_trainer.head.partitions import is_partitioned, lend
-from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.cross_entropy_options import checked_class_weights, inverse_normalizer
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._dynamo.eval_frame import set_eval_frame, skip_code
-except ImportError:  # a torch that names them otherwise: compiled models then build their logits
-    set_eval_frame = skip_code = None  # type: ignore[assignment]
+from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import COMPILED_HEAD, WHOLE_GRAPHS
 
-CAN_DEFER_COMPILED = set_eval_frame is not None
-"""Whether compiled models can defer their logits with this torch."""
+CAN_DEFER_COMPILED = available(COMPILED_HEAD)
+"""Whether compiled models can defer their logits with this torch; where they cannot, they build them."""
+
+if CAN_DEFER_COMPILED:
+    from torch._dynamo.eval_frame import set_eval_frame, skip_code
 
 
 def never_a_frame(function: Any) -> None:
     """Keeps the compiler from compiling `function` by itself, while a trace that reaches it still goes through it."""
-    if skip_code is not None:
+    if CAN_DEFER_COMPILED:
         skip_code(function.__code__)
 
 
@@ -68,25 +69,24 @@ def uncompiled(function: Callable) -> Callable:
 @torch.compiler.assume_constant_result
 def whole_graph_wanted() -> bool:
     """Whether the trace going on may not break its graph (`fullgraph=True`, export); asked while tracing."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        translator: Any = InstructionTranslator.current_tx()
-        return bool(translator.one_graph or translator.error_on_graph_break)
-    except (ImportError, AttributeError):
+    if not available(WHOLE_GRAPHS):
         return True
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx()
+    return bool(translator.one_graph or translator.error_on_graph_break)
 
 
 def pause_compiler() -> None:
     """Stops compiling in this thread, until `compiler_restored` around it ends."""
-    if set_eval_frame is not None:
+    if CAN_DEFER_COMPILED:
         set_eval_frame(None)
 
 
 @contextlib.contextmanager
 def compiler_restored() -> Iterator[None]:
     """Undoes a `pause_compiler` inside."""
-    if set_eval_frame is None:
+    if not CAN_DEFER_COMPILED:
         yield
         return
     callback = set_eval_frame(None)

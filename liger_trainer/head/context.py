@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.runtime import triton_drives
-
 
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
@@ -40,7 +38,6 @@ def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | Non
 # Context variables, so that neither threads nor nested forwards (of a reference model, say) see each other's.
 _forward: ContextVar[ForwardContext | None] = ContextVar("liger_trainer_forward", default=None)
 _loss_follows: ContextVar[bool] = ContextVar("liger_trainer_loss_follows", default=False)
-_generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=False)
 _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_expected", default=None)
 
 
@@ -76,27 +73,6 @@ def loss_follows() -> Iterator[None]:
 def does_loss_follow() -> bool:
     """Whether the code around the current forward is in a [`loss_follows`]."""
     return _loss_follows.get()
-
-
-@contextlib.contextmanager
-def generation_step() -> Iterator[None]:
-    """Says that the forward inside is a step of a generation, whose logits are for sampling alone."""
-    token = _generates.set(True)
-    try:
-        yield
-    finally:
-        _generates.reset(token)
-
-
-def serves_as_written(x: torch.Tensor) -> bool:
-    """Whether a forward of ours leaves `x` to the code that it was proved equal to, which then has fewer steps.
-
-    That is in a generation where no kernel runs, as on the CPU. A reference model's forward is none, and must round as
-    the policy's does.
-    """
-    if torch.is_grad_enabled() or triton_drives(x.device) or torch.compiler.is_compiling():
-        return False
-    return _generates.get()
 
 
 @contextlib.contextmanager

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEFERRED_LOGITS
+from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built
 from liger_trainer.head.lm_head import through_owner
-from liger_trainer.head.recorded import Recorded
-from liger_trainer.head.recorded_chain import RecordedChain
+from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.warn_once import warn_once
 
+require(DEFERRED_LOGITS)
 unwrapped = torch._C.DisableTorchFunctionSubclass
 """Inside, functions see the wrapper's own metadata instead of our ``__torch_function__``."""
 
@@ -30,7 +33,7 @@ RECORDERS: dict[Callable, Callable] = {}
 """Functions that leave the logits deferred; a recorder returns NotImplemented where they have to be built after all."""
 
 METADATA: dict[Callable, Callable] = {}
-"""Functions of the metadata alone, right also when the logits are built."""
+"""Functions that need nothing but the metadata, also when the logits are built, and what runs for them."""
 
 
 class _LogitsNode(torch.autograd.Function):
@@ -83,7 +86,7 @@ def _wrapper(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
     return deferred
 
 
-class DeferredLogits(torch.Tensor):
+class DeferredLogits(ComputedOnUse, torch.Tensor):
     """Logits `(..., V)` that are recorded, not built; see the module's docstring.
 
     Attributes:
@@ -134,7 +137,18 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _run(func, args, kwargs or {})
+        """``func(*args, **kwargs)``: recorded if it can be, else on the built logits."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with unwrapped():
+                return METADATA[func](*args, **kwargs)
+        recorder = RECORDERS.get(func)
+        if recorder is not None and args and isinstance(args[0], cls):
+            logits = without_owner(args[0])
+            result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
+            if result is not NotImplemented:
+                return result
+        return _on_built_logits(func, args, kwargs)
 
     @classmethod
     @torch.compiler.disable
@@ -159,18 +173,6 @@ class DeferredLogits(torch.Tensor):
         """Whether operations on it can be recorded: not built yet, and its graph is the one recorded."""
         return self.value is None and (self.tracked or not self.has_graph)
 
-    def without_owner(self) -> DeferredLogits:
-        """The logits as the head returned them, before ZeRO-3's hook passed them through its Function.
-
-        That Function is the identity, and gathers the head's weight for the backward; `through_owner` puts it where the
-        gradients really pass.
-        """
-        if self.tracked or self.parent is None or not hasattr(self.recorded.call.head, "pre_bwd_fn"):
-            return self
-        with unwrapped():
-            node = type(self.grad_fn).__name__
-        return self.parent if node == "PreBackwardFunctionForModuleBackward" else self
-
     def build(self, for_write: bool = False) -> torch.Tensor:
         """The real logits, the same tensor at every call; their graph is that of the native logits.
 
@@ -182,7 +184,7 @@ class DeferredLogits(torch.Tensor):
                 return self.values_without_grad()
             with torch.set_grad_enabled(self.has_graph):
                 if self.has_graph and not self.tracked:
-                    ours = self.without_owner()
+                    ours = without_owner(self)
                     self.value = _BuiltFromNode.apply(self) if ours is self else ours.build(for_write)
                 elif for_write:
                     self._build_family()
@@ -251,26 +253,22 @@ class DeferredLogits(torch.Tensor):
 
 
 def without_owner(logits: Any) -> Any:
-    """`logits`, and where they are a `DeferredLogits` that ZeRO-3's hooks have passed on, those of the head itself."""
-    return logits.without_owner() if isinstance(logits, DeferredLogits) else logits
+    """`logits` as the head returned them, before ZeRO-3's hook passed them through its Function.
+
+    That Function is the identity, and gathers the head's weight for the backward; `through_owner` puts it where the
+    gradients really pass. Anything else is returned as it is.
+    """
+    if not isinstance(logits, DeferredLogits) or logits.tracked or logits.parent is None:
+        return logits
+    if not hasattr(logits.recorded.call.head, "pre_bwd_fn"):
+        return logits
+    with unwrapped():
+        node = type(logits.grad_fn).__name__
+    return logits.parent if node == "PreBackwardFunctionForModuleBackward" else logits
 
 
-def build(value: Any, for_write: bool = False) -> Any:
-    """`value`, or the real logits if it is a `DeferredLogits`."""
-    return value.build(for_write) if isinstance(value, DeferredLogits) else value
-
-
-def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``func(*args, **kwargs)``: recorded if it can be, else on the built logits."""
-    if func in METADATA:
-        with unwrapped():
-            return METADATA[func](func, args, kwargs)
-    recorder = RECORDERS.get(func)
-    if recorder is not None and args and isinstance(args[0], DeferredLogits):
-        logits = args[0].without_owner()
-        result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
-        if result is not NotImplemented:
-            return result
+def _on_built_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``func(*args, **kwargs)`` with the real logits in the place of deferred ones."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -278,7 +276,7 @@ def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
     deferred = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
     for logits in deferred:
         _announce(name, logits)
-    return func(*tree_map(lambda x: build(x, writes), args), **tree_map(lambda x: build(x, writes), kwargs))
+    return call_built(func, args, kwargs, writes)
 
 
 def _is_in_place(name: str) -> bool:

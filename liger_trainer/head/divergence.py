@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ import torch
 from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
-from liger_trainer.head.lm_head import gathered, through_owner
+from liger_trainer.head.lm_head import through_owner
+from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall
 from liger_trainer.kernels.head.elementwise_divergence import jsd
 from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_jsd
@@ -74,16 +74,6 @@ def _fuses(logits: torch.Tensor) -> bool:
     return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
 
 
-@contextlib.contextmanager
-def _inputs(logits: Any) -> Any:
-    """Hidden states, weight and bias as the operator takes them, for as long as the weight is whole."""
-    recorded = logits.recorded
-    recorded.check()
-    with gathered(recorded.call) as (weight, bias):
-        tensors = [None if x is None else x.to(recorded.call.dtype) for x in (recorded.hidden, weight, bias)]
-        yield tensors if logits.has_graph else [None if x is None else x.detach() for x in tensors]
-
-
 def _of_heads(
     student: Any,
     teacher: Any,
@@ -96,9 +86,8 @@ def _of_heads(
     forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
     calls = [logits.recorded.call for logits in (student, teacher)]
     with (
-        _inputs(student) as (hidden, weight, bias),
-        _inputs(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
-        torch.autocast(labels.device.type, enabled=False),
+        operands(student) as (hidden, weight, bias),
+        operands(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
     ):
         found = linear_jsd(
             hidden,

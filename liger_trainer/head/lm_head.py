@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.peft import HEAD_COPIES
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import FSDP_HEAD
 from liger_trainer.head.partitions import is_partitioned
-from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES
+
+RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that deferred logits may have."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,8 +69,29 @@ class HeadCall:
 
         What comes of all uses together goes [`through_owner`].
         """
-        with gathered(self) as (weight, bias):
-            return lambda hidden: linear(hidden, weight, bias, self.dtype)
+        weight, bias = self.gathered()
+        return lambda hidden: linear(hidden, weight, bias, self.dtype)
+
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole weight `(V, H)` and bias `(V,)`, connected to the gradients of their parameters.
+
+        Raises:
+            RuntimeError: as `whole_parameter`.
+        """
+        if self.owns_parameters:  # also where `torch.func.functional_call` lent them: the module has others by now
+            return self.weight, self.bias
+        head = self.head
+        if not is_partitioned(head):
+            bias = None if self.bias is None else whole_parameter(head.bias, self.bias)
+            return whole_parameter(head.weight, self.weight), bias
+        import deepspeed
+
+        # ZeRO-3 still uses what the head's own run left whole; it may not be gathered and released a second time.
+        parameters: list[Any] = list(head.parameters())
+        absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
+        with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
+            # Copies: the parameters are emptied when the context ends, and the backward may still need them.
+            return head.weight.clone(), None if head.bias is None else head.bias.clone()
 
     @property
     def unchanged(self) -> bool:
@@ -132,40 +158,18 @@ def product_dtype(
 
 def is_sharded(head: nn.Module) -> bool:
     """Whether FSDP or ZeRO-3 owns the parameters, which are then whole only inside the model's forward and backward."""
-    if getattr(head, "_is_fsdp_managed_module", False):
-        return True
-    return is_partitioned(head)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _check_fsdp()
+    return getattr(head, "_is_fsdp_managed_module", False) or is_partitioned(head)
 
 
-@contextlib.contextmanager
-def gathered(call: HeadCall) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The whole weight `(V, H)` and bias `(V,)` of `call`, connected to its parameters' gradients.
-
-    Raises:
-        RuntimeError: as `whole_parameter`.
-    """
-    if call.owns_parameters:  # also where `torch.func.functional_call` lent them: the module has others by now
-        yield call.weight, call.bias
-        return
-    head = call.head
-    parameters: list[Any] = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        import deepspeed
-
-        # What the head's own run left whole is in use by ZeRO-3, and may not be gathered and released a second time.
-        absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
-        with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
-            # Copies: the parameters are emptied when the context ends, and backward may still want the weight.
-            bias: torch.Tensor | None = None if head.bias is None else head.bias.clone()
-            weight: torch.Tensor = head.weight.clone()
-    else:
-        weight = whole_parameter(head.weight, call.weight)
-        bias = None if call.bias is None else whole_parameter(head.bias, call.bias)
-    yield weight, bias
+@functools.cache
+def _check_fsdp() -> None:
+    require(FSDP_HEAD)
 
 
 def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
-    """`result` of the weight that [`gathered`] gave, which its owner has to gather again for the backward.
+    """`result` of the weight that [`HeadCall.gathered`] gave, which its owner has to gather again for the backward.
 
     ZeRO-3 gathers a module's parameters when gradients reach the module's output: the gradient of an emptied parameter
     could not be accumulated. What stands for the output here is `result`.
@@ -248,6 +252,7 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
         return [], "the model has no output embedding"
     candidates: list[Any] = [head]
     if "peft" in sys.modules:
+        require(HEAD_COPIES)
         from peft.utils.other import ModulesToSaveWrapper
 
         if isinstance(head, ModulesToSaveWrapper):

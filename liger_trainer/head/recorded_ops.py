@@ -15,15 +15,11 @@ from torch.nn import functional as F
 
 from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogits, unwrapped
 from liger_trainer.head.fused_loss import deferred_cross_entropy
-from liger_trainer.head.indexing import leaves_vocab_whole, reaches_last
-from liger_trainer.head.recorded_chain import RECORDABLE_DTYPES, Cast, Scale, Tanh
+from liger_trainer.head.lm_head import RECORDABLE_DTYPES
+from liger_trainer.head.recorded import Cast, Scale, Tanh
 from liger_trainer.head.warn_once import warn_once
 
 T = torch.Tensor
-
-
-def _metadata(func: Callable, args: tuple, kwargs: dict) -> Any:
-    return func(*args, **kwargs)
 
 
 _GETTERS = (
@@ -31,30 +27,16 @@ _GETTERS = (
     *("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
     *("_base", "_version", "output_nr", "retains_grad"),
 )
-METADATA.update(
-    dict.fromkeys(
-        [
-            *(getattr(T, name).__get__ for name in _GETTERS if hasattr(T, name)),
-            *(
-                T.size,
-                T.dim,
-                T.ndimension,
-                T.numel,
-                T.nelement,
-                T.stride,
-                T.is_contiguous,
-                T.element_size,
-                T.get_device,
-            ),
-            *(T.is_floating_point, T.is_complex, T.is_signed, T.is_inference, T._is_view, T.__len__, T.__hash__),
-            *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
-        ],
-        _metadata,
-    )
+_METADATA = (
+    *(getattr(T, name).__get__ for name in _GETTERS if hasattr(T, name)),
+    *(T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.is_contiguous, T.element_size, T.get_device),
+    *(T.is_floating_point, T.is_complex, T.is_signed, T.is_inference, T._is_view, T.__len__, T.__hash__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
 )
-METADATA[T.__format__] = lambda func, args, kwargs: format(repr(args[0]), *args[1:])
+METADATA.update((function, function) for function in _METADATA)
+METADATA[T.__format__] = lambda x, *args: format(repr(x), *args)
 # DistributedDataParallel sends every output that has a `grad_fn` through a Function, which would build the logits.
-METADATA[T.grad_fn.__get__] = lambda func, args, kwargs: None  # type: ignore[union-attr]
+METADATA[T.grad_fn.__get__] = lambda *args: None  # type: ignore[union-attr]
 
 RECORDERS[F.cross_entropy] = deferred_cross_entropy
 
@@ -96,28 +78,20 @@ def _scale_of(x: DeferredLogits, factor: Any, divide: bool) -> Scale | None:
     return Scale(factor, divide) if isinstance(factor, (int, float)) else None
 
 
-@_records(T.mul, T.multiply, T.__mul__, T.__rmul__, torch.mul, torch.multiply)
-def _mul(x: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    scale = None if kwargs else _scale_of(x, other, divide=False)
-    return _elementwise(x, scale) if scale is not None else NotImplemented
+def _scaling(divide: bool, record: Callable[[DeferredLogits, Scale], Any]) -> Callable:
+    def recorder(x: DeferredLogits, other: Any, **kwargs: Any) -> Any:
+        scale = None if kwargs else _scale_of(x, other, divide)
+        return NotImplemented if scale is None else record(x, scale)
+
+    return recorder
 
 
-@_records(T.div, T.divide, T.true_divide, T.__truediv__, torch.div, torch.divide, torch.true_divide)
-def _div(x: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    scale = None if kwargs else _scale_of(x, other, divide=True)
-    return _elementwise(x, scale) if scale is not None else NotImplemented
-
-
-@_records(T.mul_, T.multiply_, T.__imul__)
-def _mul_(x: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    scale = None if kwargs else _scale_of(x, other, divide=False)
-    return _elementwise_(x, scale) if scale is not None else NotImplemented
-
-
-@_records(T.div_, T.divide_, T.true_divide_, T.__itruediv__)
-def _div_(x: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    scale = None if kwargs else _scale_of(x, other, divide=True)
-    return _elementwise_(x, scale) if scale is not None else NotImplemented
+_records(T.mul, T.multiply, T.__mul__, T.__rmul__, torch.mul, torch.multiply)(_scaling(False, _elementwise))
+_records(T.div, T.divide, T.true_divide, T.__truediv__, torch.div, torch.divide, torch.true_divide)(
+    _scaling(True, _elementwise)
+)
+_records(T.mul_, T.multiply_, T.__imul__)(_scaling(False, _elementwise_))
+_records(T.div_, T.divide_, T.true_divide_, T.__itruediv__)(_scaling(True, _elementwise_))
 
 
 @_records(T.tanh, torch.tanh)
@@ -136,19 +110,13 @@ def _cast(x: DeferredLogits, dtype: torch.dtype, copy: bool = False) -> Any:
     return _elementwise(x, Cast(dtype)) if dtype in RECORDABLE_DTYPES else NotImplemented
 
 
-@_records(T.float)
-def _float(x: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _cast(x, torch.float32)
+def _casting(dtype: torch.dtype) -> Callable:
+    return lambda x, **kwargs: NotImplemented if kwargs else _cast(x, dtype)
 
 
-@_records(T.bfloat16)
-def _bfloat16(x: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _cast(x, torch.bfloat16)
-
-
-@_records(T.half)
-def _half(x: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _cast(x, torch.float16)
+_records(T.float)(_casting(torch.float32))
+_records(T.bfloat16)(_casting(torch.bfloat16))
+_records(T.half)(_casting(torch.float16))
 
 
 @_records(T.type_as)
@@ -271,10 +239,10 @@ def _squeeze(x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 @_records(T.__getitem__)
 def _getitem(x: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if not leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
+    if not _leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
         return NotImplemented
     # The vocabulary's own slice, if there is one, is a full one: full for the hidden dimension too.
-    rows = (*items[:-1], slice(None)) if reaches_last(items, x.meta.dim()) else items
+    rows = (*items[:-1], slice(None)) if _reaches_last(items, x.meta.dim()) else items
     hidden = x.recorded.hidden[rows]
     basic = not any(isinstance(item, (torch.Tensor, list)) for item in items)
     if basic:
@@ -283,3 +251,43 @@ def _getitem(x: DeferredLogits, index: Any) -> Any:
         meta = torch.empty(*hidden.shape[:-1], x.meta.shape[-1], dtype=x.meta.dtype, device="meta")
     child = x.derive(meta, hidden)
     return x.add_view(child, lambda logits: logits[index]) if basic else child
+
+
+def _consumed(item: Any) -> int | None:
+    """Dimensions an index takes; None for one that is not recorded."""
+    if item is None or item is Ellipsis:
+        return 0
+    if isinstance(item, (bool, DeferredLogits)):
+        return None
+    if isinstance(item, (int, slice)):
+        return 1
+    if isinstance(item, torch.Tensor):
+        if item.dtype == torch.bool:
+            return item.dim() or None
+        return 1 if item.dtype in (torch.int64, torch.int32) else None
+    if isinstance(item, list) and item and all(isinstance(i, int) and not isinstance(i, bool) for i in item):
+        return 1
+    return None
+
+
+def _is_full(item: slice, size: int) -> bool:
+    whole = item.stop is None or (isinstance(item.stop, int) and item.stop >= size)
+    return whole and item.start in (None, 0) and item.step in (None, 1)
+
+
+def _reaches_last(items: tuple, dims: int) -> bool:
+    """Whether the last of `items` indexes the last of `dims` dimensions."""
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        return items[-1] is not Ellipsis
+    return sum(_consumed(item) or 0 for item in items) == dims
+
+
+def _leaves_vocab_whole(items: tuple, dims: int, vocab_size: int) -> bool:
+    """Whether `items` indexes leading dimensions only; a full slice of the last one is as good as none."""
+    consumed = [_consumed(item) for item in items]
+    if None in consumed or sum(1 for item in items if item is Ellipsis) > 1:
+        return False
+    if not _reaches_last(items, dims):
+        return sum(count or 0 for count in consumed) < dims
+    last = items[-1]
+    return isinstance(last, slice) and _is_full(last, vocab_size)

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import SPLIT_HEAD
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
-from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
-from liger_trainer.kernels.head.log_probs import LogProbsOutput
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
-    vocab_parallel_linear_log_probs,
 )
-
-Shards = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def gathering_forward(head: nn.Module) -> Callable | None:
@@ -38,6 +35,8 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     function = getattr(function, "replaced", function)  # ours over it
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     if not inspect.isfunction(function) or styles is None or function.__globals__ is not vars(styles):
+        return None
+    if not available(SPLIT_HEAD):
         return None
     held = inspect.getclosurevars(function).nonlocals
     style: Any = held.get("self")
@@ -69,7 +68,7 @@ class VocabParallelCall(HeadCall):
         start = mesh.get_local_rank() * _rows_per_process(self.weight)
         return {"group": mesh.get_group(), "vocab_start": start, "vocab_size": self.vocab_size}
 
-    def shards(self) -> Shards:
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows of this process of weight and bias at the moment, connected to the parameters' gradients."""
         now = self if self.owns_parameters else self.head  # `torch.func.functional_call` may have lent the call others
         return _local_rows(now.weight, self.weight), None if self.bias is None else _local_rows(now.bias, self.bias)
@@ -80,7 +79,7 @@ class VocabParallelCall(HeadCall):
 
     def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """As `local_product`, with the parameters of the moment; it gathers the logits, and not the weight."""
-        weight, bias = self.shards()
+        weight, bias = self.gathered()
         return lambda hidden: self._gathered(hidden, weight, bias)
 
     def split_logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -113,37 +112,30 @@ def vocab_parallel_call(head: Any, hidden: torch.Tensor, fused: bool, logits_mem
     return None if dtype is None else VocabParallelCall(head, weight, bias, dtype, fused, logits_memory)
 
 
-def vocab_parallel_loss(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor | CrossEntropyOutput:
-    """As `head_loss`, of deferred `logits` of a split head; `options` are those of the kernels, soft-cap included."""
-    call, hidden, (weight, bias) = _inputs(logits)
+def vocab_parallel_loss(
+    call: VocabParallelCall,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor | CrossEntropyOutput:
+    """Cross entropy over a split head, fused with it or on the logits of this process.
+
+    Args:
+        call: The call of the head.
+        hidden: `(..., H)`.
+        weight: The rows of this process, `(V_local, H)`.
+        bias: Likewise, `(V_local,)` or None.
+        target: `(...)` class ids.
+        options: Of `cross_entropy`, soft-cap and scale included.
+    """
     options |= call.group_options
-    with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-        if not call.fused:
-            return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
-        cast = [None if x is None else x.to(call.dtype) for x in (hidden, weight, bias)]
-        return vocab_parallel_linear_cross_entropy(
-            cast[0], cast[1], target, bias_shard=cast[2], logits_memory=call.logits_memory, **options
-        )
-
-
-def vocab_parallel_log_probs(logits: Any, target: torch.Tensor, **options: Any) -> torch.Tensor | LogProbsOutput:
-    """As `head_log_probs`, of deferred `logits` of a split head; `options` as above."""
-    call, hidden, (weight, bias) = _inputs(logits)
-    options |= call.group_options
-    cast = [None if x is None else x.to(call.dtype) for x in (hidden, weight, bias)]
-    with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-        return vocab_parallel_linear_log_probs(
-            cast[0], cast[1], target, bias_shard=cast[2], logits_memory=call.logits_memory, **options
-        )
-
-
-def _inputs(logits: Any) -> tuple[VocabParallelCall, torch.Tensor, Shards]:
-    """The call, and its operands as the kernels take them."""
-    call, hidden = logits.recorded.call, logits.recorded.hidden
-    weight, bias = call.shards()
-    if logits.has_graph:
-        return call, hidden, (weight, bias)
-    return call, hidden.detach(), (weight.detach(), None if bias is None else bias.detach())
+    if not call.fused:
+        return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
+    return vocab_parallel_linear_cross_entropy(
+        hidden, weight, target, bias_shard=bias, logits_memory=call.logits_memory, **options
+    )
 
 
 def _is_split_by_rows(parameter: Any) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import grpo_loss_from_log_probs
+from liger_trainer.kernels.parity.grpo_loss import check_policy_options, token_weights
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
-from liger_trainer.kernels.parity.policy_loss_terms import check_policy_options, token_weights
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
 from liger_trainer.nn.policy import items_per_process
 

@@ -52,7 +52,7 @@ class LigerFusedLinearJSD(nn.Module):
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The mean over the tokens, (tokens, hidden) of each model, whose label in `shift_labels` counts."""
-        return linear_jsd(
+        loss = linear_jsd(
             student_input,
             student_weight,
             teacher_input,
@@ -62,6 +62,8 @@ class LigerFusedLinearJSD(nn.Module):
             temperature=self.temperature,
             ignore_index=self.ignore_index,
         )
+        assert isinstance(loss, torch.Tensor)
+        return loss
 
 
 class LigerFusedLinearKLDivLoss(nn.Module):
@@ -98,7 +100,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of `student_input`, (tokens, hidden), under its head against `target`, (tokens, vocab)."""
-        return linear_kl_div(
+        loss = linear_kl_div(
             student_input,
             student_weight,
             target,
@@ -108,6 +110,8 @@ class LigerFusedLinearKLDivLoss(nn.Module):
             reduction=self.reduction,
             eps=self.eps,
         )
+        assert isinstance(loss, torch.Tensor)
+        return loss
 
 
 class LigerJSD(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import moe_experts
-from liger_trainer.kernels.moe.routing import check_ids
+from liger_trainer.kernels.moe.sort_by_expert import check_ids
 from liger_trainer.nn.mlp import activation_of
 
 _ACTIVATIONS = {

@@ -33,6 +33,8 @@ class LigerRMSNorm(nn.Module):
         ValueError: for an unknown `init_fn` or `casting_mode`.
     """
 
+    weight: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -171,6 +173,8 @@ class LigerDyT(nn.Module):
         beta: Whether there is a bias.
         init_alpha: Initial alpha.
     """
+
+    beta: nn.Parameter | None
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()

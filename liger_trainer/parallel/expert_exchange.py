@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.moe.grouped_matmul import combine_rows
-from liger_trainer.kernels.moe.routing import ExpertRows, sort_by_expert
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
+from liger_trainer.kernels.moe.token_rows import combine_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""Binding a forward to one module instance, so that it can be undone.
+"""Binding a forward to one module instance, or an implementation to one module of experts, so that it can be undone.
 
 Only the instance changes: its class, its children and its parameters stay as they are, so state-dict keys, wrapping
 policies, adapters and output recorders go on working. What is bound is a plain function of `self` made into a method,
@@ -7,14 +7,17 @@ which `copy.deepcopy` binds to the copy.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
-from liger_trainer.patching.moe.experts_choice import is_chosen, unchoose
+IMPLEMENTATION = "liger_trainer"
+"""Our name in transformers' registry."""
 
 # Weak, as a forward over another library's holds that one, and with it a module.
 _bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
@@ -94,3 +97,48 @@ def call_like(forward: Callable, *arguments: str) -> Callable:
     forward.__code__ = code.replace(co_varnames=names, co_name="forward")
     forward.__name__ = "forward"
     return forward
+
+
+class ChosenConfig:
+    """A module's config that names our implementation, and is the model's in all else; a copy elsewhere is the latter.
+
+    Args:
+        config: The model's.
+        forward: What the implementation is for this module.
+    """
+
+    def __init__(self, config: Any, forward: Callable) -> None:
+        self._experts_implementation = IMPLEMENTATION
+        self.model_config = config
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model_config"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenConfig:
+        return ChosenConfig(copy.deepcopy(self.model_config, memo), self.forward)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.model_config,)
+
+
+def _itself(config: Any) -> Any:
+    return config
+
+
+def choose(module: Any, forward: Callable) -> None:
+    """Makes `forward` the implementation of this `module` alone."""
+    module.config = ChosenConfig(module.config, forward)
+
+
+def is_chosen(module: Any) -> bool:
+    """Whether the implementation of `module` is ours."""
+    return isinstance(module.__dict__.get("config"), ChosenConfig)
+
+
+def unchoose(module: Any) -> bool:
+    """Gives the module its config back; False if it has no other."""
+    if not is_chosen(module):
+        return False
+    module.config = module.config.model_config
+    return True

@@ -24,18 +24,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
@@ -184,13 +184,14 @@ def gated_mlp_forward(
             at the time of the call, a linear layer that nobody else looks at.
         lora: Run projections with adapters as `lora_linears` and `lora_down`, wherever PEFT's layers are plain ones.
     """
-    gelu = {} if variant.approximate is None else {"approximate": variant.approximate}
+    gelu: dict[str, Any] = {} if variant.approximate is None else {"approximate": variant.approximate}
     gated = functools.partial(geglu if gelu else swiglu, **gelu)
     gated_fused = functools.partial(geglu_fused if gelu else swiglu_fused, **gelu)
     gated_down = functools.partial(geglu_down if gelu else swiglu_down, **gelu)
 
     def apply(self, gate, up, unseen):
-        options, down_proj, scale = {"inplace_backward": unseen}, getattr(self, names[-1]), None
+        options: dict[str, Any] = {"inplace_backward": unseen}
+        down_proj, scale = getattr(self, names[-1]), None
         if variant.limit:
             options["limit"] = self.limit
         if variant.multipliers:
@@ -216,8 +217,8 @@ def gated_mlp_forward(
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
             (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
             if down is not None:
-                limit = {"limit": self.limit} if variant.limit else {}
-                return lora_mlp(x, *layers, down, variant.approximate or "silu", **limit)
+                limit = self.limit if variant.limit else None
+                return lora_mlp(x, layers[0], layers[1], down, variant.approximate or "silu", limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = gate_proj(x), up_proj(x)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from liger_trainer.head.computed_on_use import ComputedOnUse, call_built
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 
 _OPERATORS = (
@@ -27,7 +27,7 @@ _OPERATORS = (
 _awaited: list[nn.Module] = []
 
 
-class PendingNorm:
+class PendingNorm(ComputedOnUse):
     """RMSNorm of `x`, pending.
 
     Args:
@@ -53,7 +53,7 @@ class PendingNorm:
         """Whether nothing has needed the result yet."""
         return self._result is None
 
-    def result(self) -> torch.Tensor:
+    def build(self, for_write: bool = False) -> torch.Tensor:
         """The result, the same tensor at every call."""
         if self._result is None:
             self._result = rms_norm(self.x, self.weight, *self.options) if self._value is None else self._value()
@@ -63,21 +63,21 @@ class PendingNorm:
         """The result transposed, pending too if the normalised dimension stays the last."""
         last = self.x.dim() - 1
         if not self.is_pending or last in (dim0 % (last + 1), dim1 % (last + 1)):
-            return self.result().transpose(dim0, dim1)
+            return self.build().transpose(dim0, dim1)
         view = self.x.transpose(dim0, dim1)
-        return PendingNorm(view, self.weight, self.options, lambda: self.result().transpose(dim0, dim1))
+        return PendingNorm(view, self.weight, self.options, lambda: self.build().transpose(dim0, dim1))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.result(), name)
+        return getattr(self.build(), name)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*tree_map(computed, args), **tree_map(computed, kwargs or {}))
+        return call_built(func, args, kwargs or {})
 
 
 def _operator(name: str) -> Callable:
     def run(self: PendingNorm, *args: Any) -> Any:
-        return getattr(self.result(), name)(*tree_map(computed, args))
+        return call_built(getattr(self.build(), name), args, {})
 
     return run
 
@@ -85,11 +85,6 @@ def _operator(name: str) -> Callable:
 for _name in _OPERATORS.split():
     setattr(PendingNorm, f"__{_name}__", _operator(f"__{_name}__"))
 PendingNorm.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def computed(value: Any) -> Any:
-    """`value`, or the tensor if it is a pending one."""
-    return value.result() if isinstance(value, PendingNorm) else value
 
 
 def may_pend(module: nn.Module) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
 from liger_trainer.patching.probe import Probe, full_shape, stand_in
-from liger_trainer.patching.rebound import forward_calling
 from liger_trainer.patching.rope import rotary_globals
 
 _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from liger_trainer.head.context import serves_as_written
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unseen
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import has_hooks_between, twin

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.rebound import forward_calling
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
 

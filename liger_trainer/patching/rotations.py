@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.head.context import serves_as_written
+from liger_trainer.head.computed_on_use import build
 from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
-from liger_trainer.patching.pending_norm import PendingNorm, computed
+from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.pending_norm import PendingNorm
 from liger_trainer.patching.probe import Agreement, Probe
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
@@ -256,8 +257,9 @@ def rotary_function(
             layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
             one_dtype = q.x.dtype == k.x.dtype == q.weight.dtype == k.weight.dtype == cos.dtype
             if layout in proven and cos.dim() == 3 and q.x.dim() == 4 and (one_dtype or mixed == "promoted"):
-                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, *q.options, unsqueeze_dim=default_dim)
-        return rotary(computed(q), computed(k), cos, sin, *args, **kwargs)
+                eps, offset, casting = q.options
+                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, eps, offset, casting, default_dim)
+        return rotary(build(q), build(k), cos, sin, *args, **kwargs)
 
     if rotation == ROTATIONS[0] and not precise:
         rotary.of_pending = of_pending  # type: ignore[attr-defined]
@@ -302,7 +304,7 @@ def complex_rotary_function(original: Callable, name: str, dim: int, proven: fro
     """
 
     def rotary(q, k, *args, **kwargs):
-        factors = args[0] if len(args) == 1 and not kwargs else kwargs.get(name)
+        factors: Any = args[0] if len(args) == 1 and not kwargs else kwargs.get(name)
         if serves_as_written(q) or len(args) + len(kwargs) != 1 or not _is_proven(factors, q, k, dim, proven):
             return original(q, k, *args, **kwargs)
         return rope_complex(q, k, factors, dim)

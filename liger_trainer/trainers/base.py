@@ -23,10 +23,19 @@ from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.rounded_updates import RoundedUpdatesCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
-from liger_trainer.configs.caller_warnings import warnings_of_the_caller
+from liger_trainer.compat.deepspeed import PARTITIONED_PARAMETERS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import (
+    BATCH_CHECKS,
+    GUARD_BEFORE_CLIPPING,
+    LOGGED_LOSS,
+    META_WEIGHTS,
+    PROMPT_TOKENS,
+)
+from liger_trainer.compat.trl import OFFLOADING
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
-from liger_trainer.integration import data_parallel_message, in_charge
+from liger_trainer.integration import in_charge
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
@@ -36,6 +45,7 @@ from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapter
 from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator
+from liger_trainer.trainers.checks.launch import check_launch
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
@@ -48,6 +58,8 @@ from liger_trainer.trainers.offloading import PartialOffload, check_offloading
 logger = logging.getLogger("liger_trainer")
 
 require_version("transformers>=5.19", "The Liger trainers need it: `pip install 'transformers>=5.19,<6'`.")
+
+require(GUARD_BEFORE_CLIPPING)
 
 # Where every process holds all gradients, so that their norms are the model's.
 _WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -84,10 +96,12 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _finish_init(self) -> None:
         """To be called at the end of `__init__`."""
-        if self.args.n_gpu > 1:
-            raise ValueError(data_parallel_message(type(self).__name__))
-        self._check_whole_sequences()
-        self._check_split_once()
+        check_launch(self, self._takes_parts_of_sequences)
+        available(META_WEIGHTS)  # each a method that we override: where the Trainer has none, ours is never called
+        available(BATCH_CHECKS)
+        available(PROMPT_TOKENS)
+        if self.is_deepspeed_enabled:
+            require(PARTITIONED_PARAMETERS)
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
@@ -118,29 +132,12 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         warn_of_tied_adapters(self.model)
         self._set_up_offloading()
 
-    def _check_whole_sequences(self) -> None:
-        for name, size in (("cp_size", self.get_cp_size()), ("sp_size", self.get_sp_size())):
-            if size > 1 and not self._takes_parts_of_sequences:
-                raise ValueError(
-                    f"`parallelism_config` has `{name}={size}`, which gives every process a part of each sequence; the "
-                    f"loss of {type(self).__name__} needs whole ones. Set `{name}=1` and split the model with FSDP2 or "
-                    "tensor parallelism, or train with LigerTrainer or LigerSFTTrainer."
-                )
-
-    def _check_split_once(self) -> None:
-        if self.is_distributed_loading_by_transformers and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            again = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
-            raise ValueError(
-                "`model` was split by `from_pretrained` (`distributed_config`), and the launch would split it again "
-                f"with {again}. Launch it with `torchrun`, or `accelerate launch` with `--accelerate_config ddp`; "
-                "`DistributedConfig(fsdp_size=...)` is FSDP2."
-            )
-
     def _set_up_offloading(self) -> None:
         """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""
         self._offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
         if not getattr(self.args, "activation_offloading", False):
             return
+        get_act_offloading_ctx_manager, *_ = require(OFFLOADING)
         fraction = getattr(self.args, "activation_offloading_fraction", 1.0)
         trainer: Any = self
         if hasattr(trainer, "maybe_activation_offload_context"):  # TRL's own, which its training step enters
@@ -149,8 +146,6 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
                 trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
             return
         check_offloading(self.args)
-        from trl.models import get_act_offloading_ctx_manager
-
         assert isinstance(self.model, nn.Module)
         context = get_act_offloading_ctx_manager(self.model)
         self._offloading = PartialOffload(context, fraction) if fraction < 1 else context
@@ -187,14 +182,14 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             self._apply_kernels(model)
         return model
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+    def _move_model_to_device(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
         if name is not None and getattr(model, "hf_device_map", None) is None:  # offloaded weights are there too
             raise ValueError(
                 f"`model` has parameters on the meta device, such as {name!r}, which hold no data to train. Load the "
                 "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
             )
-        super()._move_model_to_device(model, device)
+        super()._move_model_to_device(model, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
@@ -224,9 +219,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             )
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
-        # TRL's trainers warn of `return_outputs`.
-        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
+        with self._expected_gradient(num_items_in_batch), smoothing, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -272,7 +265,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         """Logs; see [`~transformers.Trainer.log`]."""
         super().log(logs, *args, **kwargs)
         loss = logs.get("loss")
-        if isinstance(loss, float) and not math.isfinite(loss) and self.is_in_train:
+        not_finite = isinstance(loss, float) and not math.isfinite(loss)
+        if not_finite and self.is_in_train and available(LOGGED_LOSS):
             # The Trainer sets its sum of losses back by subtracting it from itself, and NaN - NaN is NaN.
             self._tr_loss.zero_()
 
@@ -295,8 +289,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         self._count(batches)
         return batches, num_items_in_batch
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        prepared = super()._prepare_inputs(inputs)
+    def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs, *args, **kwargs)
         assert isinstance(self.model, nn.Module)
         if self.model.training and not isinstance(inputs, Mapping):  # rows of prompts, to which a policy has answered
             self._count([prepared])

@@ -7,9 +7,12 @@ from typing import Any
 from torch import nn
 from trl.experimental.cpo import CPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import CPO_PAIRS
 from liger_trainer.configs.cpo_config import LigerCPOConfig
-from liger_trainer.trainers.pair_forward import forward_pairs
-from liger_trainer.trainers.pair_mixin import PairMixin
+from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
+
+require(CPO_PAIRS)
 
 
 class LigerCPOTrainer(PairMixin, CPOTrainer):

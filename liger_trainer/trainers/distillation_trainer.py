@@ -10,14 +10,17 @@ import torch
 import trl.trainer.distillation_trainer as trl_distillation_trainer
 from torch import nn
 from trl import DistillationTrainer
-from trl.trainer.utils import create_model_from_path
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import rebound
+from liger_trainer.compat.trl import DISTILLATION
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.rebound import rebound_trl
 from liger_trainer.trainers.teacher import TeacherMixin
+
+create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
 
 _IGNORE_INDEX = -100
 
@@ -59,9 +62,10 @@ class _Distillation(DistillationTrainer):
 
     @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        rebound_trl(DistillationTrainer.__init__, create_model_from_path=self._create_model)(self, *args, **kwargs)
+        init = rebound(_trl_init, {"create_model_from_path": self._create_model})
+        init(self, *args, **kwargs)
 
-    _compute_loss_of_logits = rebound_trl(DistillationTrainer._compute_loss, _chunked_divergence_loss=_divergence_loss)
+    _compute_loss_of_logits = rebound(_trl_compute_loss, {"_chunked_divergence_loss": _divergence_loss})
 
 
 class LigerDistillationTrainer(TeacherMixin, _Distillation):

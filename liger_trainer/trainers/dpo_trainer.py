@@ -5,8 +5,12 @@ from __future__ import annotations
 import trl.trainer.dpo_trainer as trl_dpo_trainer
 from trl import DPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import DPO_HEAD
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+require(DPO_HEAD)
 
 
 class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):

@@ -18,14 +18,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
-from liger_trainer.head.patch import forward_layers, native_forward, tells_its_head
 from liger_trainer.patching.binding import is_ours
+from liger_trainer.patching.model_forward import forward_layers, native_forward, tells_its_head
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
@@ -33,11 +34,7 @@ _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
-if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, "FusedCausalLMOutput"):
-    raise ImportError(
-        "The installed trl has no `trl.trainer.utils.add_fused_lm_head`, on which the Liger trainers build. "
-        "Supported is trl>=1.16,<2: `pip install 'trl>=1.16,<2'`."
-    )
+_, FusedCausalLMOutput = require(FUSED_HEAD)
 
 
 class _AdapterGuard(type):
@@ -88,13 +85,26 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         options: What the trainer asks of the head.
     """
     inner, native = _forwards_of(model)
-    # Another library's builds its logits, compiled or not.
-    own = native is type(model).forward or is_ours(native)
-    native_uncompiled = uncompiled(native) if own else native
+    run_uncompiled = None
+    # The forward of another library builds its logits, compiled or not.
+    if CAN_DEFER_COMPILED and (native is type(model).forward or is_ours(native)):
+        run_uncompiled = torch.compiler.disable(_fused_forward(inner, uncompiled(native), options), recursive=False)
+    # `generate` and the Trainer look at the signature, the patching at what is inside.
+    forward = functools.wraps(inner)(_fused_forward(inner, native, options, run_uncompiled))
+    _fused_over[forward] = inner, native
+    model.forward = types.MethodType(forward, model)
 
-    @functools.wraps(inner)  # `generate` and the Trainer look at the signature, the patching at what is inside
+
+def _fused_forward(
+    inner: Callable, native: Callable, options: StatisticsOptions, run_uncompiled: Callable | None = None
+) -> Callable:
+    """A forward that is `inner`, and with `fused_lm_head=True` the statistics of the logits of `native`.
+
+    Under `torch.compile` such a call is `run_uncompiled`, where it is given.
+    """
+
     def forward(
-        self: nn.Module,
+        self: Any,
         *args: Any,
         fused_lm_head: bool = False,
         labels: torch.Tensor | None = None,
@@ -102,16 +112,22 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        if fused_lm_head:
-            call = (args, kwargs, labels, shift_labels, num_items_in_batch, options)
-            if own and torch.compiler.is_compiling() and CAN_DEFER_COMPILED and not whole_graph_wanted():
-                return _fused_output_uncompiled(self, native_uncompiled, *call)
-            return _fused_output(self, native, *call)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
+        if not fused_lm_head:
+            return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
+        if run_uncompiled is not None and torch.compiler.is_compiling() and not whole_graph_wanted():
+            return run_uncompiled(self, *args, fused_lm_head=True, **given, **kwargs)
+        text_config = self.config.get_text_config()
+        kwargs["use_cache"] = False
+        if getattr(text_config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
+        with compiler_restored():
+            with forward_context(context_of(self, has_labels=True)):
+                outputs = native(self, *args, **kwargs)
+            return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
 
-    _fused_over[forward] = inner, native
-    model.forward = types.MethodType(forward, model)
+    return forward
 
 
 def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
@@ -129,32 +145,8 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
             f"The forward of {type(model).__name__} was replaced by {model.forward!r}, which is not a method; the "
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
-    # Where our head took the model's forward, `_fused_output` tells the head about the call itself.
+    # Where our head took the model's forward, the fused forward tells the head about the call itself.
     return inner, native_forward(model) if tells_its_head(model) else inner
-
-
-def _fused_output(
-    model: nn.Module,
-    native: Callable,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None,
-    num_items_in_batch: torch.Tensor | int | None,
-    options: StatisticsOptions,
-) -> Any:
-    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    kwargs["use_cache"] = False
-    if getattr(text_config, "output_router_logits", False):
-        kwargs.setdefault("output_router_logits", True)
-    # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
-    with compiler_restored():
-        with forward_context(context_of(model, has_labels=True)):
-            outputs = native(model, *args, **kwargs)
-        return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
-
-
-_fused_output_uncompiled = torch.compiler.disable(_fused_output, recursive=False)
 
 
 def fused_output(
@@ -196,7 +188,7 @@ def fused_output(
     aux_loss = getattr(outputs, "aux_loss", None)
     if aux_loss is not None:
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
-    return trl_utils.FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
 
 
 def _next_token_labels(

@@ -12,14 +12,18 @@ import trl.trainer.sft_trainer as trl_sft_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
-from trl.models.utils import _ForwardRedirection
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import rebound
+from liger_trainer.compat.trl import GKD, SFT_HEAD
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
-from liger_trainer.trainers.rebound import rebound_trl
 from liger_trainer.trainers.teacher import TeacherMixin
+
+require(SFT_HEAD)
+ForwardRedirection, _, _trl_init, *_ = require(GKD)
 
 
 class _GKD(GKDTrainer):
@@ -34,7 +38,7 @@ class _GKD(GKDTrainer):
                 "`AutoTokenizer.from_pretrained(...)`."
             )
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
-        rebound_trl(GKDTrainer.__init__, AutoModelForCausalLM=loader)(self, *args, **kwargs)
+        rebound(_trl_init, {"AutoModelForCausalLM": loader})(self, *args, **kwargs)
 
 
 class LigerGKDTrainer(TeacherMixin, _GKD):
@@ -70,7 +74,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
 
         if not self._compares_heads():
             return compute(model, inputs, num_items_in_batch=num_items_in_batch)
-        return _ForwardRedirection()(model, student, inside)
+        return ForwardRedirection()(model, student, inside)
 
     @staticmethod
     def generalized_jsd_loss(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
-from liger_trainer.trainers.checks.generation import CheckedGeneration
+from liger_trainer.trainers.generation_mixin import GenerationMixin
+
+require(GRPO_HEAD)
+require(GRPO_GENERATION)
 
 
-class LigerGRPOTrainer(CheckedGeneration, GRPOTrainer):
+class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`], group-relative policy optimisation, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerGRPOConfig`], or a `GRPOConfig`, with which the kernels are on. Loss

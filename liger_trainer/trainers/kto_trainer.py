@@ -5,8 +5,12 @@ from __future__ import annotations
 import trl.trainer.kto_trainer as trl_kto_trainer
 from trl import KTOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import KTO_HEAD
 from liger_trainer.configs.kto_config import LigerKTOConfig
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+require(KTO_HEAD)
 
 
 class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):

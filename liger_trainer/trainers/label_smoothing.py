@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
-from transformers.trainer_pt_utils import LabelSmoother
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import LABEL_SMOOTHING
+
+if TYPE_CHECKING:
+    from transformers.trainer_pt_utils import LabelSmoother
+else:
+    LabelSmoother, *_ = require(LABEL_SMOOTHING)
 
 
 @dataclass

@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import LOSS_SCALE
+
+require(LOSS_SCALE)
+
 
 def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
     """What a term of one micro-batch is to be divided by: the accumulation steps, unless the Trainer does that."""

@@ -10,6 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import TrainingArguments
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import PARTIAL_OFFLOADING
+
+require(PARTIAL_OFFLOADING)
+
 
 def check_offloading(args: TrainingArguments) -> None:
     """Checks that there is a device to offload from.

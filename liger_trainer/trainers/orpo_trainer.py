@@ -7,9 +7,12 @@ from typing import Any
 from torch import nn
 from trl.experimental.orpo import ORPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import ORPO_PAIRS
 from liger_trainer.configs.orpo_config import LigerORPOConfig
-from liger_trainer.trainers.pair_forward import forward_pairs
-from liger_trainer.trainers.pair_mixin import PairMixin
+from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
+
+require(ORPO_PAIRS)
 
 
 class LigerORPOTrainer(PairMixin, ORPOTrainer):

@@ -1,21 +1,100 @@
-"""What `LigerORPOTrainer` and `LigerCPOTrainer` share."""
+"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: one forward of chosen and rejected sequences without logits.
+
+TRL's ORPO and CPO trainers build the logits of every token in `concatenated_forward`, and take log-probabilities and a
+mean from them. The means are logged over all positions, padding included, so every position is scored. The last of a
+row predicts nothing and is scored for any target.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.pair_forward import IGNORE_INDEX
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_fused_head
 
 if TYPE_CHECKING:
+    from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
     class _Base(LigerTRLMixin, ORPOTrainer): ...
 else:
     _Base = LigerTRLMixin
+
+IGNORE_INDEX = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class PairForward:
+    """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones.
+
+    Attributes:
+        log_probs: `(2B, L - 1)`, fp32, of the token after each position; carries the gradient.
+        mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position.
+        is_token: `(2B, L - 1)`, bool, whether the token after a position is one, and not padding.
+        is_completion: `(2B, L - 1)`, bool, whether it is one of the completion.
+        aux_loss: The load-balancing loss of a mixture of experts that computes one.
+    """
+
+    log_probs: torch.Tensor
+    mean_logits: torch.Tensor
+    is_token: torch.Tensor
+    is_completion: torch.Tensor
+    aux_loss: torch.Tensor | None
+
+    def completion_log_probs(self, average: bool) -> torch.Tensor:
+        """Log-probability of each completion, `(2B,)`: the sum over its tokens, or their average."""
+        total = self.log_probs.masked_fill(~self.is_completion, 0.0).sum(-1)
+        return total / self.is_completion.sum(-1) if average else total
+
+    def chosen_nll(self, of: torch.Tensor) -> torch.Tensor:
+        """Mean negative log-likelihood of the chosen sequences' tokens where the mask `of` `(2B, L - 1)` says so.
+
+        Without such a token it is a zero that backpropagates, where TRL's is NaN.
+        """
+        log_probs, of = self.log_probs.chunk(2)[0], of.chunk(2)[0]
+        return -log_probs.masked_fill(~of, 0.0).sum() / of.sum().clamp(min=1)
+
+    def results(self, log_probs: torch.Tensor, mean_logits: torch.Tensor, nll: torch.Tensor) -> tuple:
+        """What `concatenated_forward` returns; TRL only takes the mean of the logits, so here it is.
+
+        Args:
+            log_probs: `(2B,)`.
+            mean_logits: `(2B, ...)`, at the positions that TRL's mean is over.
+            nll: The loss of the chosen sequences.
+        """
+        means = (half.mean() for half in mean_logits.chunk(2))
+        aux_loss = () if self.aux_loss is None else (self.aux_loss,)
+        return (*log_probs.chunk(2), *means, nll, *aux_loss)
+
+
+def forward_pairs(
+    trainer: ORPOTrainer | CPOTrainer, model: nn.Module, batch: dict[str, Any], padding_value: int
+) -> PairForward:
+    """One forward of `model`, which carries the fused head, on the pairs of `batch` as `trainer` puts them together."""
+    pairs = trainer.concatenated_inputs(
+        batch, is_encoder_decoder=False, padding_value=padding_value, device=trainer.accelerator.device
+    )
+    input_ids, attention_mask = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
+    router_logits = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+    outputs = model(
+        input_ids,
+        attention_mask=attention_mask,
+        shift_labels=input_ids.roll(-1, dims=1),
+        fused_lm_head=True,
+        use_cache=False,
+        **router_logits,
+    )
+    return PairForward(
+        log_probs=outputs.log_probs[:, :-1],
+        mean_logits=outputs.mean_logits,
+        is_token=attention_mask[:, 1:] == 1,
+        is_completion=pairs["concatenated_labels"][:, 1:] != IGNORE_INDEX,
+        aux_loss=outputs.aux_loss if trainer.aux_loss_enabled else None,
+    )
 
 
 class PairMixin(_Base):

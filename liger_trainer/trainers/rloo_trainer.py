@@ -5,11 +5,16 @@ from __future__ import annotations
 import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import RLOO_GENERATION, RLOO_HEAD
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
-from liger_trainer.trainers.checks.generation import CheckedGeneration
+from liger_trainer.trainers.generation_mixin import GenerationMixin
+
+require(RLOO_HEAD)
+require(RLOO_GENERATION)
 
 
-class LigerRLOOTrainer(CheckedGeneration, RLOOTrainer):
+class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss

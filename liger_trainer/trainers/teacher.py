@@ -9,6 +9,8 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
+from liger_trainer.compat.peft import ADAPTERS_ON_HEAD
+from liger_trainer.compat.private import require
 from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.head.lm_head import find_lm_heads
@@ -79,6 +81,5 @@ def _defers(model: nn.Module) -> bool:
 def _has_adapter_on_head(model: nn.Module) -> bool:
     if not is_peft_model(model):
         return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    (BaseTunerLayer,) = require(ADAPTERS_ON_HEAD)
     return isinstance(model.get_output_embeddings(), BaseTunerLayer)  # type: ignore[operator]

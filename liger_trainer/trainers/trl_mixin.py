@@ -12,18 +12,21 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
-from liger_trainer.configs.caller_warnings import warnings_of_the_caller
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import TRAINER_NAME
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.head.patch import patch_head
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.head import patch_head
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.offloading import check_offloading
 from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+require(TRAINER_NAME)
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:
@@ -56,7 +59,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
         config.use_liger_kernel = False
         try:
-            with head, split_models_resume(config, model), _older_names(), warnings_of_the_caller():
+            with head, split_models_resume(config, model), _older_names():
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
@@ -83,7 +86,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
         """`args`, or the configuration that TRL's trainer would make for itself."""
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+            name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
             return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
         theirs = next(base for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments))
         if not isinstance(args, theirs):

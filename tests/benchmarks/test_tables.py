@@ -16,7 +16,13 @@ from liger_trainer.benchmarks.records import (
 )
 from liger_trainer.benchmarks.registry import load_operations
 from liger_trainer.benchmarks.tables import ROOT, TABLES, error_table, experts_section, operation_table, render
-from liger_trainer.benchmarks.training_tables import alignment_table, lora_table, several_gpus_section, training_table
+from liger_trainer.benchmarks.training_tables import (
+    alignment_table,
+    lora_table,
+    results_table,
+    several_gpus_section,
+    training_table,
+)
 
 load_operations()
 GROUP = ("rms_norm", "llama3-8b", 16384, "")
@@ -58,10 +64,10 @@ def test_every_table_stands_in_a_document():
 
 
 def test_render_replaces_what_is_between_the_markers():
-    text = "a\n<!-- table: kernels -->\nold\n<!-- end of table -->\nb\n"
+    text = "a\n<!-- table: operations -->\nold\n<!-- end of table -->\nb\n"
     made = render(text, Results([results(record("liger_trainer", 1.0))]))
     assert "old" not in made
-    assert made.startswith("a\n<!-- table: kernels -->\n| work |")
+    assert made.startswith("a\n<!-- table: operations -->\n| work |")
     assert made.endswith("\n<!-- end of table -->\nb\n")
     assert render(made, Results([results(record("liger_trainer", 1.0))])) == made
 
@@ -71,8 +77,8 @@ def test_the_newer_run_of_a_case_counts_as_a_whole():
     new = results(record("liger_trainer", 1.0), date="2026-02-01", command="new")
     for runs in ([old, new], [new, old]):
         measured = Results(runs)
-        table = operation_table(measured, [GROUP], whole=False)
-        assert cells(table) == [["RMSNorm 16384×4096", "0.500", "–", "–", "**1.000 / 1.00**"]]
+        table = operation_table(measured, [GROUP])
+        assert cells(table) == [["RMSNorm 16384×4096", "0.500", "–", "–", "–", "**1.000 / 1.00**", "50 %", "–"]]
         assert "`new`" in table
         assert "`old`" not in table
 
@@ -170,6 +176,24 @@ def test_training_rows():
         "no result in 100 s",
         "**30,000 / 60.0 / 41 %**",
     ]
+
+
+def test_results_of_short_checkpointed_steps_on_one_gpu():
+    task = ("llama3-8b", 0)
+    training = [
+        TrainingRecord(*task, "dpo", 4, 2048, True, "hf", 9000.0, None, 60.0, lora=16, weights_gibibytes=15.0),
+        TrainingRecord(*task, "dpo", 1, 32768, True, "hf", 4000.0, None, 50.0, lora=16),
+        TrainingRecord(*task, "causal_lm", 4, 4096, False, "hf", 8200.0, None, 90.0),
+        TrainingRecord(*task, "causal_lm", 4, 4096, True, "hf", 8000.0, 0.4, 70.0),
+        TrainingRecord(*task, "causal_lm", 4, 4096, True, "liger_trainer", 9000.0, 0.45, 60.0),
+        TrainingRecord(*task, "causal_lm", 8, 4096, True, "hf", 8100.0, 0.4, 79.5, gpus=4, accelerate_config="fsdp2"),
+    ]
+    table = results_table(Results([results(training=training)]))
+    assert cells(table) == [
+        ["Llama-3 8B", "8,000 / 70.0", "**9,000 / 60.0**"],
+        ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0", "–"],
+    ]
+    assert "`liger-trainer bench" not in table
 
 
 def test_adapters_are_a_table_of_their_own():

@@ -91,7 +91,7 @@ def test_traps_of_several_gpus_and_liger(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(doctor, "driver_version", lambda: (470, 82))
-    monkeypatch.setattr(doctor, "_version", lambda package: "0.8.5" if package == "liger-kernel" else None)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: "0.8.5" if package == "liger-kernel" else None)
     findings = doctor.traps()
     assert "all 4" in find(findings, "several GPUs").text
     assert find(findings, "driver").status == "warning"

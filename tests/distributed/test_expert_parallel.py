@@ -25,9 +25,8 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.binding import is_bound_by_us, is_chosen
 from liger_trainer.patching.moe.expert_parallel import run_exchanged
-from liger_trainer.patching.moe.experts_choice import is_chosen
 from tests.distributed.tensor_parallel import (
     FAMILIES,
     Case,

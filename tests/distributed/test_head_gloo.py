@@ -41,7 +41,8 @@ def _expected(family: str = FAMILY) -> dict[str, torch.Tensor]:
 
 
 def _patched(family: str = FAMILY) -> nn.Module:
-    from liger_trainer.head import DeferredLogits, patch_head
+    from liger_trainer.head import DeferredLogits
+    from liger_trainer.patching.head import patch_head
 
     def fail(self: DeferredLogits) -> torch.Tensor:
         raise AssertionError("the logits were built")

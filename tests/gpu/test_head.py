@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_trainer.head import DeferredLogits, patch_head
+from liger_trainer.head import DeferredLogits
+from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu

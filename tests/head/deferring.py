@@ -9,8 +9,8 @@ from torch import nn
 
 from liger_trainer.head import DeferredLogits
 from liger_trainer.head.context import ForwardContext, forward_context
-from liger_trainer.head.patch import make_head_forward
 from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.head import make_head_forward
 
 B, S, H, V = 2, 5, 6, 11
 MASK = torch.arange(B * S).view(B, S) % 3 == 0

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.head import DeferredLogits, find_lm_heads, patch_head
+from liger_trainer.head import DeferredLogits, find_lm_heads
+from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 

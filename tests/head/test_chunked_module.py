@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_trainer.head import DeferredLogits, chunked_module, patch_head
+from liger_trainer.head import DeferredLogits, chunked_module
 from liger_trainer.head.chunked_module import chunked_log_probs, chunked_rows
 from liger_trainer.kernels.head.log_probs import log_probs_reference
+from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 VOCAB = 128

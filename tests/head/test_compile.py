@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from liger_trainer.head import DeferredLogits, patch_head
+from liger_trainer.head import DeferredLogits
+from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 

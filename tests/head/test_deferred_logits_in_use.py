@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head import DeferredLogits, warn_once
 from liger_trainer.head.context import ForwardContext, forward_context
-from liger_trainer.head.patch import make_head_forward
 from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.head import make_head_forward
 from tests.head.deferring import CHAINS, MASK, B, H, S, V, assert_equal, defer, real
 
 

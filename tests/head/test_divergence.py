@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_trainer.head import DeferredLogits
 from liger_trainer.head.context import expected_loss_gradient, loss_follows
 from liger_trainer.head.divergence import divergence
-from liger_trainer.head.patch import patch_head
+from liger_trainer.patching.head import patch_head
 from tests.head.deferring import B, H, S, V, defer
 from tests.tiny_models import TINY_MODELS, tiny_batch
 

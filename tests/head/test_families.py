@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from liger_trainer.head import DeferredLogits, expected_loss_gradient, fused_loss, patch_head
+from liger_trainer.head import DeferredLogits, expected_loss_gradient, fused_loss
 from liger_trainer.patching.binding import unbind_forward
+from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, VOCAB, tiny_batch
 
 SOME = ("llama", "gemma2", "granite", "qwen3_moe")  # plain; soft-cap and tied; scaled; auxiliary loss

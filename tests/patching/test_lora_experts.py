@@ -15,9 +15,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels.moe import down as _moe_down
-from liger_trainer.kernels.moe import expert_lora as _moe_lora
-from liger_trainer.kernels.moe import gate_up as _moe_gate_up
+from liger_trainer.kernels.moe import expert_layers, expert_lora
 from liger_trainer.patching.moe import experts_formula
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
@@ -239,7 +237,7 @@ def test_a_frozen_base_costs_no_gradient(monkeypatch):
     model = adapted()
     apply_liger_kernel(model, EXPERTS)
     shapes = []
-    for module in (_moe_gate_up, _moe_down, _moe_lora):
+    for module in (expert_layers, expert_lora):
         native = module.grouped_weight_gradient
 
         def counting(*args, native=native, **kwargs):
@@ -250,7 +248,7 @@ def test_a_frozen_base_costs_no_gradient(monkeypatch):
     gradients = results(model)
     assert all("lora_" in name for name in gradients if name != "loss")
     assert len(shapes) == 8
-    assert all(_moe_lora.RANK_STEP in shape for shape in shapes)
+    assert all(expert_lora.RANK_STEP in shape for shape in shapes)
 
 
 class Sizes(TorchDispatchMode):

@@ -261,7 +261,7 @@ def test_pending_norm_is_the_tensor():
         torch.testing.assert_close(got, right)
     assert (y.shape, y.dtype, y.dim(), len(y)) == (same.shape, same.dtype, 4, 2)
     assert not y.is_pending
-    assert y.result() is y.result()
+    assert y.build() is y.build()
     gradients = torch.autograd.grad(pending().square().sum(), (x, weight))
     for got, right in zip(gradients, torch.autograd.grad(expected.square().sum(), (x, weight))):
         torch.testing.assert_close(got, right)
@@ -270,5 +270,5 @@ def test_pending_norm_is_the_tensor():
 def test_a_change_in_place_is_seen_by_the_views():
     base = PendingNorm(torch.randn(2, 3, 4, 8), torch.rand(8), (1e-5, 0.0, "llama"))
     view = base.transpose(1, 2)
-    base.result().zero_()
-    assert not view.result().any()
+    base.build().zero_()
+    assert not view.build().any()

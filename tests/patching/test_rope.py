@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.rebound import forward_calling
 from tests.patching.test_families import LAYERS
 from tests.tiny_models import TINY_MODELS, tiny_batch
 

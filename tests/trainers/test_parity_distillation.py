@@ -28,7 +28,6 @@ from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer, Lig
 from liger_trainer.head import divergence as divergence_module
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.trainers.rebound import rebound_trl
 from tests.trainers.parity import assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, llama, tokenizer
 
@@ -347,11 +346,6 @@ def test_stock_trainers_stay_as_they_are(kind, tmp_path):
     for module, names in zip(modules, before):
         assert {name: value for name, value in vars(module).items() if names.get(name) is not value} == {}
     assert functions == [vars(cls)[name] for cls in TRAINERS[kind][:1] for name in ("__init__",)]
-
-
-def test_rebound_says_what_is_missing():
-    with pytest.raises(ImportError, match="does not use \\['_no_such_name'\\]"):
-        rebound_trl(DistillationTrainer._compute_loss, _no_such_name=None)
 
 
 @pytest.mark.filterwarnings("ignore")

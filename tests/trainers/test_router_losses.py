@@ -8,10 +8,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
+from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.patching.rebound import forward_calling
 from tests.trainers.tiny import COMMON, SIZES, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")

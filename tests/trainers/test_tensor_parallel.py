@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.split_generation import draw_alike
+from liger_trainer.trainers.generation_mixin import seed_groups_alike
 from liger_trainer.trainers.trainer import LigerTrainer
 from liger_trainer.trainers.trl_mixin import _check_whole_head
 from tests.forked import torchrun
@@ -97,23 +97,23 @@ def stub(**changed):
     return SimpleNamespace(get_tp_size=lambda: 2, args=SimpleNamespace(**args), train_dataset=[])
 
 
-def test_processes_of_a_group_draw_alike():
+def test_processes_of_a_group_seed_groups_alike():
     drawn = []
     for process in range(4):
-        draw_alike(stub(process_index=process))
+        seed_groups_alike(stub(process_index=process))
         drawn.append(torch.rand(1).item())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def test_what_cannot_be_generated_alike_is_told():
     with pytest.raises(ValueError, match=r"`use_vllm` is true.*set `use_vllm=False`"):
-        draw_alike(stub(use_vllm=True))
+        seed_groups_alike(stub(use_vllm=True))
     with pytest.raises(ValueError, match=r"generates 6 completions at a time.*must be a multiple"):
-        draw_alike(stub(per_device_train_batch_size=6))
+        seed_groups_alike(stub(per_device_train_batch_size=6))
     streamed = stub()
     streamed.train_dataset = iter([])
     with pytest.raises(ValueError, match="`train_dataset` is streamed"):
-        draw_alike(streamed)
+        seed_groups_alike(streamed)
 
 
 def test_a_split_head_in_fp32_is_told():

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import liger_trainer
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.trainers import fused_head, one_pass, token_statistics
+from liger_trainer.trainers import fused_head, token_statistics
+from liger_trainer.trainers.sft_trainer import OnePassModel
 from tests.trainers.parity import BASE, KINDS, assert_parity, build, liger_trainer_of, lora
 from tests.trainers.tiny import COMMON, logged, tokenizer
 
@@ -101,12 +102,6 @@ def test_other_threads_keep_trls_guard():
         thread.join()
     assert answers == {"ours": False, "theirs": True}
     assert module.BaseTunerLayer is BaseTunerLayer
-
-
-def test_the_capability_check_names_the_range(monkeypatch):
-    monkeypatch.delattr(trl.trainer.utils, "add_fused_lm_head")
-    with pytest.raises(ImportError, match=r"trl>=1.16,<2"):
-        exec(compile(inspect.getsource(fused_head), fused_head.__file__, "exec"), {"__name__": "copy"})
 
 
 @EVERY
@@ -282,7 +277,7 @@ def test_a_second_forward_where_the_first_has_other_logits(tmp_path, folders):
         calls.append(kwargs.get("fused_lm_head", False))
         return Logits(torch.zeros(1, 4, 8))
 
-    once = one_pass.OnePassModel(model, trainer.model.config, trainer._statistics)
+    once = OnePassModel(model, trainer.model.config, trainer._statistics)
     labels = torch.tensor([[1, 2, 3, 4]])
     outputs = once(input_ids=labels)
     once(labels=labels, fused_lm_head=True)

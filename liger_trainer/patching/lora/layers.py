@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.peft import LORA_LAYERS
+from liger_trainer.compat.private import available
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -58,6 +60,8 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
 
 def _obstacle(module: Any) -> str:
     """Why no call of `module` would be ours."""
+    if not available(LORA_LAYERS):
+        return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     if not is_lora_linear(module):
         return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
     foreign = overriding_forward(module)

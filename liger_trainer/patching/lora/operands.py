@@ -44,8 +44,8 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
 def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
     """What the LoRA layer `module`, which is being called, computes of `x`; None if its own forward must."""
-    (layer,) = _layers(x, [module]) or [None]
-    return layer
+    layers = _layers(x, [module])
+    return None if layers is None else layers[0]
 
 
 def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:

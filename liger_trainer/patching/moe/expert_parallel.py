@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import EXPERT_EXCHANGE
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.parallel.expert_exchange import bring_back, plan_exchange, send
 from liger_trainer.patching.binding import bind_forward
@@ -27,6 +29,8 @@ def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> F
     forward = module.__dict__.get("forward")
     library: Any = sys.modules.get("transformers.distributed.expert_parallel")
     if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
+        return None
+    if not available(EXPERT_EXCHANGE):
         return None
     held = inspect.getclosurevars(forward).nonlocals
     way: Any = held.get("implementation")

@@ -19,18 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from liger_trainer.head.context import serves_as_written
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import EXPERTS
+from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import (
+    IMPLEMENTATION,
+    ChosenConfig,
     bind_forward,
     call_like,
+    choose,
     is_bound_by_us,
+    is_chosen,
     overriding_forward,
 )
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.gated_mlp import twin
-from liger_trainer.patching.moe.experts_choice import IMPLEMENTATION, ChosenConfig, choose, is_chosen
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import Agreement, Probe, class_of, full_shape, identity, stand_in
@@ -63,13 +67,20 @@ def liger_experts_forward(
     # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits become floating at every read.
     as_written = serves_as_written(hidden_states) and not is_parametrized(self)
     if as_written or (not torch.is_grad_enabled() and of_model == "batched_mm"):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))
         return theirs(self, hidden_states, top_k_index, top_k_weights)
     return config.forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
+def _choose(module: nn.Module, forward: Callable) -> None:
+    """Binds `forward` to a module that asks transformers' registry."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
+    choose(module, forward)
 
 
 def forward_of_ours(module: Any) -> Callable | None:
@@ -100,7 +111,7 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     formula, agreement = probe.cache[key]
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
-    bind = choose if _is_dispatched(module) else bind_forward
+    bind = _choose if _is_dispatched(module) else bind_forward
     return Finding(
         "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
     )
@@ -133,6 +144,8 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
     foreign = overriding_forward(module)
     if foreign is not None and not getattr(module, "_is_expert_parallel", False):
         return f"its forward is already overridden by {foreign}"
+    if _is_dispatched(module) and not available(EXPERTS):
+        return "the installed transformers chooses how experts run in another way"
     chosen = _implementation(module)
     if chosen not in _REPLACED:
         return f"`experts_implementation={chosen!r}` is chosen, which stays"
@@ -187,7 +200,11 @@ def _originals(module: Any) -> list[Callable]:
     A loop may compute in a wider dtype than they do.
     """
     own = [_own_loop(module)]
-    return own if _implementation(module) not in _OF_TRANSFORMERS else [*own, ALL_EXPERTS_FUNCTIONS["grouped_mm"]]
+    if _implementation(module) not in _OF_TRANSFORMERS:
+        return own
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return [*own, ALL_EXPERTS_FUNCTIONS["grouped_mm"]]
 
 
 def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, intermediate: int) -> list[tuple[int, ...]]:

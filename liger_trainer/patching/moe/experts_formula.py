@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
-from liger_trainer.kernels.moe.routing import check_ids
+from liger_trainer.kernels.moe.sort_by_expert import check_ids
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, kept_in_4_bits
 from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 

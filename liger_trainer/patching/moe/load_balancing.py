@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.rebound import called_global, forward_calling
+from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
-from liger_trainer.head.patch import forward_layers
-from liger_trainer.kernels.moe.load_balancing import router_losses
+from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement, Probe
-from liger_trainer.patching.rebound import called_global, forward_calling
 
 COMPONENT = "load_balancing_loss"
 _NAME = "load_balancing_loss_func"
@@ -88,6 +90,8 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     forward = type(module).forward
     native = called_global(forward, _NAME)
     if native is None:
+        if hasattr(module, "router_aux_loss_coef"):  # a model that computes such a loss, by another name?
+            available(LOAD_BALANCING)
         return
     target = f"{_NAME} in {type(module).__name__}"
     if not config.load_balancing_loss:

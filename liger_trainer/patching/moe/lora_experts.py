@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.peft import LORA_EXPERTS
+from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -117,6 +119,8 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
 
 def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
     """Why no call of `module` would be ours."""
+    if not available(LORA_EXPERTS):
+        return "the installed PEFT keeps such adapters in another way; PEFT's own forward runs"
     foreign = overriding_forward(module)
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"

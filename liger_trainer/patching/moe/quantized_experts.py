@@ -16,8 +16,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, SAVED_IN_FOUR_BITS
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+
+require(FOUR_BIT_EXPERTS)
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 QUANT_TYPES = ("nf4", "fp4")
@@ -93,6 +98,7 @@ def quantize_experts(
     """
     from bitsandbytes.functional import quantize_4bit
 
+    require(ADAPTERS_ON_FOUR_BITS)  # before anything has changed
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"`quant_type` is {quant_type!r}; it must be one of {', '.join(QUANT_TYPES)}.")
     found = list(stacked_weights(model))
@@ -124,11 +130,11 @@ def _leave_adapters_to_us(model: nn.Module) -> None:
     It merges into the floating weight that it reads, which is gone then; and its own forward puts an adapter on the
     parametrised weight at every call, and never takes it off (0.21.2).
     """
-    module: Any
+    BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     for module in model.modules():
-        if hasattr(module, "_check_merge_allowed"):
+        if isinstance(module, BaseTuner):
             module._check_merge_allowed = _refuse_to_merge
-        if hasattr(module, "_activate_lora") and four_bits(module.get_base_layer()):
+        if isinstance(module, ParamWrapper) and four_bits(module.get_base_layer()):
             module._activate_lora = _refuse_to_activate
 
 
@@ -155,11 +161,12 @@ def check_adapted(model: nn.Module) -> None:
     Raises:
         ValueError: naming it.
     """
+    _, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
     wrapped = {
         (path.replace(".base_layer", ""), wrapper.parameter_name, adapter)
         for path, wrapper in model.named_modules()
-        if hasattr(wrapper, "_activate_lora")
+        if isinstance(wrapper, ParamWrapper)
         for adapter in wrapper.lora_A
     }
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
@@ -238,10 +245,9 @@ def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
 
     None where that is not known, as in a graph that is compiled; then weights are saved floating.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not available(SAVED_IN_FOUR_BITS):
         return None
-    return top(False) or (_as_it_is, _as_it_is)
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
 
 
 def _as_it_is(saved: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,17 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS, SPLIT_OPTIMIZER
+
 if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+require(CONVERTED_CHECKPOINTS)
+require(WRAPPED_OPTIMIZER)
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint of a split model keeps its optimizer's state, in the format of `torch.distributed.checkpoint`."""
@@ -59,8 +66,7 @@ class ConvertedCheckpointsMixin(_Base):
         if not self.is_distributed_loading_by_transformers:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        from transformers.distributed.checkpoint import save_optimizer_distributed
-
+        save_optimizer_distributed, _ = require(SPLIT_OPTIMIZER)
         with _with_filled_groups(self.optimizer) as optimizer:
             save_optimizer_distributed(self.model, optimizer, os.path.join(output_dir, OPTIMIZER_FOLDER))
         if self.args.should_save:
@@ -71,8 +77,7 @@ class ConvertedCheckpointsMixin(_Base):
         if checkpoint is None or not self.is_distributed_loading_by_transformers:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        from transformers.distributed.checkpoint import load_optimizer_distributed
-
+        _, load_optimizer_distributed = require(SPLIT_OPTIMIZER)
         folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
         if os.path.isdir(folder):  # else it was saved with `save_only_model`
             with _with_filled_groups(self.optimizer) as optimizer:

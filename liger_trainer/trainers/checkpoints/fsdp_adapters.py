@@ -19,7 +19,14 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
+from liger_trainer.compat.accelerate import FSDP_PLUGIN
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import FSDP1_UNITS
+
 logger = logging.getLogger("liger_trainer")
+
+require(FSDP_PLUGIN)
+(_WRAPPED,) = require(FSDP1_UNITS)
 
 
 def check_fsdp1_adapters(trainer: Any) -> None:
@@ -80,12 +87,12 @@ def check_fsdp2_tied_head(trainer: Any) -> None:
 
 @functools.cache
 def _are_found_in_units() -> bool:
-    """Whether this PEFT finds the adapter of a layer in a nested unit, which FSDP1 calls `_fsdp_wrapped_module`."""
+    """Whether this PEFT finds the adapter of a layer in a nested unit, with FSDP1's own name between the two."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     with torch.random.fork_rng(devices=[]):  # the weights are drawn, and the run's own numbers shall stay
         unit = nn.Module()
-        unit.add_module("_fsdp_wrapped_module", nn.ModuleDict({"linear": nn.Linear(2, 2)}))
+        unit.add_module(_WRAPPED, nn.ModuleDict({"linear": nn.Linear(2, 2)}))
         model: Any = get_peft_model(nn.ModuleDict({"unit": unit}), LoraConfig(r=1, target_modules=["linear"]))
-    whole = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in model.state_dict().items()}
+    whole = {name.replace(f"{_WRAPPED}.", ""): tensor for name, tensor in model.state_dict().items()}
     return bool(get_peft_model_state_dict(model, state_dict=whole))

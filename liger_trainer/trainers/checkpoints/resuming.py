@@ -27,6 +27,8 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.trainers.checkpoints.output_lock import owned
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
 
@@ -36,6 +38,8 @@ else:
     _Base = object
 
 logger = logging.getLogger("liger_trainer")
+
+require(RESUMING)
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _OF_TORCH = re.compile(  # a file of the user's own may be anything

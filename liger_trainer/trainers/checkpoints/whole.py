@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import WHOLE_CHECKPOINTS
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -24,6 +27,8 @@ else:
     _Base = object
 
 logger = logging.getLogger("liger_trainer")
+
+rotate_checkpoints, *_ = require(WHOLE_CHECKPOINTS)
 
 STAGING = "_incomplete"
 """The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted, once

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl.trainer.utils import get_callable_name, is_async_callable
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import REWARD_FUNCTIONS
 from liger_trainer.rewards import completion_text
+
+get_callable_name, is_async_callable = require(REWARD_FUNCTIONS)
 
 RewardFunction = Callable[..., Any]
 

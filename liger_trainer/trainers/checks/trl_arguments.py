@@ -37,7 +37,7 @@ def check_reference(policy: nn.Module, reference: nn.Module, processing_class: A
             f"The reference model has a vocabulary of {sizes[1]}, the model one of {sizes[0]} and the tokenizer "
             f"{needed} tokens: they do not share a vocabulary. Give a `ref_model` with the model's tokenizer; where "
             "none was given, the reference is loaded from the path the model came from "
-            f"({policy.config._name_or_path!r}), so save a model with resized embeddings first and load that."  # type: ignore[union-attr]
+            f"({policy.config.name_or_path!r}), so save a model with resized embeddings first and load that."  # type: ignore[union-attr]
         )
 
 

@@ -1,0 +1,50 @@
+"""Hooks of mkdocs: what griffe needs to read the package, and the command line's help.
+
+griffe, which reads the docstrings of the API pages without importing anything, skips folders without an `__init__.py`;
+`kernels/`, `configs/` and `callbacks/` must not have one (docs/architecture.md). It reads a copy in which they have.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+
+
+@event_priority(100)  # before mkdocstrings reads its paths
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Copies the package and has the API pages read the copy."""
+    folder = Path(tempfile.mkdtemp(prefix="liger_trainer_docs-"))
+    shutil.copytree(ROOT / "liger_trainer", folder / "liger_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (path for path in folder.rglob("*") if path.is_dir()):
+        (package / "__init__.py").touch()
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(folder)]
+    config.extra["copied_package"] = str(folder)
+    return config
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Puts the help of a command in the place of `<!-- help: COMMAND -->`."""
+    return re.sub(r"<!-- help(?:: (\w+))? -->", _help, markdown)
+
+
+def _help(found: re.Match[str]) -> str:
+    from liger_trainer.cli.parser import make_parser
+
+    os.environ["COLUMNS"] = "80"
+    parser = make_parser()
+    if found[1]:
+        (commands,) = (action for action in parser._actions if isinstance(action.choices, dict))
+        parser = commands.choices[found[1]]
+    return f"```text\n{parser.format_help()}```"
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Removes the copy."""
+    shutil.rmtree(config.extra["copied_package"])

@@ -1,0 +1,465 @@
+"""The two linear layers of a block of experts, with the activation between them, as operators.
+
+With r a row, t its token, e its expert, w its routing weight, and g_r = dO_t @ W2_e::
+
+    pre_r = x_t @ W1_e^T + b1_e                           o_t = sum over the rows of t of w_r (h_r @ W2_e^T + b2_e)
+    dx = combine(dpre @ W1)                               dpre, dw = f(g, pre), see `activation.py`
+    dW1_e = sum over the rows of e of dpre_r^T x_t        dW2_e = sum over the rows of e of dO_t^T (w_r h_r)
+
+The first operator saves its weight and its input with one row per token; only the gradients of the weight and of the
+adapters read the input, so where these are frozen it is not saved.
+
+The second saves pre (R, 2 I), the routing weights and its weight. h, and the k rows of each token, which a plain
+implementation saves, are recomputed or never built: the gradient of a routing weight is ``<g, h>``, so the rows of the
+output, (R, H), are not needed for it either (arXiv 2512.14080).
+
+The second layer is two operators, as in `gated_down.py`: under a checkpoint the recomputation needs pre but not the
+output. `moe_down_save` saves and returns a placeholder for the output, without memory; `moe_down` computes the output,
+saves nothing, and passes its gradient on to the placeholder.
+
+Either layer may have adapters (`expert_lora.py`), given as lists of their factors, which are all that is saved for
+them. g is then that of the adapted layer, so the gradient of a routing weight is still ``<g, h>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.moe import expert_lora as lora
+from liger_trainer.kernels.moe.activation import IDENTITY, activate, activation_gradients
+from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
+from liger_trainer.kernels.moe.token_rows import combine_rows
+from liger_trainer.kernels.runtime import graph_is_kept
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("liger_trainer::moe_gate_up", mutates_args=())
+def moe_gate_up(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    top_k: int,
+    transposed: bool,
+) -> torch.Tensor:
+    """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``."""
+    rows = ExpertRows(order, slots, offsets)
+    x, top_k = rows_of_choices(hidden, weight, rows, top_k)
+    term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
+    return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
+
+
+@moe_gate_up.register_fake
+def _(hidden, weight, bias, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed):
+    return hidden.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("liger_trainer::moe_gate_up_backward", mutates_args=())
+def _gate_up_backward(
+    dpre: torch.Tensor,
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    top_k: int,
+    transposed: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of hidden, weight and bias, and those of the adapters, stacked.
+
+    A gradient that is not needed has no elements. `hidden` is needed for those of the weight and of the adapters.
+    """
+    rows = ExpertRows(order, slots, offsets)
+    adapters = lora.stacked(lora_a, lora_b, scalings, dpre.dtype)
+    term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
+    dhidden, dweight, dbias = dpre.new_empty(0), dpre.new_empty(0), dpre.new_empty(0)
+    if need_hidden:
+        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
+    if hidden is not None:
+        hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
+    if need_weight:
+        assert hidden is not None
+        dweight = _weight_gradient(dpre, 0, hidden, top_k, rows, transposed)
+    if need_bias:
+        dbias = _bias_gradient(dpre, rows)
+    da, db = lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
+    return dhidden, dweight, dbias, da, db
+
+
+@_gate_up_backward.register_fake
+def _(
+    dpre, hidden, weight, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed,
+    need_hidden, need_weight, need_bias, need_a, need_b,
+):  # fmt: skip
+    shape = order.shape[0] // top_k, weight.shape[1 if transposed else 2]
+    return (
+        dpre.new_empty(shape) if need_hidden else dpre.new_empty(0),
+        weight.new_empty(weight.shape) if need_weight else dpre.new_empty(0),
+        dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
+        *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
+    )
+
+
+def _weight_gradient(
+    dy: torch.Tensor, dy_top_k: int, x: torch.Tensor, x_top_k: int, rows: ExpertRows, transposed: bool
+) -> torch.Tensor:
+    """The gradient of the weight of ``y = x @ W.T``; each `top_k` is as in `grouped_weight_gradient`."""
+    if transposed:
+        return grouped_weight_gradient(x, dy, rows, left_top_k=x_top_k, right_top_k=dy_top_k)
+    return grouped_weight_gradient(dy, x, rows, left_top_k=dy_top_k, right_top_k=x_top_k)
+
+
+def _bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """The sum of `dpre` (R, N) over the rows of each expert, (E, N)."""
+    ones = dpre.new_ones(dpre.shape[0], 16)  # a whole step of the matrix units; one column of it is the sum
+    return grouped_weight_gradient(ones, dpre, rows)[:, 0].contiguous()
+
+
+def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
+    ctx.set_materialize_grads(False)
+    reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
+    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, order, slots, offsets)
+
+
+def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
+    dhidden = dweight = dbias = None
+    each_da = each_db = lora.no_gradients(ctx.scalings)
+    if dpre is not None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(second_derivative_message("moe_experts"))
+        lora_a, lora_b, (hidden, weight, order, slots, offsets) = lora.saved(ctx)
+        need_hidden, need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[:5]
+        dhidden, dweight, dbias, da, db = _gate_up_backward(
+            *(dpre.contiguous(), hidden, weight, lora_a, lora_b, order, slots, offsets),
+            *(ctx.scalings, ctx.top_k, ctx.transposed),
+            *(need_hidden, need_weight, need_bias, any(need_a), any(need_b)),
+        )
+        dhidden = dhidden if need_hidden else None
+        dweight = dweight if need_weight else None
+        dbias = dbias if need_bias else None
+        each_da, each_db = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    no_scalings = lora.no_gradient_of(ctx.scalings)
+    return dhidden, dweight, dbias, each_da, each_db, None, None, None, no_scalings, None, None
+
+
+moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The second layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("liger_trainer::moe_down_save", mutates_args=())
+def moe_down_save(
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    activation: str,
+    scalars: Sequence[float],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """A placeholder for the block's output, whose gradient it turns into those of the operands."""
+    return _placeholder(pre, top_k_weights, weight, transposed)
+
+
+@moe_down_save.register_fake
+def _(
+    pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
+    activation, scalars, gated, interleaved, transposed,
+):  # fmt: skip
+    return _placeholder(pre, top_k_weights, weight, transposed)
+
+
+def _placeholder(
+    pre: torch.Tensor, top_k_weights: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """Zeros of the output's shape, (T, H), that share one element of memory."""
+    return pre.new_zeros(()).expand(top_k_weights.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("liger_trainer::moe_down", mutates_args=())
+def moe_down(
+    placeholder: torch.Tensor,
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    activation: str,
+    scalars: Sequence[float],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``; its gradient goes to `placeholder`."""
+    rows = ExpertRows(order, slots, offsets)
+    h = activate(pre, activation, scalars, gated, interleaved)
+    term = lora.forward_term(h, lora.stacked(lora_a, lora_b, scalings, h.dtype), rows)
+    y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias, extra=term)
+    return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
+
+
+@moe_down.register_fake
+def _(
+    placeholder, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
+    activation, scalars, gated, interleaved, transposed,
+):  # fmt: skip
+    return pre.new_empty(placeholder.shape)
+
+
+def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.scalings = inputs[10]
+
+
+def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+    no_factors, no_scalings = lora.no_gradients(ctx.scalings), lora.no_gradient_of(ctx.scalings)
+    no_operands = None, None, None, None, no_factors, no_factors, None, None, None, no_scalings
+    return dout, *no_operands, None, None, None, None, None
+
+
+moe_down.register_autograd(_backward_down, setup_context=_setup_down)
+
+
+@torch.library.custom_op("liger_trainer::moe_down_backward", mutates_args=())
+def _down_backward(
+    dout: torch.Tensor,
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    activation: str,
+    scalars: Sequence[float],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of pre, routing weights, weight and bias, and those of the adapters, stacked.
+
+    From that of the weight on, a gradient that is not needed has no elements.
+    """
+    rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
+    return _down_gradients(
+        *(dout, pre, top_k_weights, weight, bias, adapters, rows),
+        *(activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b),
+        overwrite=False,
+    )
+
+
+@_down_backward.register_fake
+def _(
+    dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
+    activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b,
+):  # fmt: skip
+    needs = need_weight, need_bias, need_a, need_b
+    return torch.empty_like(pre), *_fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *needs)
+
+
+def _fake_down_gradients(
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    need_weight: bool,
+    need_bias: bool,
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(top_k_weights),
+        weight.new_empty(weight.shape) if need_weight else pre.new_empty(0),
+        bias.new_empty(bias.shape) if need_bias and bias is not None else pre.new_empty(0),
+        *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
+    )
+
+
+@torch.library.custom_op("liger_trainer::moe_down_backward_", mutates_args=("pre",))
+def _down_backward_(
+    dout: torch.Tensor,
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    scalings: Sequence[float],
+    activation: str,
+    scalars: Sequence[float],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_a: bool,
+    need_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_down_backward`, but writes the gradient of pre over pre."""
+    rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
+    dpre, dweights, dweight, dbias, da, db = _down_gradients(
+        *(dout, pre, top_k_weights, weight, bias, adapters, rows),
+        *(activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b),
+        overwrite=True,
+    )
+    if dpre.data_ptr() != pre.data_ptr():
+        pre.copy_(dpre)
+    return dweights, dweight, dbias, da, db
+
+
+@_down_backward_.register_fake
+def _(
+    dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
+    activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b,
+):  # fmt: skip
+    needs = need_weight, need_bias, need_a, need_b
+    return _fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *needs)
+
+
+def _down_gradients(
+    dout: torch.Tensor,
+    pre: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapters: lora.Stacked | None,
+    rows: ExpertRows,
+    activation: str,
+    scalars: Sequence[float],
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_a: bool,
+    need_b: bool,
+    overwrite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
+    term = lora.backward_term(douts, adapters, rows, top_k)
+    dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
+    need_h = need_weight or need_a or need_b
+    dpre, dweights, weighted_h = activation_gradients(
+        dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
+    )
+    # The routing weight is part of h here, as dO does not contain it.
+    da, db = lora.gradients(adapters, term, douts, weighted_h, rows, top_k, 0, need_a, need_b)
+    dweight, dbias = pre.new_empty(0), pre.new_empty(0)
+    if need_weight:
+        assert weighted_h is not None
+        dweight = _weight_gradient(douts, top_k, weighted_h, 0, rows, transposed)
+    if bias is not None:
+        experts, exists = _experts_of_choices(rows, top_k_weights.shape[1])
+        dweights = _plus_gradient_through_bias(dweights, dout, bias, experts, exists)
+        if need_bias:
+            dbias = _weighted_bias_gradient(dout, top_k_weights, bias, experts, exists)
+    return dpre, dweights, dweight, dbias, da, db
+
+
+def _experts_of_choices(rows: ExpertRows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert of each choice, (T, k), and whether it is one of this process."""
+    num_experts = rows.offsets.shape[0] - 1
+    experts = torch.searchsorted(rows.offsets[1:], rows.slots, right=True).clamp(max=num_experts - 1).view(-1, top_k)
+    return experts, rows.slots.view(-1, top_k) < rows.offsets[-1]
+
+
+def _plus_gradient_through_bias(
+    dweights: torch.Tensor, dout: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, exists: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the routing weights with what comes through the second bias, which they multiply as well."""
+    products = (dout @ bias.T.to(dout.dtype)).gather(1, experts)  # one matmul and k numbers per token, not k rows
+    return dweights + torch.where(exists, products, 0.0).to(dweights.dtype)
+
+
+def _weighted_bias_gradient(
+    dout: torch.Tensor, top_k_weights: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, exists: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the second bias: with the weight of each expert in each token, dense (T, E), one matmul."""
+    weights = torch.where(exists, top_k_weights, 0.0)
+    shares = weights.new_zeros(len(weights), bias.shape[0]).scatter_add_(1, experts, weights)
+    return (shares.T.to(dout.dtype) @ dout).to(bias.dtype)
+
+
+def _setup_down_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings = inputs[:10]
+    ctx.activation, ctx.scalars, ctx.gated, ctx.interleaved, ctx.transposed = inputs[10:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, order, slots, offsets)
+
+
+def _backward_down_save(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
+    dpre = dweights = dweight = dbias = None
+    each_da = each_db = lora.no_gradients(ctx.scalings)
+    if dout is not None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(second_derivative_message("moe_experts"))
+        lora_a, lora_b, (pre, top_k_weights, weight, bias, order, slots, offsets) = lora.saved(ctx)
+        need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[2:6]
+        arguments = (
+            *(top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings),
+            *(ctx.activation, ctx.scalars, ctx.gated, ctx.interleaved, ctx.transposed),
+            *(need_weight, need_bias, any(need_a), any(need_b)),
+        )
+        if graph_is_kept() or ctx.activation == IDENTITY:  # the function that made pre may have saved it, too
+            dpre, dweights, dweight, dbias, da, db = _down_backward(dout.contiguous(), pre, *arguments)
+        else:  # nothing else holds pre, and this backward is the last to read it
+            dpre = pre.detach()
+            dweights, dweight, dbias, da, db = _down_backward_(dout.contiguous(), dpre, *arguments)
+        dweight = dweight if need_weight else None
+        dbias = dbias if need_bias else None
+        each_da, each_db = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    no_scalings = lora.no_gradient_of(ctx.scalings)
+    no_options = None, None, None, None, None
+    return dpre, dweights, dweight, dbias, each_da, each_db, None, None, None, no_scalings, *no_options
+
+
+moe_down_save.register_autograd(_backward_down_save, setup_context=_setup_down_save)

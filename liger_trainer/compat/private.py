@@ -1,0 +1,186 @@
+"""Checks that the private names a feature relies on are present and look as expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger("liger_trainer")
+
+TESTED = {
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "peft": "0.21.2",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "trl": "1.16.0",
+}
+"""The versions that the tests run with; the same as in constraints.txt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """A private name of another library, and what we expect of it.
+
+    Args:
+        path: ``"module:function"``, ``"module:Class"`` or ``"module:Class.method"``.
+        parameters: Names of all parameters, in order; with ``"..."`` last, others may follow. None for any.
+        uses: Attributes, globals or strings that the body of the function must use: how an attribute that only
+            instances have, or a global that we replace, is checked.
+        unpacks: Local variables that the body must assign one after the other: the order of a tuple that we build.
+    """
+
+    path: str
+    parameters: tuple[str, ...] | None = None
+    uses: tuple[str, ...] = ()
+    unpacks: tuple[str, ...] = ()
+
+    @property
+    def library(self) -> str:
+        """The name of the distribution."""
+        return self.path.partition(":")[0].partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """The path as a reader would write it."""
+        return self.path.replace(":", ".")
+
+    def find(self) -> Any:
+        """The object itself.
+
+        Raises:
+            ImportError: if its module cannot be imported.
+            AttributeError: if the module has no such name.
+        """
+        module, _, qualified_name = self.path.partition(":")
+        return functools.reduce(getattr, qualified_name.split("."), importlib.import_module(module))
+
+    def problem(self) -> str | None:
+        """What is missing or different in the installed version; None if nothing is."""
+        try:
+            found = self.find()
+        except (ImportError, AttributeError):
+            return "is missing"
+        if self.parameters is not None:
+            given = tuple(inspect.signature(found).parameters)
+            if not _matches(given, self.parameters):
+                return f"takes ({', '.join(given)}), not ({', '.join(self.parameters)})"
+        codes = list(_codes(found)) if self.uses or self.unpacks else []
+        mentioned = {name for code in codes for name in _names(code)}
+        unused = [name for name in self.uses if name not in mentioned]
+        if unused:
+            return f"no longer uses {', '.join(f'`{name}`' for name in unused)}"
+        if self.unpacks and not any(_follow(code.co_varnames, self.unpacks) for code in codes):
+            return f"no longer unpacks ({', '.join(self.unpacks)})"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature of ours, and the private names of one library without which it does not work.
+
+    Args:
+        text: What the feature is, for messages.
+        names: All from one library.
+        needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
+    """
+
+    text: str
+    names: tuple[Private, ...]
+    needed: bool = True
+
+    @property
+    def library(self) -> str:
+        """The name of the distribution that the names come from."""
+        return self.names[0].library
+
+
+def require(feature: Feature) -> list[Any]:
+    """Checks a feature that must work.
+
+    Returns:
+        The objects that the names stand for, in order.
+
+    Raises:
+        ImportError: naming the library, its installed version, the name, the feature and the version to install.
+    """
+    message = _message(feature)
+    if message is not None:
+        raise ImportError(message)
+    return [name.find() for name in feature.names]
+
+
+@functools.cache
+def available(feature: Feature) -> bool:
+    """Checks a feature without which training is still right; warns, once, if a name is missing or has changed."""
+    message = _message(feature)
+    if message is not None:
+        logger.warning("%s Until then this is off; training is right without it.", message)
+    return message is None
+
+
+def installed_version(library: str) -> str | None:
+    """The installed version of a distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _message(feature: Feature) -> str | None:
+    problems = ((name, name.problem()) for name in feature.names)
+    name, problem = next(((name, problem) for name, problem in problems if problem), (None, None))
+    if name is None:
+        return None
+    library = feature.library
+    return (
+        f"{library} {installed_version(library) or '(not installed)'}: `{name.name}` {problem}, which liger_trainer "
+        f"needs for {feature.text}. Install the version it is tested with: `pip install {library}=={TESTED[library]}`."
+    )
+
+
+def _matches(given: tuple[str, ...], expected: tuple[str, ...]) -> bool:
+    if expected[-1:] == ("...",):
+        return given[: len(expected) - 1] == expected[:-1]
+    return given == expected
+
+
+def _codes(function: Any) -> Iterator[types.CodeType]:
+    """The code of a function, of the functions defined in it, and of those that a decorator has wrapped."""
+    pending, seen = [function], set()
+    while pending:
+        current = pending.pop()
+        if isinstance(current, types.FunctionType) and id(current) not in seen:
+            seen.add(id(current))
+            pending += [current.__code__, *(cell.cell_contents for cell in current.__closure__ or ())]
+        elif isinstance(current, types.CodeType):
+            yield current
+            pending += current.co_consts
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names and strings that `code` uses."""
+    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *_strings(code.co_consts))
+
+
+def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
+    """The strings among the constants of a function, tuples of them included."""
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from _strings(constant)
+
+
+def _follow(names: tuple[str, ...], expected: tuple[str, ...]) -> bool:
+    """Whether `expected` is a contiguous part of `names`."""
+    starts = range(len(names) - len(expected) + 1)
+    return any(tuple(itertools.islice(names, start, start + len(expected))) == expected for start in starts)

@@ -1,0 +1,94 @@
+"""Private names of torch."""
+
+from __future__ import annotations
+
+from liger_trainer.compat.private import Feature, Private
+
+SKIPPED_ON_DEVICE = Feature(
+    "leaving out an update that is not finite without waiting for the device",
+    (
+        Private("torch.optim.adam:Adam.__init__", uses=("_step_supports_amp_scaling",)),
+        Private("torch.optim.adam:Adam.step", uses=("grad_scale", "found_inf")),
+    ),
+    needed=False,
+)
+
+NORMS_OF_MANY = Feature("finding numbers that are not finite", (Private("torch:_foreach_norm"),))
+
+ROUTER_BALANCE = Feature(
+    "counting the tokens of each expert once under gradient checkpointing",
+    (Private("torch._C:_current_graph_task_id"),),
+)
+
+PARTIAL_OFFLOADING = Feature(
+    "offloading a fraction of the activations",
+    (Private("torch:Tensor._base"), Private("torch.utils.weak:WeakTensorKeyDictionary")),
+)
+
+ONE_PASS = Feature("noticing logits that were changed in place", (Private("torch:Tensor._version"),))
+
+SAVED_IN_FOUR_BITS = Feature(
+    "saving experts in 4 bits for the backward",
+    (Private("torch._C._autograd:_top_saved_tensors_default_hooks"),),
+    needed=False,
+)
+
+FOUR_BIT_EXPERTS = Feature(
+    "experts in 4 bits",
+    (
+        Private("torch.nn:Module._apply", ("self", "fn", "recurse")),
+        Private("torch.nn:Module.__init__", uses=("_parameters", "_modules")),
+    ),
+)
+
+DEFERRED_LOGITS = Feature(
+    "logits that are not built",
+    (
+        Private("torch:Tensor._make_wrapper_subclass"),
+        Private("torch:Tensor._version"),
+        Private("torch._C:DisableTorchFunctionSubclass"),
+        Private("torch._C._nn:_parse_to"),
+    ),
+)
+
+COMPILED_HEAD = Feature(
+    "training compiled models without building their logits",
+    (Private("torch._dynamo.eval_frame:set_eval_frame"), Private("torch._dynamo.eval_frame:skip_code")),
+    needed=False,
+)
+
+WHOLE_GRAPHS = Feature(
+    "training compiled models without building their logits",
+    (
+        Private("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", ()),
+        Private("torch._dynamo.symbolic_convert:InstructionTranslator.__init__", uses=("one_graph",)),
+        Private("torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__", uses=("error_on_graph_break",)),
+    ),
+    needed=False,
+)
+
+MODULE_HOOKS = Feature(
+    "running modules with hooks as they are",
+    (
+        Private("torch.nn.modules.module:_has_any_global_hook", ()),
+        Private("torch.nn.modules.module:_global_backward_hooks"),
+        Private("torch.nn.modules.module:_global_backward_pre_hooks"),
+        Private(
+            "torch.nn:Module._call_impl",
+            uses=("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        ),
+    ),
+)
+
+FSDP_HEAD = Feature(
+    "reading the LM head of a model that FSDP shards",
+    (
+        Private("torch.distributed.fsdp:fully_shard", uses=("_is_fsdp_managed_module",)),
+        Private("torch.distributed.fsdp._dynamo_utils:_annotate_modules_for_dynamo", uses=("_is_fsdp_managed_module",)),
+    ),
+)
+
+FSDP1_UNITS = Feature(
+    "refusing adapters that FSDP1 would not save",
+    (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),
+)

@@ -1,0 +1,236 @@
+"""The head: it defers its logits, once that is proved equal to ``nn.Linear`` on a small random input.
+
+Two instances get a forward of ours: the head, and the model whose forward computes the loss (`model_forward.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from liger_trainer.head.chunked_module import ModuleCall, module_call
+from liger_trainer.head.compiled import never_a_frame, pause_compiler
+from liger_trainer.head.context import ForwardContext, current_forward, expected_loss_gradient, forward_context
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.lm_head import (
+    HeadCall,
+    adapts_tied_weight,
+    call_dtype,
+    check_logits_memory,
+    find_lm_heads,
+    is_plain_linear,
+    is_sharded,
+    without_adapters,
+)
+from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
+from liger_trainer.patching.model_forward import (
+    foreign_forward,
+    make_model_forward,
+    native_forward,
+    takes_labels,
+    tells_its_head,
+)
+from liger_trainer.patching.report import KernelReportRow
+
+TOLERANCE = 5e-3
+"""Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 (where it is on) about 1e-3."""
+
+_BATCH, _LENGTH, _HIDDEN, _VOCAB, _IGNORED = 2, 8, 32, 48, -100
+
+
+def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bool = False) -> KernelReportRow:
+    """Makes `model` train without building its logits, or with a faster cross entropy on them.
+
+    Args:
+        model: The causal LM (or any model whose forward takes `labels` and calls its output embedding), or a PEFT model
+            around one. Patching it again changes `fused` and `logits_memory`.
+        fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits for the
+            loss alone and runs the `cross_entropy` kernel on them.
+        logits_memory: Bytes the fused operator may spend on a chunk of logits.
+        in_fp32: Whether the head, whose parameters are fp32 then, casts its hidden states to fp32.
+
+    Returns:
+        A row for the report: what was bound and the probe's error, or why the head was left alone.
+
+    Raises:
+        ValueError: if `logits_memory` does not hold the logits of one token.
+    """
+    component = "linear_cross_entropy" if fused else "cross_entropy"
+    model = without_adapters(model)
+    heads, reason = find_lm_heads(model)
+    target = type(heads[0]).__name__ if heads else type(model).__name__
+
+    def left_alone(why: str, error: float | None = None) -> KernelReportRow:
+        return KernelReportRow(component, target, len(heads), None, error, why)
+
+    if not heads:
+        return left_alone(reason)
+    whole_module = not all(map(is_plain_linear, heads))
+    if whole_module and not fused:
+        return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
+    ours = tells_its_head(model)
+    foreign = None if ours else foreign_forward(model)
+    gathering = [gathering_forward(head) for head in heads]  # where tensor parallelism splits them
+    for head, over in zip(heads, gathering):
+        foreign = foreign or (None if over is not None else overriding_forward(head))
+    if foreign is not None:
+        return left_alone(foreign)
+    native = native_forward(model)
+    if not takes_labels(native):
+        return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
+
+    if fused:
+        check_logits_memory(int(logits_memory), getattr(heads[0], "out_features", 0))
+    forward = make_head_forward(fused, int(logits_memory), whole_module, in_fp32)
+    # Looked up there, as the weight of an adapter's wrapper may be computed on access.
+    device = next(heads[0].parameters()).device
+    has_bias = not whole_module and heads[0].bias is not None
+    try:
+        error = probe_head(forward, has_bias, device if device.type != "meta" else torch.device("cpu"))
+    except Exception as failure:  # whatever a device or a compiler raises: the model then trains as it did
+        return left_alone(f"the probe failed: {type(failure).__name__}: {failure}")
+    if not error <= TOLERANCE:
+        return left_alone("the probe's loss or gradients differ", error)
+    for head, over in zip(heads, gathering):
+        unbind_forward(head)
+        if over is None:
+            bind_forward(head, forward)
+        else:
+            bind_forward(head, make_split_head_forward(over, fused, int(logits_memory)), over)
+    if not ours:
+        bind_forward(model, make_model_forward(native))
+    memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
+    kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
+    kernel += ", vocabulary parallel" if any(gathering) else ""
+    if whole_module:
+        kernel = f"cross_entropy on chunks of {type(heads[0]).__name__} {memory}"
+    remark = "tied to the embedding, and adapted: untie it before a merge" if adapts_tied_weight(model) else ""
+    return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error, remark)
+
+
+@functools.cache
+def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = False, in_fp32: bool = False) -> Callable:
+    """A head's forward that defers the logits where the model's forward allows it.
+
+    It is a function of `self` alone, so that copies of a patched model are patched models.
+
+    Args:
+        fused: Whether cross entropy runs fused with the head, or on logits built for it.
+        logits_memory: Bytes the fused operator may spend on a chunk of logits.
+        whole_module: Whether the head is no plain linear, so that its own forward computes the logits, chunk by chunk.
+        in_fp32: Whether the hidden states are cast to fp32 first.
+    """
+
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[HeadCall | ModuleCall | None, torch.Tensor]:
+        if whole_module:
+            return module_call(self, hidden, in_fp32, logits_memory)
+        dtype = call_dtype(hidden, self, in_fp32)
+        if dtype is None:
+            return None, hidden
+        return HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory), hidden
+
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return type(self).forward(self, *args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32)
+
+
+def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
+    """As [`make_head_forward`], over the forward `gathering` that tensor parallelism has given one head."""
+
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[VocabParallelCall | None, torch.Tensor]:
+        return vocab_parallel_call(self, hidden, fused, logits_memory), hidden
+
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gathering(*args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32=False)
+
+
+def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
+    """The forward of a head that defers what `call_of` gives a call for, and its input; for the rest it is `native`."""
+
+    def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
+        call, hidden = call_of(self, hidden)
+        if call is None:
+            return None
+        meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
+        return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        input = input.float() if in_fp32 else input
+        if torch.compiler.is_compiling() or args or kwargs:
+            return native(self, input, *args, **kwargs)
+        context = current_forward()
+        if context is None or _has_backward_hooks(self):
+            return native(self, input)
+        if is_sharded(self) and not context.has_labels:
+            return native(self, input)
+        pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
+        deferred = defer(self, input)
+        if deferred is None and self.training and is_split(self):
+            warn_once(
+                "split head",
+                "The LM head is split over processes in a way that the fused cross entropy does not know, so its "
+                "logits are put together. The result is right; it takes the memory of unfused training. Models that "
+                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Said once.)",
+            )
+        return native(self, input) if deferred is None else deferred
+
+    never_a_frame(forward)  # compiled as a frame of its own it would never defer
+    return forward
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    """Whether hooks want the gradient of the head's output, which then has to exist."""
+    hooks = torch.nn.modules.module
+    everywhere = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
+    return bool(head._backward_hooks or head._backward_pre_hooks or everywhere)
+
+
+def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:
+    """Runs a stand-in head with `forward` and without it, loss and gradients.
+
+    Args:
+        forward: The head's forward to prove.
+        has_bias: Whether the model's head has a bias.
+        device: Where the model's head is.
+
+    Returns:
+        The largest difference of the loss and the gradients of hidden states, weight and bias, each relative to the
+        largest native value.
+    """
+    generator = torch.Generator().manual_seed(0)  # of its own: the training's random numbers stay what they were
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+    weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
+    target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator)
+    target[:3] = _IGNORED
+    target = target.to(device)
+
+    def results(patched: bool) -> list[torch.Tensor]:
+        head = nn.utils.skip_init(nn.Linear, _HIDDEN, _VOCAB, bias=has_bias, device=device, dtype=torch.float32)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            if has_bias:
+                head.bias.copy_(bias)
+        if patched:
+            bind_forward(head, forward)
+        states = hidden.clone().requires_grad_()
+        with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
+            logits = head(states).float().view(-1, _VOCAB)
+            loss = F.cross_entropy(logits, target, ignore_index=_IGNORED)
+        loss.backward()
+        return [loss.detach(), states.grad, *(parameter.grad for parameter in head.parameters())]  # type: ignore[list-item]
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        pairs = list(zip(results(patched=False), results(patched=True), strict=True))
+    return max(float((ours - native).abs().max() / native.abs().max()) for native, ours in pairs)

@@ -1,0 +1,162 @@
+"""The forward of a model that computes a loss: its own, which tells the head whether it may defer the logits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import LOSS_OPTIONS
+from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
+from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context
+from liger_trainer.patching.as_written import generation_step
+from liger_trainer.patching.binding import is_bound_by_us
+
+_model_forwards: set[Callable] = set()
+
+# The forwards of Liger's patched models have these. Hugging Face's take any name, and their loss drops it.
+_OPTIONS = (
+    "ce_weight",
+    "label_smoothing",
+    "lse_square_scale",
+    "return_predicted_tokens",
+    "return_token_accuracy",
+    "return_z_loss",
+    "use_token_scaling",
+)
+
+
+@functools.cache
+def make_model_forward(native: Callable) -> Callable:
+    """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
+
+    The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
+    for evaluation without metrics, with labels or with a loss of its own) or said that a loss follows
+    ([`loss_follows`]). Everything else (generation, metrics, inference) runs as ever.
+
+    Args:
+        native: The forward of the model's class.
+
+    Raises:
+        ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
+    """
+    names = tuple(inspect.signature(native).parameters)[1:]
+
+    def passed(name: str, args: tuple, kwargs: dict) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        return args[names.index(name)] if name in names[: len(args)] else None
+
+    def defers(self: nn.Module, has_labels: bool, skip_logits: bool) -> bool:
+        if not self.training:
+            return skip_logits
+        return has_labels or torch.is_grad_enabled()
+
+    def run(self: Any, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
+        with compiler_restored(), forward_context(context_of(self, has_labels, num_items)):
+            return native(self, *args, **kwargs)
+
+    run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
+
+    @functools.wraps(native)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        skip_logits = bool(kwargs.pop("skip_logits", False))
+        refuse_ignored_options(self, names, kwargs)
+        has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
+        num_items = kwargs.get("num_items_in_batch")
+        if not torch.compiler.is_compiling() and does_loss_follow():
+            has_labels = skip_logits = True
+        if not defers(self, has_labels, skip_logits):
+            return _plain(self, native, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return run(self, native, has_labels, num_items, args, kwargs)
+        if not CAN_DEFER_COMPILED or whole_graph_wanted():
+            return native(self, *args, **kwargs)
+        return run_uncompiled(self, native_uncompiled, has_labels, num_items, args, kwargs)
+
+    _model_forwards.add(forward)
+    return forward
+
+
+def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:
+    if torch.compiler.is_compiling():
+        return native(self, *args, **kwargs)
+    if kwargs.get("past_key_values") is not None and not torch.is_grad_enabled():
+        with generation_step(), forward_context(None):
+            return native(self, *args, **kwargs)
+    if current_forward() is None:
+        return native(self, *args, **kwargs)
+    with forward_context(None):
+        return native(self, *args, **kwargs)
+
+
+def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for an option in `kwargs` that neither the model's forward nor its loss would read.
+
+    Args:
+        model: The model, whose `loss_function` may be the user's own.
+        names: Parameters of its forward.
+        kwargs: What it was called with.
+    """
+    values = {name: kwargs[name] for name in _OPTIONS if name in kwargs and name not in names}
+    asked = [name for name, value in values.items() if isinstance(value, torch.Tensor) or value]
+    if not asked:
+        return
+    (losses,) = require(LOSS_OPTIONS)
+    loss = model.loss_function
+    if loss not in losses.values():  # the user's own may read it from its `**kwargs`
+        return
+    taken = inspect.signature(loss).parameters
+    ignored = ", ".join(f"`{name}`" for name in asked if name not in taken)
+    if ignored:
+        raise ValueError(
+            f"{ignored}: the loss of {type(model).__name__} has no such option and would ignore it. Leave it out, or "
+            "compute the loss from the hidden states with liger_trainer.nn.LigerFusedLinearCrossEntropyLoss."
+        )
+
+
+def takes_labels(native: Callable) -> bool:
+    """Whether the forward `native` of a model can compute a loss."""
+    return "labels" in inspect.signature(native).parameters
+
+
+def tells_its_head(model: nn.Module) -> bool:
+    """Whether the model's forward is one of [`make_model_forward`], or wraps one."""
+    return any(layer in _model_forwards for layer in forward_layers(model))
+
+
+def native_forward(model: nn.Module) -> Callable:
+    """The forward that a patched model runs: its class's, or a copy of it that calls a function of ours by a name."""
+    told = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
+    if told is not None:
+        return told.__wrapped__  # type: ignore[attr-defined]
+    return model.__dict__["forward"].__func__ if is_bound_by_us(model) else type(model).forward
+
+
+def forward_layers(model: nn.Module) -> Iterator[Callable]:
+    """The functions of the instance's own forward, outermost first: accelerate wraps ours for mixed precision."""
+    function: Any = model.__dict__.get("forward")
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        yield function
+        function = getattr(function, "__wrapped__", None) or getattr(function, "model_forward", None)
+
+
+def foreign_forward(model: nn.Module) -> str | None:
+    """Why the model's forward is not ours to take, or None."""
+    if "forward" not in model.__dict__ or is_bound_by_us(model):
+        return None
+    for function in forward_layers(model):
+        # Not `__module__`: functools.wraps copies that of the class's forward.
+        where = getattr(function, "__globals__", {}).get("__name__", "?")
+        if where == "trl.trainer.utils":
+            return "TRL's fused head is already in place"
+        return f"the instance's forward is already overridden by {where}.{getattr(function, '__name__', '?')}"
+    return None

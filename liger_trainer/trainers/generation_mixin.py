@@ -1,0 +1,93 @@
+"""What `LigerGRPOTrainer` and `LigerRLOOTrainer` share: checks around generation, and tensor parallelism.
+
+TRL gives every process a seed and prompts of its own. The processes of a tensor-parallel group compute one model
+together, so they must get the same prompts and draw the same tokens for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.utils import set_seed
+
+from liger_trainer.trainers.checks.batches import check_prompts
+from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
+from liger_trainer.trainers.checks.trl_arguments import check_completions
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+
+
+class GenerationMixin(LigerTRLMixin):
+    """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards."""
+
+    reward_funcs: list[Any]  # TRL's
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("rollout_func") is not None:
+            kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
+        super().__init__(*args, **kwargs)
+        seed_groups_alike(self)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        # It takes the prompts of all processes at a time; the processes of a group share theirs.
+        sampler.batch_size //= self.get_tp_size()  # type: ignore[union-attr]
+        return sampler
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.reward_funcs
+        self.reward_funcs = checked_reward_functions(own)
+        try:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.reward_funcs = own
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
+        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        if not getattr(self, "tools", None):  # a turn after a tool's answer may be empty
+            completion_ids = generated[0] if isinstance(generated, tuple) else generated
+            check_completions(completion_ids, "vLLM" if self.args.use_vllm else "Generation")  # type: ignore[attr-defined]
+        return generated
+
+
+def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(rollout_func)
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = rollout_func(*args, **kwargs)
+        check_completions(output.get("completion_ids", ()), "`rollout_func`")
+        return output
+
+    return checked
+
+
+def seed_groups_alike(trainer: Any) -> None:
+    """Seeds the processes of a tensor-parallel group of a GRPO or RLOO `trainer` alike; nothing without one.
+
+    Raises:
+        ValueError: for what TRL cannot do alike on all processes of a group: vLLM, a streamed dataset, and groups of
+            completions that are spread over processes.
+    """
+    size, args = trainer.get_tp_size(), trainer.args
+    if size == 1:
+        return
+    if args.use_vllm:
+        raise ValueError(
+            f"`use_vllm` is true and the model is split by tensor parallelism (`tp_size` is {size}). vLLM answers "
+            "every process with completions of its own, and these must be the same: set `use_vllm=False`, or load the "
+            "model without `tp_size` and spread it with FSDP2."
+        )
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise ValueError(
+            "`train_dataset` is streamed and the model is split by tensor parallelism, whose processes would get other "
+            "prompts. Give a dataset with a length."
+        )
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    if rows % args.num_generations:
+        raise ValueError(
+            f"`num_generations` is {args.num_generations}, and a process generates {rows} completions at a time "
+            "(`per_device_train_batch_size * steps_per_generation`). Under tensor parallelism the second must be a "
+            "multiple of the first, so that every process has whole groups."
+        )
+    set_seed(args.seed + args.process_index // size)

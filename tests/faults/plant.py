@@ -1,0 +1,306 @@
+"""Plants deliberate faults in a copy of the repository and asks whether the tests see them.
+
+`tests.faults.faults` lists the faults: each is one small replacement in a function, a class, a constant or a recipe, and
+the tests that must fail. A fault is found by the name of what it is in, through the whole tree, and its tests by their
+names, so files may move. ``python -m tests.faults.plant --help`` lists the options.
+
+A fault counts as caught when pytest exits with 1, which means that tests failed; an error of collection does not
+count. With ``--clean`` the same tests also run without the fault, where all must pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import contextlib
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import py_compile
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.faults.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("kernels", "callbacks", "configs", "liger_trainer")
+LIBRARIES = (
+    *("torch", "triton", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "hypothesis"),
+    *("transformers.models.auto.modeling_auto", "transformers.trainer", "accelerate", "datasets", "peft"),
+    *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
+)
+"""What is imported once, before the processes are forked that run the tests."""
+LIMIT = 600
+"""Seconds after which the tests of one fault are given up."""
+FAST_KINDS = ("reference", "patching", "trainer", "recipe")
+"""The kinds of faults that `make fast` must see."""
+
+
+class PlantingError(Exception):
+    """A fault or its tests cannot be found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the tests said of one fault."""
+
+    fault: Fault
+    word: str
+    seconds: float
+    detail: str
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copies the files that git tracks or would track, links as links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=source, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        path = source / name
+        if path.is_symlink() or path.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target / name, follow_symlinks=False)
+
+
+def _python_files(tree: Path, folders: Sequence[str]) -> Iterator[Path]:
+    for folder in folders:
+        for parent, _, names in os.walk(tree / folder):  # follows no links
+            yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _spans(body: ast.AST, names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """First and last lines of every definition of ``names[0]``, in it of ``names[1]``, and so on."""
+    for node in ast.walk(body):
+        if names[0] in _names(node):
+            if len(names) > 1:
+                inside = ast.Module([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)], [])
+                yield from _spans(inside, names[1:])
+            else:
+                assert isinstance(node, ast.stmt)
+                yield node.lineno, node.end_lineno or node.lineno
+
+
+def planted(fault: Fault, tree: Path) -> tuple[Path, str]:
+    """The file of `tree` that `fault` is in, and its text with the fault.
+
+    Raises:
+        PlantingError: if the text to be replaced is not there, or there more than once.
+    """
+    found: list[tuple[Path, str]] = []
+    if fault.where.endswith(".yaml"):
+        path = tree / fault.where
+        text = path.read_text(encoding="utf-8")
+        found = [(path, _replaced(fault, text, match)) for match in re.finditer(fault.old, text, re.MULTILINE)]
+    else:
+        for path in _python_files(tree, SOURCES):
+            text = path.read_text(encoding="utf-8")
+            names = [name.split(".") for name in fault.where.split("|")]
+            if not any(name[-1] in text for name in names):
+                continue
+            starts = [0]
+            for line in text.splitlines(keepends=True):
+                starts.append(starts[-1] + len(line))
+            body = ast.parse(text)
+            for first, last in {span for name in names for span in _spans(body, name)}:
+                matches = re.compile(fault.old, re.MULTILINE).finditer(text, starts[first - 1], starts[last])
+                found.extend((path, _replaced(fault, text, match)) for match in matches)
+    if len(found) != 1:
+        raise PlantingError(f"`{fault.old}` is {len(found)} times in `{fault.where}`, and must be there once")
+    return found[0]
+
+
+def _replaced(fault: Fault, text: str, match: re.Match[str]) -> str:
+    return text[: match.start()] + match.expand(fault.new) + text[match.end() :]
+
+
+def selected(tests: Sequence[str], tree: Path) -> list[str]:
+    """The tests ``part_of_the_path::function``, or ``part_of_the_path::function[part_of_the_id]``, as pytest has them.
+
+    Raises:
+        PlantingError: if a function is nowhere.
+    """
+    selection: list[str] = []
+    for test in tests:
+        part, _, function = test.partition("::")
+        paths = [path for path in _python_files(tree, ["tests"]) if part in str(path.relative_to(tree / "tests"))]
+        pattern = re.compile(rf"^def {re.escape(function)}\(", re.MULTILINE)
+        names = [f"{path.relative_to(tree)}::{function}" for path in paths if pattern.search(path.read_text())]
+        if not names:
+            raise PlantingError(f"no test `{test}`")
+        selection.extend(name for name in names if name not in selection)
+    return selection
+
+
+def run_tests(selection: Sequence[str], tree: Path, expression: str = "") -> tuple[int, str]:
+    """Runs pytest on `selection` in `tree`: its exit status, and the first test that failed or the last line.
+
+    In a process that is forked from this one, which has imported the libraries.
+    """
+    arguments = ["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *selection]
+    arguments += ["-k", expression] if expression else []
+    with tempfile.TemporaryFile() as output:
+        process = os.fork()
+        if process == 0:
+            _become_pytest(arguments, tree, output.fileno())
+        status = _status_of(process)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines() or [""]
+    if status is None:
+        return -1, f"no end after {LIMIT} s"
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return status, (failed or lines[-1:])[0][:160]
+
+
+def _become_pytest(arguments: list[str], tree: Path, output: int) -> NoReturn:
+    """Runs pytest in this process, which ends with it."""
+    code = 70
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(tree)
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+        sys.dont_write_bytecode = True  # a file that changes twice in a second would be taken for the one before
+        code = int(pytest.main(arguments))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _status_of(process: int) -> int | None:
+    """The exit status of the leader of a process group, which is killed and has none after `LIMIT` seconds."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
+
+
+def found(fault: Fault, tree: Path) -> Outcome:
+    """Whether `fault` and its tests are in `tree`."""
+    try:
+        path, _ = planted(fault, tree)
+        selected(fault.tests, tree)
+    except PlantingError as error:
+        return Outcome(fault, "NOT FOUND", 0.0, str(error))
+    return Outcome(fault, "found", 0.0, str(path.relative_to(tree)))
+
+
+def tried(fault: Fault, tree: Path, fast: bool, clean: bool) -> Outcome:
+    """Plants `fault` in `tree`, runs its tests, or the fast ones, and takes it out again."""
+    start = time.monotonic()
+    try:
+        path, text = planted(fault, tree)
+        selection = ["-m", "fast", "tests"] if fast else selected(fault.tests, tree)
+    except PlantingError as error:
+        return Outcome(fault, "NOT PLANTED", 0.0, str(error))
+    expression = "" if fast else fault.expression
+    if clean:
+        status, detail = run_tests(selection, tree, expression)
+        if status != 0:
+            return Outcome(fault, "FAILS CLEAN", time.monotonic() - start, detail)
+    before = path.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    try:
+        status, detail = run_tests(selection, tree, expression)
+    finally:
+        path.write_text(before, encoding="utf-8")
+    word = {1: "caught", 0: "NOT CAUGHT"}.get(status, f"ERROR {status}")
+    return Outcome(fault, word, time.monotonic() - start, detail)
+
+
+def tried_all(faults: Sequence[Fault], options: argparse.Namespace) -> list[Outcome]:
+    """Tries `faults`, each in a copy of the tree, and prints a line for each."""
+    with contextlib.ExitStack() as stack:
+        trees = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))) for _ in range(options.jobs)]
+        for tree in trees:
+            copy_tree(options.tree, tree)
+            # Compiled code is valid by the text of its file, not by its time.
+            compileall.compile_dir(tree, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+        outcomes = []
+        parts = [(faults[index :: options.jobs], tree) for index, tree in enumerate(trees)]
+        context = multiprocessing.get_context("fork")
+        lines = context.SimpleQueue()
+        workers = [context.Process(target=_try_each, args=(*part, options, lines)) for part in parts]
+        for worker in workers:
+            worker.start()
+        for _ in faults:
+            outcome = lines.get()
+            print(
+                f"{outcome.word:12} {outcome.fault.kind:10} {outcome.fault.name:60} {outcome.seconds:5.0f} s  "
+                f"{outcome.detail}",
+                flush=True,
+            )
+            outcomes.append(outcome)
+        for worker in workers:
+            worker.join()
+    return outcomes
+
+
+def _try_each(faults: Sequence[Fault], tree: Path, options: argparse.Namespace, lines: Any) -> None:
+    for fault in faults:
+        lines.put(found(fault, tree) if options.check else tried(fault, tree, options.fast, options.clean))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tries the faults; the exit status is 0 if all were caught."""
+    parser = argparse.ArgumentParser(description="Plant deliberate faults and see whether the tests catch them.")
+    parser.add_argument("names", nargs="*", help="faults or kinds of faults (default: all)")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to copy and test (default: this one)")
+    parser.add_argument("--fast", action="store_true", help="run `make fast`'s tests, on the faults that it must catch")
+    parser.add_argument("--clean", action="store_true", help="first run the tests without the fault")
+    parser.add_argument("--check", action="store_true", help="only say whether every fault and test is found")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
+    options = parser.parse_args(arguments)
+    faults = [fault for fault in FAULTS if not options.names or {fault.name, fault.kind} & set(options.names)]
+    if options.fast:
+        faults = [fault for fault in faults if fault.kind in FAST_KINDS]
+    kernels = [] if options.check else [fault for fault in faults if fault.kind == "kernel"]
+    missed, interpreted = 0, os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels and not interpreted:  # Triton interprets in a whole process or not at all
+        faults = [fault for fault in faults if fault not in kernels]
+        own = ["--clean"] if options.clean else []
+        command = [sys.executable, "-m", "tests.faults.plant", *own, f"--tree={options.tree}", f"--jobs={options.jobs}"]
+        command += [fault.name for fault in kernels]
+        missed += subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
+    if not options.check:
+        for name in LIBRARIES:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    outcomes = tried_all(faults, options) if faults else []
+    good = "found" if options.check else "caught"
+    missed += sum(outcome.word != good for outcome in outcomes)
+    print(f"{sum(outcome.word == good for outcome in outcomes)} of {len(outcomes)} {good}")
+    return min(missed, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

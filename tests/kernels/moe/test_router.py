@@ -1,0 +1,290 @@
+"""Routers: references against transformers' own, kernels against float64 (ties, NaN, any shape), real sizes."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liger_trainer.kernels.moe import router as operators
+from liger_trainer.kernels.moe.router import (
+    grouped_topk_sigmoid_routing,
+    grouped_topk_sigmoid_routing_reference,
+    topk_softmax_routing,
+    topk_softmax_routing_reference,
+)
+from liger_trainer.patching.moe.routers import find_router
+from liger_trainer.patching.probe import Probe
+from tests.accuracy import seeded_randn
+from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.moe_routers import HIDDEN, ROUTERS
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+REFERENCES = {
+    topk_softmax_routing: topk_softmax_routing_reference,
+    grouped_topk_sigmoid_routing: grouped_topk_sigmoid_routing_reference,
+}
+OURS = {
+    "qwen2_moe": partial(topk_softmax_routing, normalise=False),
+    "qwen3_moe": partial(topk_softmax_routing),
+    "olmoe": partial(topk_softmax_routing, normalise=False),
+    "mixtral": partial(topk_softmax_routing, dtype=torch.float32),
+    "gpt_oss": partial(topk_softmax_routing, softmax_after_topk=True),
+    "granitemoe": partial(topk_softmax_routing, softmax_after_topk=True),
+    "jamba": partial(topk_softmax_routing, normalise=False),
+    "glm4_moe": partial(grouped_topk_sigmoid_routing),
+    "deepseek_v3": partial(grouped_topk_sigmoid_routing, num_groups=4, top_groups=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", OURS)
+def test_reference_is_the_models_own(family, dtype):
+    """The same experts, and weights that differ by the order of a sum at most."""
+    router = ROUTERS[family]().to(dtype)
+    hidden = seeded_randn(40, HIDDEN, dtype=dtype)
+    logits, weights, index = router(hidden)
+    ours = OURS[family]
+    if ours.func is grouped_topk_sigmoid_routing:
+        bias, scale = router.e_score_correction_bias, router.routed_scaling_factor
+        ours = partial(ours, correction_bias=bias, normalise=router.norm_topk_prob, scale=scale)
+    if family == "granitemoe":
+        ours = partial(ours, dtype=dtype)
+    got, chosen = ours(logits, router.top_k)
+    assert (got.dtype, chosen.dtype) == (weights.dtype, index.dtype)
+
+    def dense(weights, index):
+        return torch.zeros_like(logits, dtype=weights.dtype).scatter(1, index, weights)
+
+    torch.testing.assert_close(dense(got, chosen), dense(weights, index), rtol=1e-6, atol=0.0)
+    upstream = seeded_randn(*logits.shape, dtype=got.dtype, seed=1)
+    expected = torch.autograd.grad(dense(weights, index), logits, upstream, retain_graph=True)
+    gradient = torch.autograd.grad(dense(got, chosen), logits, upstream)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)
+
+
+def test_llama_4():
+    router = ROUTERS["llama4"]()
+    scores, logits = router(seeded_randn(40, HIDDEN))
+    weights, index = grouped_topk_sigmoid_routing(logits, router.top_k, normalise=False)
+    assert torch.equal(torch.zeros_like(logits).scatter(1, index, weights), scores)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        topk_softmax_routing,
+        partial(topk_softmax_routing, normalise=False),
+        partial(topk_softmax_routing, softmax_after_topk=True),
+        grouped_topk_sigmoid_routing,
+        partial(grouped_topk_sigmoid_routing, normalise=False, num_groups=3, top_groups=2, scale=2.5),
+    ],
+)
+def test_float64_runs_as_reference(function, device):
+    logits = seeded_randn(4, 12, dtype=torch.float64, device=device).requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: function(logits, 3)[0], logits)
+
+
+def test_weights_may_have_another_dtype():
+    logits = seeded_randn(4, 12, dtype=torch.bfloat16)
+    for function in (topk_softmax_routing, grouped_topk_sigmoid_routing):
+        wide, index = function(logits, 3, dtype=torch.float32)
+        narrow, same = function(logits, 3)
+        assert torch.equal(index, same)
+        assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(wide.bfloat16(), narrow)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits": torch.zeros(3)}, r"`logits` is \(3,\); it must be \(tokens, experts\)"),
+        ({"logits": torch.zeros(2, 12).long()}, "`logits` is torch.int64; it must be a floating dtype"),
+        ({"k": 0}, "`k` is 0; it must be from 1 to the number of experts, 12"),
+        ({"k": 13}, "`k` is 13; it must be from 1 to the number of experts, 12"),
+        ({"num_groups": 5}, "`num_groups` is 5; it must divide the 12 experts into groups of at least 2"),
+        ({"num_groups": 0}, "`num_groups` is 0"),
+        ({"num_groups": 12}, "`num_groups` is 12"),
+        ({"num_groups": 4, "top_groups": 5}, "`top_groups` is 5; it must be from 1 to `num_groups`, 4"),
+        ({"num_groups": 4, "k": 4}, "`k` is 4, but 1 groups hold 3 experts"),
+        ({"correction_bias": torch.zeros(4)}, r"`correction_bias` is \(4,\); it must be \(12,\)"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_topk_sigmoid_routing(**{"logits": torch.zeros(2, 12), "k": 2, **options})
+    if options.keys() <= {"logits", "k"}:
+        with pytest.raises(ValueError, match=message):
+            topk_softmax_routing(**{"logits": torch.zeros(2, 12), "k": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "sigmoid", "normalise", "dtype", "target"),
+    [
+        *((128, 8, 1, False, True, torch.bfloat16, target) for target in TARGETS),
+        *((256, 8, 8, True, True, torch.float32, target) for target in ("sm_90", "gfx942")),
+        (60, 4, 1, False, False, torch.float16, "sm_90"),
+        (1, 1, 1, True, False, torch.float32, "sm_90"),
+    ],
+)
+def test_compiles_ahead_of_time(experts, k, groups, sigmoid, normalise, dtype, target):
+    logits = torch.zeros(100, experts, dtype=dtype)
+    bias = torch.zeros(experts) if sigmoid else None
+    with recorded_launches() as launches:
+        weights, index = operators._route(logits, bias, k, sigmoid, normalise, groups, max(1, groups // 2), 2.5, dtype)
+        operators._route_backward(weights, logits, index, sigmoid, normalise, 2.5)
+    assert len(launches) == 2
+    for launch in launches:
+        compiled = compile_launch(launch, target)
+        if target == "sm_90":
+            assert "st.local" not in compiled.asm["ptx"]
+
+
+def outcome(function, logits, k, **options):
+    """Weights, experts and the gradient of the logits."""
+    logits = logits.detach().requires_grad_()
+    weights, index = function(logits, k, **options)
+    upstream = seeded_randn(*weights.shape, seed=3, device=logits.device, dtype=torch.bfloat16).to(weights.dtype)
+    return weights, index, torch.autograd.grad(weights, logits, upstream)[0]
+
+
+@pytest.mark.kernel
+@given(
+    function=st.sampled_from(list(REFERENCES)),
+    tokens=st.integers(0, 40),
+    members=st.integers(2, 40),
+    groups=st.integers(1, 6),
+    data=st.data(),
+    normalise=st.booleans(),
+    biased=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    transposed=st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_shape(function, tokens, members, groups, data, normalise, biased, dtype, transposed):
+    """The experts that float64 chooses of the same numbers, and weights and gradients rounded once."""
+    experts = groups * members
+    options = {"normalise": normalise}
+    top_groups = 1
+    if function is grouped_topk_sigmoid_routing:
+        top_groups = data.draw(st.integers(1, groups), "top_groups")
+        options |= {"num_groups": groups, "top_groups": top_groups, "scale": 2.5}
+        options["correction_bias"] = seeded_randn(experts, seed=1, device=DEVICE) * 0.3 if biased else None
+    k = data.draw(st.integers(1, min(8, top_groups * members)), "k")
+    # All different, also in bfloat16, and of one sign: s(x) + s(-x) would be the same sum for many groups.
+    order = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens)).argsort(dim=1)
+    logits = (order / 64).to(DEVICE, dtype)
+    logits = logits.mT.contiguous().mT if transposed else logits
+    weights, index, gradient = outcome(function, logits, k, **options)
+    right, chosen, exact = outcome(REFERENCES[function], logits.double(), k, **options)
+    assert (weights.dtype, gradient.dtype, index.dtype) == (dtype, dtype, torch.int64)
+    assert torch.equal(index, chosen)
+    rounding = 2e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(weights.double(), right, rtol=rounding, atol=1e-7)
+    torch.testing.assert_close(gradient.double(), exact, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.kernel
+def test_equal_numbers_go_to_the_lower_expert():
+    logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, 1.0, 0.0]], device=DEVICE)
+    for function in REFERENCES:
+        assert function(logits, 6)[1].tolist() == [[1, 3, 4, 0, 2, 5]]
+    index = grouped_topk_sigmoid_routing(logits[:, [4, 4, 4, 4]], 2, num_groups=2, top_groups=1)[1]
+    assert index.tolist() == [[0, 1]]
+
+
+@pytest.mark.kernel
+def test_infinite_and_not_a_number():
+    """Every row still has k different experts that exist."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[nan, 1.0, inf], [-inf, -inf, 0.0], [nan, nan, nan], [-inf, -inf, -inf]], device=DEVICE)
+    for function, reference in REFERENCES.items():
+        weights, index = function(logits, 3)
+        assert index.tolist() == [[0, 2, 1], [2, 0, 1], [0, 1, 2], [0, 1, 2]]
+        exact = reference(logits, 3)[0]
+        torch.testing.assert_close(weights[1:], exact[1:], equal_nan=True)
+        assert weights[0].isnan().all()
+
+
+@pytest.mark.kernel
+def test_scores_that_vanish_do_not_divide_by_zero():
+    weights, _, gradient = outcome(grouped_topk_sigmoid_routing, torch.full((1, 4), -200.0, device=DEVICE), 2)
+    assert not weights.any()
+    assert not gradient.any()
+
+
+@pytest.mark.kernel
+def test_opcheck():
+    logits = seeded_randn(4, 6, device=DEVICE).requires_grad_()
+    bias = seeded_randn(6, device=DEVICE)
+    for options in ((None, 2, False, True, 1, 1, 1.0), (bias, 3, True, True, 3, 2, 2.5)):
+        torch.library.opcheck(operators._route, (logits, *options, torch.float32))
+    index = torch.tensor([[0, 2]] * 4, device=DEVICE)
+    torch.library.opcheck(
+        operators._route_backward, (seeded_randn(4, 2, device=DEVICE), logits.detach(), index, True, True, 2.5)
+    )
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v3", "llama4"])
+def test_probe_finds_the_kernel_equal(family):
+    router = ROUTERS[family]().to(DEVICE)
+    probe = Probe(DEVICE)
+    with probe.isolated():
+        finding = find_router(router, lambda component: True, probe)
+    assert finding.kernel, finding.reason
+    hidden = seeded_randn(10, router.weight.shape[1], device=DEVICE)
+    expected = router(hidden)
+    got = finding.forward(router, hidden)
+    compare = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    if family == "llama4":
+        compare(got, expected)
+        return
+    for one, other in zip(got, expected):
+        compare(one.sort(dim=1).values, other.sort(dim=1).values)
+
+
+REAL = {
+    "Qwen3-MoE": (topk_softmax_routing, topk_softmax_routing_reference, 128, 8, {}),
+    "OLMoE": (topk_softmax_routing, topk_softmax_routing_reference, 64, 8, {"normalise": False}),
+    "Qwen3-Next": (topk_softmax_routing, topk_softmax_routing_reference, 512, 10, {}),
+    "DeepSeek-V3": (
+        grouped_topk_sigmoid_routing,
+        grouped_topk_sigmoid_routing_reference,
+        256,
+        8,
+        {"num_groups": 8, "top_groups": 4, "scale": 2.5},
+    ),
+    "Kimi-K2": (grouped_topk_sigmoid_routing, grouped_topk_sigmoid_routing_reference, 384, 8, {"scale": 2.8}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", REAL)
+def test_sizes_of_real_models(model, dtype, device):
+    function, reference, experts, k, options = REAL[model]
+    if dtype == torch.bfloat16 and experts > 256:
+        pytest.skip("bfloat16 has fewer different numbers there")
+    torch.manual_seed(0)
+    # Different numbers in every row, in bfloat16 too; of one sign, so that no two groups' sums are the same.
+    order = torch.rand(8192, experts, device=device).argsort(dim=1)
+    logits = (2.0 ** (-order.double() * (6 / experts))).to(torch.bfloat16 if experts <= 256 else torch.float32)
+    logits = logits.to(dtype).requires_grad_()
+    weights, index = function(logits, k, **options)
+    right, chosen = reference(logits.double(), k, **options)
+    if function is topk_softmax_routing:
+        assert torch.equal(index, chosen)
+    # Sums of groups, and sigmoids, may be nearer to each other than fp32 tells: as good a choice then.
+    assert (index.sort().values == chosen.sort().values).all(-1).float().mean() > 0.999
+    same = (index == chosen).all(-1)
+    rounding = 3e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(weights[same].double(), right[same], rtol=rounding, atol=1e-7)
+    upstream = torch.randn_like(weights)
+    (gradient,) = torch.autograd.grad(weights, logits, upstream, retain_graph=True)
+    (exact,) = torch.autograd.grad(right, logits, upstream.double())
+    torch.testing.assert_close(gradient[same].double(), exact[same].double(), rtol=2 * rounding, atol=1e-6)
+    assert torch.equal(gradient, torch.autograd.grad(weights, logits, upstream)[0])
