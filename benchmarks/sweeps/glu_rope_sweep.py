@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.mlp import gated_activation as _gated_kernels
+from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.rope import rope_kernel as _rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
@@ -137,16 +137,16 @@ def sweep_gated(timer: Timer, top: int) -> None:
         exact = act(last[0]) * last[1]
         gradients = torch.autograd.grad(exact, last, dh[-64:].double())
         for direction, run, arguments, outputs, right in (
-            ("forward", _gated_kernels.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
-            ("backward", _gated_kernels.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
+            ("forward", gated_activation.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
+            ("backward", gated_activation.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
         ):
 
             def launch(config: tuple, run: Callable = run, arguments: tuple = (*arguments, activation)) -> None:
-                with mock.patch.object(_gated_kernels, "launch_config", return_value=config):
+                with mock.patch.object(gated_activation, "launch_config", return_value=config):
                     run(*arguments, scalars(), False)
 
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
-            current = _gated_kernels.launch_config(2)
+            current = gated_activation.launch_config(2)
             moved = 2 * rows * cols * (3 if direction == "forward" else 5)
             sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, timer, top)
 

@@ -54,18 +54,16 @@ REFERENCES = [
         ("norm::test_references_are_the_formulas",),
     ),
     Fault(
-        "DyT without alpha", "reference", "dyt_reference",
-        r"torch\.tanh\(alpha", "torch.tanh(0 * alpha + alpha.to(compute).reshape(()) ** 2 + 0 * alpha",
-        ("::test_references_are_the_formulas",),
+        "DyT stretches its input", "reference", "dyt_reference",
+        r"torch\.tanh\(alpha", "torch.tanh(1.01 * alpha", ("::test_references_are_the_formulas",),
     ),
     Fault(
         "PolyNorm takes its powers in the other order", "reference", "poly_norm_reference",
         r"\(3, 2, 1\)", "(1, 2, 3)", ("::test_references_are_the_formulas",),
     ),
     Fault(
-        "modulated norm shifts by the scale", "reference", "modulated_rms_norm_reference",
-        r'_groups\("shift", shift, x\)', '_groups("shift", scale[..., : x.shape[-1]] * 0 + shift * 2, x)',
-        ("::test_references_are_the_formulas",),
+        "modulated norm multiplies by the scale alone", "reference", "_reference_of_groups|modulated_rms_norm_reference",
+        r"\(1 \+ scale\.to", "(scale.to", ("::test_references_are_the_formulas",),
     ),
     Fault(
         "RoPE turns the other way", "reference", "rope_reference",
