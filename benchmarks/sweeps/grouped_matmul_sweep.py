@@ -21,7 +21,7 @@ from triton.testing import do_bench
 
 from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.moe.activation import activate, activation_gradients
-from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
+from liger_trainer.kernels.moe.grouped_matmul import Tile, grouped_mm, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
 
