@@ -56,8 +56,8 @@ def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | 
     """The memory of an optimizer over all trained parameters.
 
     torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 element and 4 for
-    a bf16 element. Adafactor keeps rows and columns of a matrix in fp32, and needs two fp32 copies of the current matrix.
-    Pages that a paged optimizer moves to the host are counted as if they had stayed.
+    a bf16 element. Adafactor keeps rows and columns of a matrix in fp32, and needs two fp32 copies of the current
+    matrix. Pages that a paged optimizer moves to the host are counted as if they had stayed.
 
     Args:
         optim: The Trainer's ``optim``.
