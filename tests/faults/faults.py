@@ -476,7 +476,7 @@ PLANS = [
 
 COMMANDS = [
     Fault(
-        "a mistake of the user has exit code 0", "cli", "complain", r"return 2", "return 0",
+        "a mistake of the user has exit code 0", "cli", "complain|run", r"return 2$", "return 0",
         ("cli/::test_exit_code_of_the_process", "cli/::test_misspelt_key"),
     ),
     Fault(
