@@ -180,11 +180,11 @@ KERNELS = [
     ),
     Fault(
         "reverse KL without its mean", "kernel", "_divergence_row_kernel|divergence_row_kernel|_kernel",
-        r"\* LN2 - soft\)", "* LN2)", ("divergences::test_row_kernel",), "reverse",
+        r"\* LN2 - soft\)", "* LN2)", ("::test_row_kernel",), "reverse",
     ),
     Fault(
         "JSD's terms swap their weights", "kernel", "_terms",
-        r"slope \+ beta \* p", "slope + (1.0 - beta) * p", ("divergences::test_elementwise",), "jsd",
+        r"slope \+ beta \* p", "slope + (1.0 - beta) * p", ("divergence::test_elementwise",), "jsd",
     ),
     Fault(
         "the weight gradient skips a chunk of tokens", "kernel", "_weight_gradient_kernel",

@@ -1,28 +1,21 @@
-"""Cross entropy and linear cross entropy in plain torch, differentiable by torch's own autograd.
+"""The passes of `cross_entropy_kernel.py` in plain torch, for devices without Triton and for float64.
 
-These are what the kernels are tested against, and what `cross_entropy` runs where Triton does not; the formula is in
-`_cross_entropy_options`. `linear_cross_entropy`, chunked on every device, takes `row_statistics_torch_` there instead.
+The functions take the same arguments as those of the same name there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_options import (
-    CrossEntropyOutput,
+from liger_trainer.kernels.head.row_statistics import (
     ExtraStats,
     RowOptions,
     RowPartials,
     RowStats,
     Shard,
-    checked_class_weights,
     compute_dtype,
-    inverse_normalizer,
-    with_outputs,
 )
 
 
@@ -34,74 +27,10 @@ def transformed_logits(x: torch.Tensor, options: RowOptions) -> torch.Tensor:
     return z / options.temperature
 
 
-def _row_statistics(
-    logits: torch.Tensor, target: torch.Tensor, options: RowOptions, class_weights: torch.Tensor | None
-) -> RowStats:
-    """Every statistic of `(N, V)` logits; an ignored row gives 0 and no gradient whatever it holds."""
-    vocab_size = logits.shape[-1]
-    valid = target != options.ignore_index
-    in_range = (target >= 0) & (target < vocab_size)
-    label = torch.where(in_range, target, 0).unsqueeze(-1).long()
-    z = transformed_logits(logits.to(compute_dtype(logits)).masked_fill(~valid.unsqueeze(-1), 0.0), options)
-    log_probs = torch.log_softmax(z, dim=-1)
-    nll = -log_probs.gather(-1, label).squeeze(-1)
-    nll = torch.where(in_range, nll, math.nan)
-    lse = torch.logsumexp(z, dim=-1)
-    weights = 1.0 if class_weights is None else class_weights
-    label_weight = 1.0 if class_weights is None else class_weights[label.squeeze(-1)]
-    loss = (1.0 - options.label_smoothing) * label_weight * nll
-    if options.label_smoothing > 0.0:
-        loss = loss - options.label_smoothing / vocab_size * (log_probs * weights).sum(-1)
-    if options.z_loss != 0.0:
-        loss = loss + options.z_loss * lse.square()
-    with torch.no_grad():
-        entropy = torch.special.entr(log_probs.exp()).sum(-1)
-        predicted = torch.where(valid, z.argmax(-1), -1)
-    loss, nll, lse, entropy = (torch.where(valid, row, 0.0) for row in (loss, nll, lse, entropy))
-    return RowStats(loss, nll.detach(), lse.detach(), entropy, predicted)
-
-
-def cross_entropy_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_items: int | torch.Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weights: torch.Tensor | None = None,
-    outputs: Sequence[str] = (),
-) -> torch.Tensor | CrossEntropyOutput:
-    """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    vocab_size = logits.shape[-1]
-    average = reduction == "mean" and num_items is None
-    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
-    stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
-    if reduction == "none":
-        return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
-    return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)
-
-
-def linear_cross_entropy_reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor | CrossEntropyOutput:
-    """`linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference` with its `options`."""
-    return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)
-
-
 def _transformed_rows(
     logits: torch.Tensor, options: RowOptions, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The transformed logits z as `(N, V)` of the computing dtype, and the slope of the soft-cap, if there is one."""
+    """The transformed logits z as `(N, V)` of the computing dtype, and the slope of the soft-cap, None without one."""
     x = logits.reshape(-1, logits.shape[-1]).to(compute_dtype(logits))
     z = (x if bias is None else x + bias) * options.logit_scale
     if options.softcap is None:
@@ -111,7 +40,7 @@ def _transformed_rows(
 
 
 def _labels_of(target: torch.Tensor, columns: int, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each label, 0 where it is none of `columns`, and whether it is one."""
+    """The column of each label, 0 if it is outside the `columns` from `vocab_start` on, and whether it is inside."""
     label = target.long() - vocab_start
     here = (label >= 0) & (label < columns)
     return torch.where(here, label, 0).unsqueeze(-1), here
@@ -127,10 +56,7 @@ def row_statistics_torch_(
     coefficient: torch.Tensor | None,
     extra: ExtraStats | None = None,
 ) -> None:
-    """The row kernel's two passes (`_cross_entropy_rows`) in plain torch, for devices without Triton and for float64.
-
-    It fills `stats` and `extra`, and with a `coefficient` overwrites `logits` with their gradient times it.
-    """
+    """Fills `stats` and `extra`; with a `coefficient`, overwrites `logits` with their gradient times it."""
     vocab_size = logits.shape[-1]
     valid = target != options.ignore_index
     index, in_range = _labels_of(target, vocab_size)
@@ -173,7 +99,7 @@ def row_gradient_torch_(
     entropy_coefficient: torch.Tensor | None,
     shard: Shard | None,
 ) -> None:
-    """The row kernel's second pass in plain torch: `row_gradient_` over `logits`."""
+    """Overwrites `logits` with their gradient, from the statistics of the whole row."""
     columns = logits.shape[-1]
     vocab_start, vocab_size = (0, columns) if shard is None else shard
     valid = target != options.ignore_index
@@ -211,7 +137,7 @@ def row_partials_torch_(
     shard: Shard,
     bias: torch.Tensor | None,
 ) -> None:
-    """The row kernel's first pass over a shard in plain torch: `row_partials_`."""
+    """Fills `partials` with the `RowPartials` of a shard."""
     index, here = _labels_of(target, logits.shape[-1], shard.vocab_start)
     z, _ = _transformed_rows(logits, options, bias)
     rest_z = torch.where(here.unsqueeze(-1), z.scatter(-1, index, -math.inf), z)

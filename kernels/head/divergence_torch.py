@@ -1,18 +1,18 @@
-"""The divergences of two heads in plain torch: references by torch's own autograd, and the row step without Triton.
+"""The divergences of two heads in plain torch, for devices without Triton, for float64, and as the tests' reference.
 
-The formulas are in `_divergence_options`, the gradients in `_divergence_rows`.
+The formulas are in `divergence_options`, the gradients in `divergence_kernel`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.head.cross_entropy_options import compute_dtype, inverse_normalizer
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
+from liger_trainer.kernels.head.loss_arguments import inverse_normalizer
+from liger_trainer.kernels.head.row_statistics import compute_dtype
 
 _FLOOR = -1.0e30  # stands for minus infinity, so that two masked logits differ by 0
 
@@ -67,7 +67,7 @@ def _valid(student: torch.Tensor, labels: torch.Tensor | None, options: Divergen
 
 
 def logits_reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The logits of a head as the divergences take them, which is not rounded to half precision."""
+    """The logits of a head in fp32, as the divergences take them: not rounded to half precision."""
     dtype = compute_dtype(hidden)
     return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
@@ -81,7 +81,7 @@ def divergence_of_logits_reference(
     num_items: int | torch.Tensor | None = None,
     token_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of `(..., V)` logits of both models, differentiable in `student`, with the options by their names."""
+    """The loss of `(..., V)` logits of both models, differentiable in `student`."""
     vocab_size = student.shape[-1]
     flat, labels = student.reshape(-1, vocab_size), None if labels is None else labels.reshape(-1)
     valid = _valid(flat, labels, options)
@@ -105,37 +105,6 @@ def divergence_of_logits_reference(
     return losses.sum() * inverse_normalizer(tokens, options.ignore_index, reduction, num_items, dtype)
 
 
-def linear_jsd_reference(
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    student_bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    vocab_size: int | None = None,
-    **reduction: Any,
-) -> torch.Tensor:
-    """`linear_jsd` in plain torch: all logits of both models at once. It has the same arguments, without `outputs`."""
-    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    options = DivergenceOptions(
-        *(divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale),
-        *(teacher_softcap, teacher_logit_scale, 0.0, ignore_index),
-    )
-    student = logits_reference(student_hidden, student_weight, student_bias)[..., :vocab_size]
-    teacher = logits_reference(teacher_hidden, teacher_weight, teacher_bias)[..., :vocab_size]
-    return divergence_of_logits_reference(student, teacher, labels, options, **reduction)
-
-
 def divergence_rows_torch_(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -147,10 +116,9 @@ def divergence_rows_torch_(
     coefficient: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> None:
-    """The row kernel's passes (`_divergence_rows`) in plain torch, for devices without Triton and for float64.
+    """`divergence_rows_` of `divergence_kernel.py` in plain torch, with the same arguments.
 
-    It fills `stats`, and with a `coefficient` leaves the gradient of the student's logits times it in `out`, which may
-    lie in their memory, else over `student`.
+    `out` may lie in the memory of `student`.
     """
     dtype = compute_dtype(student)
     x, y = student.to(dtype), teacher.to(dtype)

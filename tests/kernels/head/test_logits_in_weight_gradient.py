@@ -1,7 +1,8 @@
-"""The first chunk of the head in the memory of its weight gradient: exactness, the cut, when it is taken."""
+"""The first chunk of a head in the memory of its weight gradient: exactness, the cut, when it is used."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels.head import weight_gradient_panels as panels
-from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels.head import linear_cross_entropy as operator
+from liger_trainer.kernels.head import logits_in_weight_gradient as panels
 from liger_trainer.kernels.head.head_chunks import chunk_rows
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.weight_gradient_panels import PanelPlan, plan_panels
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
+from liger_trainer.kernels.head.weight_gradient import launch_for
+from liger_trainer.kernels.runtime import INTERPRETED
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 40, 16, 500
@@ -36,7 +38,7 @@ def _case(tokens: int = TOKENS, vocab: int = VOCAB, size: int = HIDDEN, dtype: t
 
 def _loss(*inputs: Any, **options: Any) -> Any:
     hidden, weight, bias, target = inputs
-    with mock.patch.object(chunks, "run_panels", side_effect=panels.run_panels) as run:
+    with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
         result = linear_cross_entropy(hidden, weight, target, bias, logits_memory=FOUR_PANELS, **options)
     taken = options.get("reduction") != "none"  # whose gradients come later
     assert run.call_count == taken
@@ -64,7 +66,7 @@ def test_loss_gradients_and_outputs_equal_the_reference(options: dict[str, Any],
         torch.testing.assert_close(getattr(result, name), getattr(expected, name), check_dtype=name != "z_loss")
     upstream = torch.rand_like(mine)
     leaves = (hidden, weight, bias)
-    with mock.patch.object(chunks, "run_panels", side_effect=panels.run_panels) as run:
+    with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
         ours = torch.autograd.grad(mine, leaves, upstream)
     assert run.call_count == (reduction == "none")
     torch.testing.assert_close(mine, exact)
@@ -85,8 +87,8 @@ def test_loss_gradients_and_outputs_equal_the_reference(options: dict[str, Any],
 def test_any_cut_gives_the_same_gradients(vocab: int, plan: PanelPlan) -> None:
     hidden, weight, bias, target = _case(vocab=vocab, size=40)
     with (
-        mock.patch.object(chunks, "plan_panels", return_value=plan),
-        mock.patch.object(chunks, "chunk_rows", return_value=40),
+        mock.patch.object(operator, "plan_panels", return_value=plan),
+        mock.patch.object(operator, "chunk_rows", return_value=40),
     ):
         loss = linear_cross_entropy(hidden, weight, target, bias)
     expected = F.cross_entropy(F.linear(hidden, weight, bias), target)
@@ -122,8 +124,8 @@ def test_half_precision_rounds_as_often_as_eager(tokens: int, dtype: torch.dtype
     eager = torch.autograd.grad(F.cross_entropy(F.linear(*leaves).float(), target, reduction="sum"), leaves)
     plan, rows = PanelPlan(256, 8, 256), 256 if tokens > 256 else 32
     with (
-        mock.patch.object(chunks, "plan_panels", return_value=plan),
-        mock.patch.object(chunks, "chunk_rows", return_value=rows),
+        mock.patch.object(operator, "plan_panels", return_value=plan),
+        mock.patch.object(operator, "chunk_rows", return_value=rows),
     ):
         ours = torch.autograd.grad(linear_cross_entropy(*leaves, target, reduction="sum"), leaves)
 
@@ -225,7 +227,7 @@ def test_calls_that_do_without() -> None:
     hidden, weight, bias, target = _case()
 
     def taken(weight: torch.Tensor = weight, **options: Any) -> bool:
-        with mock.patch.object(chunks, "run_panels", side_effect=panels.run_panels) as run:
+        with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
             linear_cross_entropy(hidden, weight, target, bias, logits_memory=FOUR_PANELS, **options)
         return run.call_count > 0
 
@@ -244,3 +246,116 @@ def test_a_block_floating_point_sum_needs_no_bigger_buffer() -> None:
         assert chunk_rows(hidden, weight, 64 * 2**20, True) == 256
         assert chunk_rows(hidden, weight, 62 * 2**20, True) == 249
         assert chunk_rows(hidden, weight.t().contiguous().t(), 64 * 2**20, True) == 1024
+
+
+# Real shapes, memory and waiting on a GPU.
+
+
+MIB = 2**20
+TIGHT = 64 * MIB
+GPU_TOKENS, SIZE, GPU_VOCAB = 8192, 4096, 128256
+
+
+@pytest.fixture
+def _block_floating_point() -> Iterator[None]:
+    if not torch.cuda.is_available() or INTERPRETED or launch_for(torch.device("cuda", 0)) is None:
+        pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def _gpu_case(tokens: int, size: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=generator, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(vocab, size, generator=generator, device="cuda", dtype=torch.bfloat16) * (3.0 / size**0.5)
+    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    target[::5] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((gradient.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_block_floating_point")
+@pytest.mark.parametrize(
+    ("tokens", "size", "vocab", "budget", "bound"),
+    [
+        (GPU_TOKENS, SIZE, GPU_VOCAB, TIGHT, 1.05),
+        # Rows of the head that no tile divides, in matmuls for which cuBLAS has no aligned kernels.
+        (4096, 1000, 50257, 16 * MIB, 1.1),
+    ],
+)
+def test_gradients_are_no_further_from_float64_than_eager_bf16(
+    tokens: int, size: int, vocab: int, budget: int, bound: float
+) -> None:
+    hidden, weight, target = _gpu_case(tokens, size, vocab)
+    with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
+        loss = linear_cross_entropy(hidden, weight, target, logits_memory=budget)
+    assert run.call_count == 1
+    ours = torch.autograd.grad(loss, (hidden, weight))
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), (hidden, weight))
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    with mock.patch.object(operator, "plan_panels", return_value=None):
+        exact_loss = linear_cross_entropy(*doubles, target)
+    exact = torch.autograd.grad(exact_loss, doubles)
+    assert abs(loss.item() - exact_loss.item()) < 1e-3
+    for mine, theirs, truth in zip(ours, eager, exact):
+        assert _error(mine, truth) <= bound * _error(theirs, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_block_floating_point")
+def test_peak_memory_is_buffer_gradients_and_exponents() -> None:
+    hidden, weight, target = _gpu_case(GPU_TOKENS, SIZE, GPU_VOCAB)
+    linear_cross_entropy(hidden, weight, target, logits_memory=TIGHT).backward()  # workspaces and compiled kernels
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, target, logits_memory=TIGHT).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients, exponents = 2 * (GPU_VOCAB + GPU_TOKENS) * SIZE, GPU_VOCAB * SIZE // 128
+    assert peak <= gradients + TIGHT + exponents + MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_block_floating_point")
+def test_nothing_synchronises_and_two_runs_are_equal() -> None:
+    hidden, weight, target = _gpu_case(2048, 512, 32000)
+    kept = [torch.autograd.grad(_tight(hidden, weight, target), (hidden, weight))]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    kept.append(torch.autograd.grad(_tight(hidden, weight, target), (hidden, weight)))
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(first, second) for first, second in zip(*kept))
+
+
+def _tight(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
+        loss = linear_cross_entropy(hidden, weight, target, logits_memory=4 * MIB)
+    assert run.call_count == 1
+    return loss
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_block_floating_point")
+def test_cuda_graph_replays_on_new_inputs() -> None:
+    hidden, weight, target = _gpu_case(2048, 512, 32000)
+
+    def step() -> torch.Tensor:
+        loss = _tight(hidden, weight, target)
+        return torch.stack([loss.detach(), *(g.float().norm() for g in torch.autograd.grad(loss, (hidden, weight)))])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    target.copy_(target.roll(1))
+    graph.replay()
+    torch.testing.assert_close(captured, step())

@@ -1,17 +1,17 @@
 """Log-probabilities over a head whose gradients are computed in the forward, for an expected upstream gradient.
 
 A loss that weighs all tokens alike gives every log-probability the same upstream gradient, one number. The forward is
-then that of `linear_cross_entropy`, which computes dX, dW and dbias as it goes: three matmuls, two for a frozen head.
-The backward has two cases:
+then that of `linear_cross_entropy`, which computes dX, dW and dbias as well: three matmuls, two for a frozen head. The
+backward has two cases:
 
-    one number   it hands the gradients over, rescaled if the number is not the expected one (`_rescale`)
-    any other    it recomputes the logits (`_linear_row_gradients`): three matmuls more, two for a frozen head
+    one number   it returns these gradients, rescaled if the number is not the expected one (`rescale`)
+    any other    it recomputes the logits (`linear_log_probs_backward`): three matmuls more, two for a frozen head
 
 An upstream gradient of the entropies is the second case, and the host knows whether there is one. The gradient of a sum
-is the first: autograd expands it, so its strides say that it is one number. For all others the values decide, and
-reading the answer makes the host wait for the device.
+is the first: autograd expands it, so its strides show that it is one number. For all others the values decide, and
+reading them makes the host wait for the device.
 
-Saved for the backward are the inputs as well, for the second case.
+Saved for backward: the gradients, and for the second case the inputs and three fp32 numbers a token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import one_number
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, compute_dtype
-from liger_trainer.kernels.head.head_chunks import Needs
+from liger_trainer.kernels.autograd import input_gradients, one_number
+from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer
 from liger_trainer.kernels.head.linear_cross_entropy import loss_and_gradients
-from liger_trainer.kernels.head.linear_row_gradients import recomputed_gradients
-from liger_trainer.kernels.head.linear_rows import allocate_kept
+from liger_trainer.kernels.head.linear_log_probs_backward import recomputed_gradients
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.row_statistics import RowOptions, Shard, compute_dtype
 
 
 def log_probs_with_gradients(
@@ -41,22 +40,24 @@ def log_probs_with_gradients(
     needs: Needs,
     expected_grad: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies, differentiable, and predicted ids of `(N, H)` hidden states; each `(N,)`.
+    """Log-probabilities and entropies, both differentiable, and predicted ids of `(N, H)` hidden states; each `(N,)`.
 
-    Entropies and ids are empty where they are not asked for; `expected_grad` is that of `linear_log_probs`.
+    Entropies and ids are empty if not asked for; `expected_grad` is that of `linear_log_probs`.
     """
     one = torch.ones((), dtype=compute_dtype(hidden), device=hidden.device)
     with torch.no_grad():
         expected = expected_gradient(expected_grad, one, hidden.dtype, normalised=False)
-        _, *made, nll, lse, entropies, ids = loss_and_gradients(
+        _, d_hidden, d_weight, d_bias, nll, lse, entropies, ids = loss_and_gradients(
             hidden, weight, target, bias, None, one, expected, *options, logits_memory, entropy, predicted, *needs
         )
-    saved = (nll, lse, entropies, expected, *made)
-    return (*_ExpectedGradient.apply(hidden, weight, bias, target, options, logits_memory, *saved), ids)
+    log_probs, entropies = _ExpectedGradient.apply(
+        hidden, weight, bias, target, options, logits_memory, nll, lse, entropies, expected, d_hidden, d_weight, d_bias
+    )
+    return log_probs, entropies, ids
 
 
 class _ExpectedGradient(torch.autograd.Function):
-    """Log-probabilities and entropies, already computed, as differentiable functions of hidden, weight and bias."""
+    """Log-probabilities and entropies, already known, as differentiable functions of hidden, weight and bias."""
 
     @staticmethod
     def forward(
@@ -70,10 +71,13 @@ class _ExpectedGradient(torch.autograd.Function):
         nll: torch.Tensor,
         lse: torch.Tensor,
         entropy: torch.Tensor,
-        *made: torch.Tensor,
+        expected: torch.Tensor,
+        d_hidden: torch.Tensor,
+        d_weight: torch.Tensor,
+        d_bias: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, target, nll, lse, entropy, *made)
+        ctx.save_for_backward(hidden, weight, bias, target, nll, lse, entropy, expected, d_hidden, d_weight, d_bias)
         ctx.options, ctx.logits_memory = options, logits_memory
         return 0.0 - nll, entropy.clone()
 
@@ -81,7 +85,7 @@ class _ExpectedGradient(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, target, nll, lse, entropy, expected, *made = ctx.saved_tensors
+        hidden, weight, bias, target, nll, lse, entropy, expected, *computed = ctx.saved_tensors
         needs = Needs(*ctx.needs_input_grad[:3])
         gradients: list[torch.Tensor | None] = [None, None, None]
         number = None
@@ -90,19 +94,21 @@ class _ExpectedGradient(torch.autograd.Function):
             if number is None:
                 number = number_by_values(grad, target != ctx.options.ignore_index)
         if number is not None:
-            wanted = [gradient if need else None for gradient, need in zip(made, needs)]
+            wanted = [gradient if need else None for gradient, need in zip(computed, needs)]
             gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
         elif grad is not None or grad_entropy is not None:
-            arguments = (hidden, weight, target, bias, nll, lse, entropy, allocate_kept(hidden, weight, 0))
-            rest = (*ctx.options, ctx.logits_memory, 0, weight.shape[0])
-            gradients = recomputed_gradients(None if grad is None else -grad, grad_entropy, (*arguments, *rest), needs)
-        return (*gradients, *(None,) * 10)  # target, options, logits_memory and the seven that were known already
+            gradients = recomputed_gradients(
+                None if grad is None else -grad, grad_entropy,
+                hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0),
+                ctx.options, ctx.logits_memory, Shard(0, weight.shape[0]), needs,
+            )  # fmt: skip
+        return input_gradients(ctx, *gradients)
 
 
 def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
-    """The one value of `grad` wherever `valid`, 0-d; None if there are several. The host waits for the device.
+    """The value that `grad` has wherever `valid`, 0-d; None if there are several. The host waits for the device.
 
-    While a CUDA graph is captured, which forbids waiting, the answer is None.
+    It is also None while a CUDA graph is captured, which forbids waiting.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

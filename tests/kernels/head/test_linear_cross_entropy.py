@@ -1,23 +1,23 @@
-"""The chunked head on the CPU: gradients in float64, chunk plan, backward protocol, compilation, errors."""
+"""Cross entropy over a head: gradients in float64, chunk sizes, backward protocol, compilation, errors, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.head import linear_cross_entropy as operator
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
 from liger_trainer.kernels.head import rescale as _rescale
-from liger_trainer.kernels.head.cross_entropy_reference import linear_cross_entropy_reference
+from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.head_chunks import chunk_rows
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 IGNORE = -100
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 4.0, "logit_scale": 1.5, "temperature": 0.8}
@@ -104,8 +104,8 @@ def test_only_the_gradients_that_are_needed_are_computed(trained: tuple[int, ...
     for index, leaf in enumerate(leaves):
         leaf.requires_grad_(index in trained)
     with (
-        mock.patch.object(chunks.torch, "mm", side_effect=torch.mm) as mm,
-        mock.patch.object(chunks.torch, "addmm", side_effect=torch.addmm) as addmm,
+        mock.patch.object(torch, "mm", side_effect=torch.mm) as mm,
+        mock.patch.object(torch, "addmm", side_effect=torch.addmm) as addmm,
     ):
         loss = _loss(*leaves, target, reduction=reduction).sum()
         loss.backward()
@@ -121,7 +121,7 @@ def test_only_the_gradients_that_are_needed_are_computed(trained: tuple[int, ...
 def test_no_grad_runs_one_matmul_a_chunk_and_leaves_the_inputs_alone() -> None:
     *leaves, target = _case()
     copies = [leaf.detach().clone() for leaf in leaves]
-    with torch.no_grad(), mock.patch.object(chunks.torch, "mm", side_effect=torch.mm) as mm:
+    with torch.no_grad(), mock.patch.object(torch, "mm", side_effect=torch.mm) as mm:
         loss = _loss(*leaves, target)
     assert mm.call_count == 3
     assert not loss.requires_grad
@@ -405,7 +405,7 @@ def _weight_gradient_errors(count: int, tokens: int = 1024, size: int = 64, voca
     double = weight.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(_eager(hidden.double(), double, None, target), double)
     (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
-    with mock.patch.object(chunks, "chunk_rows", return_value=tokens // count):
+    with mock.patch.object(operator, "chunk_rows", return_value=tokens // count):
         (ours,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
     return float((eager.double() - exact).norm() / exact.norm()), float((ours.double() - exact).norm() / exact.norm())
 
@@ -422,3 +422,238 @@ def test_weight_gradient_of_few_chunks_has_the_documented_error(count: int) -> N
     eager, ours = _weight_gradient_errors(count)
     assert ours <= 1.03 * (eager**2 + (count - 1) / 2 * 1.7e-3**2) ** 0.5
     assert ours <= 1.3 * eager
+
+
+# The kernels, under the interpreter or on a GPU.
+
+
+def _kernel_case(device: str, tokens: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(tokens, vocab_size, generator=generator)
+    target = torch.randint(0, vocab_size, (tokens,), generator=generator)
+    target[2::3] = IGNORE
+    return logits.to(device).requires_grad_(), target.to(device)
+
+
+def _weights(options: dict[str, Any], vocab_size: int, device: str) -> dict[str, Any]:
+    options = dict(options)
+    if options.pop("weighted", False):
+        options["class_weights"] = torch.linspace(0.5, 2.0, vocab_size, device=device)
+    return options
+
+
+def _assert_equal(ours: Any, exact: Any, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    torch.testing.assert_close(ours.to(exact.dtype), exact, atol=atol, rtol=rtol)
+
+
+def _in_double(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+@pytest.mark.kernel
+@given(
+    tokens=st.integers(1, 4),
+    vocab_size=st.integers(1, 300),
+    smoothing=st.sampled_from([0.0, 0.3]),
+    z_loss=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([None, 2.0]),
+    weighted=st.booleans(),
+    memory=st.integers(1, 4000),
+    trained=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_linear_cross_entropy(
+    device: str, tokens: int, vocab_size: int, smoothing: float, z_loss: float, softcap: float | None, weighted: bool,
+    memory: int, trained: tuple[bool, bool, bool], seed: int,
+) -> None:  # fmt: skip
+    _, target = _kernel_case(device, tokens, vocab_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [
+        torch.randn(shape, generator=generator).to(device).requires_grad_(train)
+        for shape, train in zip(((tokens, 4), (vocab_size, 4), (vocab_size,)), trained)
+    ]
+    options = _weights({"weighted": weighted}, vocab_size, device)
+    options |= {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+    doubles = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    hidden, weight, bias = leaves
+    ours = linear_cross_entropy(hidden, weight, target, bias, logits_memory=memory, outputs=ALL_OUTPUTS, **options)
+    exact = linear_cross_entropy_reference(
+        doubles[0], doubles[1], target, doubles[2], outputs=ALL_OUTPUTS, **_in_double(options)
+    )
+    for name in ("loss", "z_loss", "entropy", "token_nll"):
+        _assert_equal(getattr(ours, name), getattr(exact, name))
+    if any(trained):
+        upstream = torch.tensor(2.0, device=device)
+        grads = torch.autograd.grad(ours.loss, [leaf for leaf in leaves if leaf.requires_grad], upstream)
+        exact_grads = torch.autograd.grad(
+            exact.loss, [leaf for leaf in doubles if leaf.requires_grad], upstream.double()
+        )
+        for gradient, exact_gradient in zip(grads, exact_grads):
+            _assert_equal(gradient, exact_gradient)
+
+
+# Real shapes, memory and waiting on a GPU.
+
+
+MIB = 2**20
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "none"},
+    {"num_items": 100, "label_smoothing": 0.1, "z_loss": 1e-4},
+    {"weighted": True, "softcap": 30.0, "outputs": ("entropy", "token_accuracy", "z_loss")},
+    {"num_items_on": "cuda"},
+    {"num_items_on": "cpu"},
+]
+
+
+@pytest.fixture
+def _no_synchronisation() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def _gpu_case(
+    tokens: int, size: int, vocab: int, dtype: torch.dtype = torch.bfloat16, scale: float = 2.0
+) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=generator, device="cuda", dtype=dtype)
+    weight = torch.randn(vocab, size, generator=generator, device="cuda", dtype=dtype) * (scale / size**0.5)
+    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    target[::5] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def _prepared(options: dict[str, Any], vocab: int) -> dict[str, Any]:
+    options = dict(options)
+    if options.pop("weighted", False):
+        options["class_weights"] = torch.linspace(0.5, 2.0, vocab, device="cuda")
+    if where := options.pop("num_items_on", None):
+        options["num_items"] = torch.tensor(100, device=where)
+    return options
+
+
+def _sum(result: Any) -> torch.Tensor:
+    return (result if isinstance(result, torch.Tensor) else result.loss).sum()
+
+
+def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((gradient.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.usefixtures("_no_synchronisation")
+def test_nothing_synchronises(options: dict[str, Any]) -> None:
+    hidden, weight, target = _gpu_case(1000, 256, 5003)
+    options = _prepared(options, 5003)
+    bias = torch.zeros(5003, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        linear = linear_cross_entropy(hidden, weight, target, bias, logits_memory=2 * MIB, **options)
+        given = cross_entropy((hidden @ weight.t()), target, **options)
+        inplace = cross_entropy((hidden @ weight.t()), target, inplace=True, **options)
+        (2.0 * _sum(linear) + _sum(given) + _sum(inplace)).backward()
+
+    step()  # compiles the kernels and sets up cuBLAS, which may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_on_new_inputs() -> None:
+    hidden, weight, target = _gpu_case(512, 256, 5000)
+
+    def step() -> torch.Tensor:
+        loss = linear_cross_entropy(hidden, weight, target, logits_memory=2 * MIB)
+        return torch.stack([loss.detach(), *(g.float().norm() for g in torch.autograd.grad(loss, (hidden, weight)))])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    target.copy_(target.roll(1))
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [32000, 50257, 128256])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_gradients_are_no_further_from_float64_than_eager_bf16(vocab: int, softcap: float | None) -> None:
+    hidden, weight, target = _gpu_case(1024, 1024, vocab, scale=3.0)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact_loss = linear_cross_entropy_reference(*doubles, target, softcap=softcap)
+    exact = torch.autograd.grad(exact_loss, doubles)
+    logits = F.linear(hidden, weight).float()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    eager = torch.autograd.grad(F.cross_entropy(logits, target), (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, target, softcap=softcap)
+    ours = torch.autograd.grad(loss, (hidden, weight))
+    assert abs(loss.item() - exact_loss.item()) < 1e-3
+    for mine, theirs, truth in zip(ours, eager, exact):
+        assert _error(mine, truth) <= 1.05 * _error(theirs, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [16 * MIB, 64 * MIB])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_an_odd_vocabulary_are_as_exact_as_eager(budget: int, dtype: torch.dtype) -> None:
+    """Chunks of 128 and 640 rows, for which cuBLAS splits the terms of a matmul: their parts are added in fp32."""
+    hidden, weight, target = _gpu_case(4096, 1024, 50257, dtype, scale=3.0)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.autograd.grad(linear_cross_entropy_reference(*doubles, target, reduction="sum"), doubles)
+    eager_loss = F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="sum")
+    eager = torch.autograd.grad(eager_loss, (hidden, weight))
+    ours = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, target, reduction="sum", logits_memory=budget), (hidden, weight)
+    )
+    for mine, theirs, truth in zip(ours, eager, exact):
+        assert _error(mine, truth) <= 1.1 * _error(theirs, truth)
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+
+
+@pytest.mark.gpu
+def test_many_chunks_sum_the_weight_gradient_in_fp32() -> None:
+    hidden, weight, target = _gpu_case(4096, 512, 8192, scale=3.0)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    (exact,) = torch.autograd.grad(linear_cross_entropy_reference(*doubles, target), doubles[1])
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)[0]
+    loss = linear_cross_entropy(hidden, weight, target, logits_memory=128 * 8192 * 2)  # 32 chunks
+    (ours,) = torch.autograd.grad(loss, weight)
+    # 8 chunks need 512 rows, 384 more than the budget and fewer than H: the buffer grows, and the sum rounds 7 times at
+    # k/8 of its final variance, each by at most 2**-9.
+    assert _error(ours, exact) <= (_error(eager, exact) ** 2 + 3.5 * 2**-18) ** 0.5
+    narrow, head = hidden.detach()[:, :128].contiguous(), weight.detach()[:, :128].contiguous().requires_grad_()
+    (exact,) = torch.autograd.grad(
+        linear_cross_entropy_reference(narrow.double(), double := head.detach().double().requires_grad_(), target),
+        double,
+    )
+    (ours,) = torch.autograd.grad(linear_cross_entropy(narrow, head, target, logits_memory=128 * 8192 * 2), head)
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(narrow, head).float(), target), head)[0]
+    assert _error(ours, exact) <= 1.05 * _error(eager, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", [False, True])
+def test_peak_memory_is_buffer_and_gradients(frozen: bool) -> None:
+    tokens, size, vocab = 8192, 1024, 128256
+    hidden, weight, target = _gpu_case(tokens, size, vocab)
+    weight.requires_grad_(not frozen)
+    linear_cross_entropy(hidden, weight, target).backward()  # workspaces and compiled kernels
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (2.0 * linear_cross_entropy(hidden, weight, target)).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    buffer, d_hidden = 2048 * vocab * 2, 2 * tokens * size
+    d_weight = 0 if frozen else 2 * vocab * size
+    assert peak <= buffer + d_hidden + d_weight + 4 * MIB  # nothing is held twice, though the upstream gradient is 2
+    assert torch.cuda.memory_allocated() - before <= d_hidden + d_weight + 4 * MIB

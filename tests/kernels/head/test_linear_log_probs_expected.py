@@ -1,7 +1,8 @@
-"""Log-probabilities over a head that expect one upstream gradient: any other is right too, and recomputes."""
+"""Log-probabilities over a head that expect one upstream gradient; any other is right too, and recomputes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,12 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
+from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.kernels.autograd import one_number
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as chunks
-from liger_trainer.kernels.head import linear_expected_gradient as expected_gradient
+from liger_trainer.kernels.head import linear_log_probs_expected
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_head import install_fused_forward
+from liger_trainer.trainers.token_statistics import StatisticsOptions
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 13, 6, 20
@@ -122,8 +127,8 @@ def _matmuls(trained: tuple[int, ...], loss: str) -> float:
         return count
 
     with (
-        mock.patch.object(chunks.torch, "mm", side_effect=spy(torch.mm)),
-        mock.patch.object(chunks.torch, "addmm", side_effect=spy(torch.addmm)),
+        mock.patch.object(torch, "mm", side_effect=spy(torch.mm)),
+        mock.patch.object(torch, "addmm", side_effect=spy(torch.addmm)),
     ):
         LOSSES[loss](_result(leaves, target, logits_memory=5 * 64 * 4)).backward()
     return rows / TOKENS
@@ -142,8 +147,8 @@ def test_a_recomputation_only_where_the_gradient_is_not_one_number(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_are_looked_at_only_where_strides_and_entropies_say_nothing(loss: str) -> None:
     leaves, target = _case()
-    by_values = expected_gradient.number_by_values
-    with mock.patch.object(expected_gradient, "number_by_values", side_effect=by_values) as looked:
+    by_values = linear_log_probs_expected.number_by_values
+    with mock.patch.object(linear_log_probs_expected, "number_by_values", side_effect=by_values) as looked:
         LOSSES[loss](_result(leaves, target)).backward()
     assert looked.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
 
@@ -151,12 +156,14 @@ def test_values_are_looked_at_only_where_strides_and_entropies_say_nothing(loss:
 def test_a_number_of_values() -> None:
     valid = torch.tensor([True, True, False])
     for values in ([2.0, 2.0, 5.0], [-1.0, -1.0, float("nan")], [float("inf")] * 3):
-        found = expected_gradient.number_by_values(torch.tensor(values), valid)
+        found = linear_log_probs_expected.number_by_values(torch.tensor(values), valid)
         assert found is not None
         assert found.item() == values[0]
     for several in ([2.0, 3.0, 2.0], [float("nan"), 1.0, 1.0], [float("nan")] * 3):
-        assert expected_gradient.number_by_values(torch.tensor(several), valid) is None
-    without = expected_gradient.number_by_values(torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool))
+        assert linear_log_probs_expected.number_by_values(torch.tensor(several), valid) is None
+    without = linear_log_probs_expected.number_by_values(
+        torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool)
+    )
     assert without is not None
     assert without.item() == 0.0
 
@@ -241,7 +248,7 @@ def test_a_nan_from_upstream_stays_one() -> None:
 
 def test_without_gradients_and_with_other_outputs_nothing_is_made() -> None:
     leaves, target = _case()
-    with mock.patch.object(expected_gradient, "loss_and_gradients", side_effect=AssertionError):
+    with mock.patch.object(linear_log_probs_expected, "loss_and_gradients", side_effect=AssertionError):
         with torch.no_grad():
             assert not _result(leaves, target).log_probs.requires_grad
         found = _result(leaves, target, outputs=("entropy", "mean_logit"))
@@ -249,3 +256,150 @@ def test_without_gradients_and_with_other_outputs_nothing_is_made() -> None:
     theirs = _reference(leaves, target)
     expected = torch.autograd.grad(LOSSES["weights"](theirs) + LOSSES["entropy"](theirs), leaves)
     torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
+
+
+# Real shapes, memory and waiting on a GPU.
+
+
+MIB = 2**20
+
+
+def _gpu_case(tokens: int, size: int, vocab: int, head_trained: bool = True) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    make: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(tokens, size, **make)
+    weight = torch.randn(vocab, size, **make) * (3.0 / size**0.5)
+    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    target[::5] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(head_trained), target
+
+
+def _gpu_factors(result: Any) -> torch.Tensor:
+    return torch.linspace(-1.0, 2.0, result.log_probs.numel(), device="cuda").to(result.log_probs)
+
+
+GPU_LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "sum": lambda result: -result.log_probs.sum() / 7,
+    "weights": lambda result: (result.log_probs * _gpu_factors(result)).sum(),
+    "entropy": lambda result: (result.entropy * _gpu_factors(result)).sum(),
+    "sum and entropy": lambda result: result.log_probs.sum() - 0.1 * result.entropy.sum(),
+}
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Any:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("loss", ["sum", "entropy", "sum and entropy"])
+def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(1000, 256, 5003, head_trained)
+
+    def step() -> None:
+        options: dict[str, Any] = {"outputs": ("entropy", "top1"), "logits_memory": 2 * MIB, "expected_grad": 1 / 7}
+        GPU_LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
+
+    step()  # compiles the kernels and sets up cuBLAS, which may wait
+    with _no_waiting():
+        step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", GPU_LOSSES)
+def test_cuda_graph_replays_on_new_inputs(loss: str) -> None:
+    hidden, weight, target = _gpu_case(512, 256, 5000)
+
+    def step() -> torch.Tensor:
+        result = linear_log_probs(
+            hidden, weight, target, outputs=("entropy",), logits_memory=2 * MIB, expected_grad=1 / 7
+        )
+        value = GPU_LOSSES[loss](result)
+        gradients = torch.autograd.grad(value, (hidden, weight))
+        return torch.stack([value.detach(), *(gradient.float().norm() for gradient in gradients)])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    target.copy_(target.roll(1))
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("loss", GPU_LOSSES)
+def test_gradients_are_no_further_from_float64_than_eager_bf16(loss: str, head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(1024, 1024, 50257, head_trained)
+    options: dict[str, Any] = {"softcap": 30.0, "outputs": ("entropy",)}
+    doubles = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)]
+    results = (
+        linear_log_probs(hidden, weight, target, logits_memory=32 * MIB, expected_grad=1 / 7, **options),
+        linear_log_probs_reference(hidden, weight, target, **options),
+        linear_log_probs_reference(*doubles, target, **options),
+    )
+    wanted, exacts = ([leaf for leaf in group if leaf.requires_grad] for group in ((hidden, weight), doubles))
+    ours, eager = (torch.autograd.grad(GPU_LOSSES[loss](result), wanted) for result in results[:2])
+    for mine, theirs, exact in zip(ours, eager, torch.autograd.grad(GPU_LOSSES[loss](results[2]), exacts)):
+        assert (mine.double() - exact).norm() <= 1.1 * (theirs.double() - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(8192, 1024, 128256, head_trained)
+
+    def summed_loss() -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, target, reduction="sum")
+
+    def log_probs() -> torch.Tensor:
+        return -linear_log_probs(hidden, weight, target, outputs=("entropy",), expected_grad=1.0).log_probs.sum()
+
+    peaks = []
+    for loss in (summed_loss, log_probs):
+        loss().backward()  # workspaces and compiled kernels
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        hidden.grad = weight.grad = None
+    assert peaks[1] <= peaks[0] + MIB, f"{peaks[1] / MIB:.1f} MiB, {peaks[0] / MIB:.1f} for the loss"
+
+
+@pytest.mark.gpu
+def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers itself reads the position ids back to choose its attention kernel.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    config = LlamaConfig(
+        vocab_size=32768, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).cuda().to(torch.bfloat16).train()
+    apply_liger_kernel(model)
+    install_fused_forward(model, StatisticsOptions(("log_probs", "entropy", "is_top1"), uniform_gradient=True))
+    ids = torch.randint(0, 32768, (2, 300), device="cuda")
+    items = torch.tensor(598, device="cuda")
+
+    def step() -> None:
+        with expected_loss_gradient(1 / items):
+            outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            per_token_loss = -outputs.log_probs
+            loss = per_token_loss.sum() / torch.as_tensor(items).clamp(min=1)
+        loss.backward()
+
+    step()  # kernels are compiled here
+    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
+    with _no_waiting():
+        step()

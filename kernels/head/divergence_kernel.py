@@ -1,11 +1,33 @@
-"""The Triton kernel of `_divergence_rows`."""
+"""The row kernel of distillation: divergence and student gradient of one row of logits of two heads.
+
+The divergences are those of `divergence_options`. Their gradients with respect to the student's transformed logits z
+are
+
+    forward_kl    s - t                          reverse_kl    s * (log(s / t) - KL(s || t))
+    probs_kl      s * sum(q) - q                 jsd           (1 - beta) * s * (log(s / m) - KL(s || m))
+    cosine        beta * (cos * z_s / |z_s|**2 - z_t / (|z_s| * |z_t|))
+
+One program takes one row of both models. Pass 1 keeps, per lane, a running maximum and sum of exponentials of each, and
+the sums that KL(t || s) or KL(s || t) needs, so the last pass can already write the gradient over the student's logits.
+The JSD is not linear in the normalisers and takes one more pass for KL(s || m) and KL(t || m). Each pass runs in the
+opposite direction to the one before, because its last tiles are still in cache.
+
+The gradient of fp32 logits may be written in half precision, into the half of their memory that the last pass has
+already read (`gradient_memory`): the low half if it goes up the columns, the high half if it goes down.
+
+Bytes moved for N rows of V logits of b bytes in both models and a gradient of g bytes an element: N*V * (4*b + g), jsd
+N*V * (6*b + g), less what is in L2.
+"""
 
 from __future__ import annotations
 
-from liger_trainer.kernels.fast_math import log2
-from liger_trainer.kernels.head.logit_rows import fold
-from liger_trainer.kernels.head.logit_transform import load_logits, transform_logits
-from liger_trainer.kernels.runtime import tl, triton
+import torch
+
+from liger_trainer.kernels.fast_math import has_lg2, log2
+from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
+from liger_trainer.kernels.head.divergence_torch import divergence_rows_torch_
+from liger_trainer.kernels.head.logit_rows import fold, load_logits, row_config, transform_factors, transform_logits
+from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
 @triton.jit
@@ -26,7 +48,7 @@ def _mixture(ls, lt, beta, LG2: tl.constexpr):
 
 
 @triton.jit
-def divergence_row_kernel(
+def _divergence_row_kernel(
     s_ptr,
     s_stride,
     s_width,
@@ -178,7 +200,7 @@ def divergence_row_kernel(
             t_terms += t * t_log
         student_kl = tl.sum(s_terms, 0) * LN2
         soft = (1.0 - beta) * student_kl + beta * (tl.sum(t_terms, 0) * LN2)
-    tl.store(soft_ptr + row, tl.where(soft > 1.0e20, float("inf"), soft))  # what the floor stands for
+    tl.store(soft_ptr + row, tl.where(soft > 1.0e20, float("inf"), soft))  # the floor stands for minus infinity
 
     hard_lse = s_lse
     target = tl.full([], -1, tl.int32)
@@ -201,7 +223,7 @@ def divergence_row_kernel(
         if HARD:
             hard_coefficient = tl.where(in_range, hard_coefficient, float("nan"))
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            # `gradient_memory` knows which way this goes.
+            # `gradient_memory` relies on this direction.
             columns = (tile if DIVERGENCE == "jsd" else tiles - 1 - tile) * BLOCK + lanes
             zs, slope = _scores(s_ptr, s_bias_ptr, columns, s_width, vocab_size, s_inner, s_outer, S_SOFTCAP, S_BIAS)
             if DIVERGENCE == "probs_kl":
@@ -228,3 +250,93 @@ def divergence_row_kernel(
             if gradient_ptr.dtype.element_ty != s_ptr.dtype.element_ty:
                 tl.debug_barrier()  # threads write over logits of this tile, and of earlier ones, that others load
             tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < s_width)
+
+
+def gradient_memory(logits: torch.Tensor, dtype: torch.dtype, divergence: str) -> torch.Tensor:
+    """Memory for the gradient in `dtype` within the memory of the padded `logits`: all of it, or half of each row."""
+    if dtype == logits.dtype:
+        return logits
+    low, high = logits.view(dtype).chunk(2, 1)
+    return low if divergence == "jsd" else high
+
+
+def divergence_rows_(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None,
+    stats: DivergenceStats,
+    options: DivergenceOptions,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    coefficient: torch.Tensor | None = None,
+    student_width: int | None = None,
+    teacher_width: int | None = None,
+    out: torch.Tensor | None = None,
+) -> None:
+    """Fills `stats`; with a `coefficient`, also writes the student's gradient times it to `out`, or over `student`.
+
+    Args:
+        student: `(N, V)` logits, last stride 1.
+        teacher: `(N, V)` logits (for "probs_kl" probabilities), last stride 1, of any floating dtype.
+        labels: `(N,)` contiguous labels, or None if every token counts; needed if `stats.hard` is not empty.
+        stats: Statistics of N tokens, filled; its empty fields are not computed.
+        options: The loss.
+        student_bias: `(V,)`, added to the student's logits in fp32.
+        teacher_bias: `(V,)`, likewise.
+        coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
+        student_width: Columns of memory that belong to a row of `student`, at least V (the default); those from V on
+            are overwritten.
+        teacher_width: Columns of memory that belong to a row of `teacher`.
+        out: `(N, V)`, rows of the `gradient_memory` of the student's logits, `student_width` columns each.
+    """
+    out = student if out is None else out
+    if not use_triton(student):
+        divergence_rows_torch_(student, teacher, labels, stats, options, student_bias, teacher_bias, coefficient, out)
+        return
+    tokens, vocab_size = student.shape
+    if tokens == 0:
+        return
+    block, warps, stages = row_config(student_width or vocab_size)
+    student_factors = transform_factors(options.student_softcap, options.student_logit_scale, options.temperature)
+    teacher_factors = transform_factors(options.teacher_softcap, options.teacher_logit_scale, options.temperature)
+    with on_device(student):
+        _divergence_row_kernel[(tokens,)](
+            student,
+            student.stride(0),
+            student_width or vocab_size,
+            teacher,
+            teacher.stride(0),
+            teacher_width or vocab_size,
+            out,
+            out.stride(0),
+            vocab_size,
+            student_bias,
+            teacher_bias,
+            labels,
+            coefficient,
+            coefficient.stride(0) if coefficient is not None and coefficient.dim() else 0,
+            stats.soft,
+            stats.hard,
+            stats.entropy,
+            options.ignore_index,
+            options.beta,
+            options.temperature,
+            options.soft_weight,
+            options.hard_weight,
+            options.eps,
+            *student_factors,
+            *teacher_factors[:2],
+            DIVERGENCE=options.divergence,
+            GRADIENT=coefficient is not None,
+            LABELS=labels is not None,
+            HARD=stats.hard.numel() > 0,
+            ENTROPY=stats.entropy.numel() > 0,
+            S_SOFTCAP=options.student_softcap is not None,
+            T_SOFTCAP=options.teacher_softcap is not None,
+            S_BIAS=student_bias is not None,
+            T_BIAS=teacher_bias is not None,
+            LG2=has_lg2(student),
+            BLOCK=block,
+            STAGES=stages,
+            num_warps=warps,
+        )

@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, Shard
-from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference
+from liger_trainer.kernels.head.cross_entropy import cross_entropy_reference
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
-from liger_trainer.kernels.head.row_partials import combine
+from liger_trainer.kernels.head.row_statistics import RowOptions, Shard, combine
 from liger_trainer.parallel import vocab_parallel
-from liger_trainer.parallel import vocab_parallel_rows as rows
 
 IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 9, 5, 14
@@ -47,7 +45,9 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     shards = [Shard(start, VOCAB) for start in bounds[:-1]]
     options = RowOptions(IGNORE, smoothing, z_loss, softcap, scale, 0.8)
     with torch.no_grad():
-        partials = [rows.logits_partials(part, target, *options, *shard) for part, shard in zip(parts, shards)]
+        partials = [
+            vocab_parallel.logits_partials(part, target, *options, *shard) for part, shard in zip(parts, shards)
+        ]
         stats, extra = combine(torch.stack(partials), target, options, shards[0], VOCAB, None)
     outputs = ("predicted_tokens", "entropy", "token_nll")
     chosen = {"softcap": softcap, "logit_scale": scale, "temperature": 0.8}
@@ -68,7 +68,7 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     torch.testing.assert_close(extra.sum_squared_probs, named.sum_squared_probs)
     upstream = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64)
     attached = [
-        rows.attach_logits(stats.loss, part, target, stats.nll, stats.lse, *options, *shard)
+        vocab_parallel.attach_logits(stats.loss, part, target, stats.nll, stats.lse, *options, *shard)
         for part, shard in zip(parts, shards)
     ]
     gradients = [torch.autograd.grad(loss, part, upstream)[0] for loss, part in zip(attached, parts)]
@@ -78,7 +78,7 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
 def test_a_label_in_no_shard_is_nan_and_ties_take_the_lowest_id() -> None:
     logits, target = torch.zeros(3, 4), torch.tensor([9, 1, IGNORE])
     options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
-    partials = [rows.logits_partials(logits, target, *options, start, 8) for start in (0, 4)]
+    partials = [vocab_parallel.logits_partials(logits, target, *options, start, 8) for start in (0, 4)]
     stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     assert stats.loss.isnan().tolist() == [True, False, False]
     assert stats.predicted.tolist() == [0, 0, -1]
@@ -89,7 +89,7 @@ def test_confident_tokens_keep_their_digits() -> None:
     logits[0, 5] = 24.0
     options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
     target = torch.tensor([5])
-    partials = [rows.logits_partials(logits[:, s : s + 4], target, *options, s, 8) for s in (0, 4)]
+    partials = [vocab_parallel.logits_partials(logits[:, s : s + 4], target, *options, s, 8) for s in (0, 4)]
     stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     exact = cross_entropy_reference(logits.double(), target)
     torch.testing.assert_close(stats.nll[0].double(), exact, rtol=1e-5, atol=0.0)
@@ -99,18 +99,18 @@ def test_operators_pass_opcheck() -> None:
     logits, target = (torch.randn(TOKENS, 64), _logits()[1])
     options, shard = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0), (3, 70)
     hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(64, HIDDEN)
-    torch.library.opcheck(rows.linear_partials, (hidden, weight, target, None, *options, 1024, 3, *shard))
-    torch.library.opcheck(rows.logits_partials, (logits, target, *options, *shard))
+    torch.library.opcheck(vocab_parallel.linear_partials, (hidden, weight, target, None, *options, 1024, 3, *shard))
+    torch.library.opcheck(vocab_parallel.logits_partials, (logits, target, *options, *shard))
     some = torch.rand(TOKENS)
-    torch.library.opcheck(rows.logits_gradient, (some, logits, target, some, some, *options, *shard))
+    torch.library.opcheck(vocab_parallel.logits_gradient, (some, logits, target, some, some, *options, *shard))
     leaf = logits.clone().requires_grad_()
-    torch.library.opcheck(rows.attach_logits, (some, leaf, target, some, some, *options, *shard))
+    torch.library.opcheck(vocab_parallel.attach_logits, (some, leaf, target, some, some, *options, *shard))
 
 
 def test_double_backward_is_refused() -> None:
     logits, target = _logits()
     some = torch.rand(TOKENS, dtype=torch.float64)
-    loss = rows.attach_logits(some, logits, target, some, some, IGNORE, 0.0, 0.0, None, 1.0, 1.0, 0, VOCAB)
+    loss = vocab_parallel.attach_logits(some, logits, target, some, some, IGNORE, 0.0, 0.0, None, 1.0, 1.0, 0, VOCAB)
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(loss.sum(), logits, create_graph=True)
 

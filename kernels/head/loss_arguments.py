@@ -1,10 +1,18 @@
-"""Checks of the arguments that losses over logits or an LM head have in common; each raises a ValueError that helps."""
+"""Arguments that the losses over logits or an LM head share: their checks, the class weights and the normaliser.
+
+A `check_*` function raises a ValueError that names the argument, what it is and what is allowed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from liger_trainer.kernels.head.row_statistics import RowOptions, compute_dtype
+
+CROSS_ENTROPY_OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll")
+REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_outputs(outputs: Sequence[str], allowed: Sequence[str]) -> None:
@@ -35,13 +43,19 @@ def check_num_items(num_items: int | float | torch.Tensor | None) -> None:
 
 
 def check_logits_memory(logits_memory: int) -> None:
-    """Raises ValueError for a budget without a byte."""
+    """Raises ValueError for a budget below one byte."""
     if logits_memory < 1:
         raise ValueError(f"`logits_memory` is {logits_memory}; it must be at least 1 byte.")
 
 
+def check_retain_memory(retain_memory: int | None) -> None:
+    """Raises ValueError for a negative budget."""
+    if retain_memory is not None and retain_memory < 0:
+        raise ValueError(f"`retain_memory` is {retain_memory}; it must be 0 bytes or more, or None.")
+
+
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, model: str = "") -> None:
-    """Raises ValueError unless hidden states, head and bias, of the arguments starting with `model`, fit each other."""
+    """Raises ValueError unless hidden states, head and bias fit; `model` is the prefix of their argument names."""
     hidden_name, weight_name, bias_name = f"`{model}hidden`", f"`{model}weight`", f"`{model}bias`"
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
         raise ValueError(
@@ -95,7 +109,7 @@ def check_tokens(name: str, tensor: torch.Tensor | None, hidden: torch.Tensor, i
 
 
 def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where looking is free."""
+    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where reading them costs no wait."""
     if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
@@ -111,7 +125,80 @@ def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int
 def check_linear(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, logits_memory: int
 ) -> None:
-    """Raises ValueError unless hidden states, head, bias and target fit each other and there is memory for logits."""
+    """Raises ValueError unless hidden states, head, bias and target fit, and `logits_memory` is at least one byte."""
     check_head(hidden, weight, bias)
     check_logits_memory(logits_memory)
     check_target(target, hidden.shape[:-1], weight.shape[0], hidden, "hidden")
+
+
+def check_options(
+    options: RowOptions,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+    outputs: Sequence[str],
+) -> None:
+    """Raises ValueError unless every option of a cross entropy is in its range."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"`reduction` is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}.")
+    check_outputs(outputs, CROSS_ENTROPY_OUTPUTS)
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"`label_smoothing` is {options.label_smoothing}; it must lie in [0, 1].")
+    check_transform(options.temperature, softcap=options.softcap)
+    if num_items is not None and reduction == "none":
+        raise ValueError("`num_items` is given with reduction='none', which divides by nothing; use 'sum' or 'mean'.")
+    check_num_items(num_items)
+
+
+@torch.no_grad()
+def checked_class_weights(
+    weights: torch.Tensor | None,
+    vocab_size: int,
+    like: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    average: bool,
+) -> torch.Tensor | None:
+    """`weights` as a contiguous tensor of the computing dtype; for an `average`, divided by their mean over the labels.
+
+    Raises:
+        ValueError: If its shape is not ``(vocab_size,)``, its dtype not floating, or its device another one.
+    """
+    if weights is None:
+        return None
+    if weights.shape != (vocab_size,) or not weights.is_floating_point():
+        raise ValueError(
+            f"`class_weights` has shape {tuple(weights.shape)} and dtype {weights.dtype}; "
+            f"it must be a floating tensor of shape ({vocab_size},)."
+        )
+    if weights.device != like.device:
+        raise ValueError(f"`class_weights` is on {weights.device} but the logits on {like.device}; move it there.")
+    weights = weights.to(compute_dtype(like)).contiguous()
+    if not average:
+        return weights
+    valid = target != ignore_index
+    total = torch.where(valid, weights[target.clamp(0, vocab_size - 1)], 0.0).sum()
+    return torch.where(total == 0, 0.0, weights * (valid.sum() / total))
+
+
+@torch.no_grad()
+def inverse_normalizer(
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """1 / normaliser as a 0-d tensor on the device of `target`, 0 if the normaliser is 0; nothing is synchronised."""
+    one = torch.ones((), dtype=dtype, device=target.device)
+    if isinstance(num_items, torch.Tensor):
+        if num_items.device.type != "cpu" and num_items.device != target.device:
+            num_items = num_items.to(target.device, non_blocking=True)
+        # A 0-d CPU tensor enters a device operation by value, without a copy that would wait.
+        total = one * num_items.reshape(())
+    elif num_items is not None:
+        total = one * num_items
+    elif reduction == "mean":
+        total = (target != ignore_index).sum().to(dtype)
+    else:
+        return one
+    return torch.where(total == 0, 0.0, 1.0 / total)
