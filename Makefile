@@ -3,6 +3,7 @@
 # make test:       environment, installation, and every check
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
+# make compat:     the parity tests with the oldest and newest allowed libraries
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
@@ -14,10 +15,10 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter docs peers tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter docs peers compat tables clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -56,7 +57,7 @@ interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.
 LIGER_ARCHIVE ?=
@@ -64,9 +65,15 @@ PEERS_FLAGS ?=
 peers: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers.run_liger $(if $(LIGER_ARCHIVE),--archive $(LIGER_ARCHIVE)) $(PEERS_FLAGS)
 
+# The parity tests with the oldest and the newest allowed torch, transformers, TRL, PEFT and accelerate.
+# COMPAT_FLAGS="--versions oldest --reuse --libraries transformers trl peft accelerate" leaves torch and the rest as they are.
+COMPAT_FLAGS ?=
+compat: $(VENV)/.installed-test
+	$(BIN)/python -m tests.compat.versions $(COMPAT_FLAGS)
+
 # Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
 tables: $(VENV)/.installed
 	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
 import statistics
@@ -255,12 +256,12 @@ def measure(
 
     # What takes longest to begin with comes last, should the time run out.
     for name in sorted(runners, key=lambda name: (name == "torch.compile", name != "liger_trainer")):
-        attempt(name, lambda name=name: warm_up(name))  # type: ignore[misc]
+        attempt(name, functools.partial(warm_up, name))
         device.empty_cache()
     truth.clear()
     device.empty_cache()
     for name in runners:
-        attempt(name, lambda name=name: memory(name))  # type: ignore[misc]
+        attempt(name, functools.partial(memory, name))
 
     samples: dict[str, list[list[float]]] = {name: [] for name in runners}
     matmuls: list[float] = []
@@ -281,7 +282,7 @@ def measure(
             break
         shuffle(order)
         for name in order:
-            attempt(name, lambda name=name: sample(name))  # type: ignore[misc]
+            attempt(name, functools.partial(sample, name))
         if case.floor.matmuls is not None:
             floor(None)
             matmuls += device.time(floor)

@@ -140,9 +140,10 @@ def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
     from liger_trainer import LigerDPOConfig, LigerDPOTrainer
 
-    base, config = (LigerDPOTrainer, LigerDPOConfig) if ours else (DPOTrainer, DPOConfig)
+    base: Any = LigerDPOTrainer if ours else DPOTrainer
+    config = LigerDPOConfig if ours else DPOConfig
 
-    class Tokenised(base):  # type: ignore[misc, valid-type]
+    class Tokenised(base):
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
@@ -159,10 +160,11 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
     from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
 
-    base, config = (LigerGRPOTrainer, LigerGRPOConfig) if ours else (GRPOTrainer, GRPOConfig)
+    base: Any = LigerGRPOTrainer if ours else GRPOTrainer
+    config = LigerGRPOConfig if ours else GRPOConfig
     task, vocab = setup.task, setup.model.config.vocab_size
 
-    class Completed(base):  # type: ignore[misc, valid-type]
+    class Completed(base):
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
             return completions(task, vocab, self._step, self.accelerator.device)
 

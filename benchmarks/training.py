@@ -48,10 +48,19 @@ def run_provider(
 
 
 def _record(task: Task, provider: str) -> TrainingRecord:
-    sizes = (task.model, task.layers, task.trainer, task.batch, task.length, task.checkpointing)
-    config = Path(task.accelerate_config).stem
-    how = {"lora": task.lora, "quantize": task.quantize, "gpus": task.gpus, "accelerate_config": config}
-    return TrainingRecord(*sizes, provider, **how)
+    return TrainingRecord(
+        task.model,
+        task.layers,
+        task.trainer,
+        task.batch,
+        task.length,
+        task.checkpointing,
+        provider,
+        lora=task.lora,
+        gpus=task.gpus,
+        accelerate_config=Path(task.accelerate_config).stem,
+        quantize=task.quantize,
+    )
 
 
 def above_weights(record: TrainingRecord) -> float | None:

@@ -60,8 +60,8 @@ def flops_per_token(model: nn.Module) -> float:
         model: The model before it is sharded.
     """
     share = _expert_share(model)
-    embedding = _input_embedding_weight(model)
-    tied = embedding is not None and embedding is _output_embedding_weight(model)
+    embedding = _weight(model, "get_input_embeddings")
+    tied = embedding is not None and embedding is _weight(model, "get_output_embeddings")
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is embedding and not tied:
@@ -78,14 +78,6 @@ def _expert_share(model: nn.Module) -> float:
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     return chosen / experts if experts and chosen else 1.0
-
-
-def _input_embedding_weight(model: nn.Module) -> nn.Parameter | None:
-    return _weight(model, "get_input_embeddings")
-
-
-def _output_embedding_weight(model: nn.Module) -> nn.Parameter | None:
-    return _weight(model, "get_output_embeddings")
 
 
 def _weight(model: nn.Module, getter: str) -> nn.Parameter | None:

@@ -46,6 +46,13 @@ def errors(results, truth):
     return [((a.double() - b.double()).norm() / (b.double().norm() + 1e-30)).item() for a, b in zip(results, truth)]
 
 
+def assert_no_worse(ours, eager, exact, factor=1.1):
+    """Our results have the dtypes of eager's, and are at most `factor` times as far from the exact ones."""
+    for mine, theirs, right in zip(ours, eager, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - right).norm() <= factor * (theirs - right).norm()
+
+
 def assert_as_accurate(function, reference, tensors, upstream=None, **options):
     """`function` is no further from float64 than the eager reference is (1.1 x, and 3e-7 for fp32's order of sums).
 

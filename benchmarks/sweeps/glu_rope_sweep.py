@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.mlp import gated_activation as _gated_kernels
+from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.rope import rope_kernel as _rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
@@ -110,14 +110,15 @@ def sweep_rope(timer: Timer, top: int) -> None:
         cos, sin = torch.randn(2, 1, seq, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
         outputs = torch.empty_like(q), torch.empty_like(k)
         last = [q[-1:].double().requires_grad_(), k[-1:].double().requires_grad_()]
-        rotated = rope_reference(*last, cos.double(), sin.double(), unsqueeze_dim=2)
+        rotated = rope_reference(last[0], last[1], cos.double(), sin.double(), unsqueeze_dim=2)
         transposed = torch.autograd.grad(rotated, last, [x.detach() for x in last])
         current = _rope_kernel.launch_config(max(q_heads, k_heads), dim // 2)
         _rope_kernel.launch(q, k, cos, sin, *outputs, True, current)
         check(f"rope {name} backward", outputs, transposed)
 
         def launch(config: tuple, tensors: Outputs = (q, k, cos, sin, *outputs)) -> None:
-            _rope_kernel.launch(*tensors, False, config)
+            q, k, cos, sin, q_out, k_out = tensors
+            _rope_kernel.launch(q, k, cos, sin, q_out, k_out, False, config)
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]
@@ -136,16 +137,16 @@ def sweep_gated(timer: Timer, top: int) -> None:
         exact = act(last[0]) * last[1]
         gradients = torch.autograd.grad(exact, last, dh[-64:].double())
         for direction, run, arguments, outputs, right in (
-            ("forward", _gated_kernels.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
-            ("backward", _gated_kernels.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
+            ("forward", gated_activation.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
+            ("backward", gated_activation.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
         ):
 
             def launch(config: tuple, run: Callable = run, arguments: tuple = (*arguments, activation)) -> None:
-                with mock.patch.object(_gated_kernels, "launch_config", return_value=config):
+                with mock.patch.object(gated_activation, "launch_config", return_value=config):
                     run(*arguments, scalars(), False)
 
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
-            current = _gated_kernels.launch_config(2)
+            current = gated_activation.launch_config(2)
             moved = 2 * rows * cols * (3 if direction == "forward" else 5)
             sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, timer, top)
 

@@ -17,7 +17,7 @@ from liger_trainer.plan.shapes import read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
-from liger_trainer.recipe.values import check_values
+from liger_trainer.recipe.load import check_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -106,8 +106,8 @@ def read_inputs(
 
 
 def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
-    from liger_trainer.configs.recipe_arguments import RecipeArguments
-    from liger_trainer.recipe.model_config import check_causal, make_config, published_config, read_config
+    from liger_trainer.recipe.model import check_causal, make_config, published_config, read_config
+    from liger_trainer.recipe.schema import RecipeArguments
 
     name, settings = values["model_name_or_path"], values["model_config"]
     if (name is None) == (settings is None):
@@ -132,7 +132,7 @@ def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
 
 
 def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
-    from liger_trainer.recipe.model import check_expert_count
+    from liger_trainer.recipe.experts import check_expert_count
 
     size = values["expert_parallel_size"] or 1
     if size == 1:
@@ -154,7 +154,7 @@ def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source
 
 def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
     """Experts that `expert_parallel_size` may split: what a recipe is refused with is not proposed."""
-    from liger_trainer.recipe.model import can_split_experts, count_experts
+    from liger_trainer.recipe.experts import can_split_experts, count_experts
 
     return count_experts(config) if can_split_experts(config) and split_obstacle(values) is None else 0
 
@@ -164,7 +164,7 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     import torch
     from trl import ModelConfig, get_peft_config
 
-    from liger_trainer.recipe.model_config import model_class
+    from liger_trainer.recipe.model import model_class
 
     dtype = values["dtype"]
     if dtype in (None, "auto"):
@@ -263,7 +263,7 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
     from liger_trainer.plan.optimizers import is_known
-    from liger_trainer.recipe.model_config import published_config
+    from liger_trainer.recipe.model import published_config
 
     notes = []
     name = values["model_name_or_path"]

@@ -1,4 +1,4 @@
-"""The activation's kernels that add adapters' products, against float64: ranks, strides, tiles that are not full."""
+"""The activations' kernels that add adapters' products: against float64 (ranks, strides, partial tiles), compiled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from liger_trainer.kernels.lora import lora_gated_kernels as kernels
 from liger_trainer.kernels.lora.lora_gated_kernels import LowRank
 from tests.accuracy import seeded_randn
+from tests.aot import TARGETS, compile_launch, recorded_launches
 
 ROWS, COLUMNS = 70, 75
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def several_tiles_a_program(monkeypatch):
     for name in ("_FORWARD", "_BACKWARD"):
         monkeypatch.setattr(kernels, name, kernels.LaunchConfig(16, 32, 4, 3, 1))
@@ -49,6 +50,8 @@ def truth(dh, gate, up, updates, limit):
     return h.detach(), *torch.autograd.grad(h, (gate, up), dh)
 
 
+@pytest.mark.kernel
+@pytest.mark.usefixtures("several_tiles_a_program")
 @pytest.mark.parametrize("rows", [0, 1, 16, ROWS])
 @pytest.mark.parametrize(
     "ranks", [(3, 3, 3), (16, None, 2), (None, 5, None), (None, None, None), (128, 40, 128)], ids=str
@@ -69,9 +72,43 @@ def test_against_float64(dtype, ranks, rows, device):
         torch.testing.assert_close(result, expected, **close)
 
 
+@pytest.mark.kernel
+@pytest.mark.usefixtures("several_tiles_a_program")
 def test_nothing_is_written_beside_the_columns(device):
     whole = [torch.full((ROWS, COLUMNS + 5), 7.0, device=device) for _ in range(3)]
     dh, gate, up = (each[:, :COLUMNS] for each in whole)
     kernels.launch_backward(dh, gate, up, [low_rank(ROWS, 3, 0, torch.float32, device), None, None], "silu", math.inf)
     assert all((each[:, COLUMNS:] == 7).all() for each in whole)
     assert not any((each == 7).any() for each in (dh, gate, up))
+
+
+def launches_of(dtype, rank):
+    """A forward's and a backward's, on tensors that take no memory."""
+    dh, gate, up = (torch.empty(1, dtype=dtype).expand(8192, 1024) for _ in range(3))
+    z = torch.empty(1, dtype=dtype).expand(8192, rank)
+    updates = [LowRank(z, torch.empty(1024, rank).T, 2.0) for _ in range(2)]
+    updates.append(LowRank(z, torch.empty(rank, 1024), 1.0))
+    with recorded_launches() as launches:
+        kernels.launch_forward(gate, up, dh, updates[:2], "silu", math.inf)
+        kernels.launch_backward(dh, gate, up, updates, "silu", math.inf)
+    return launches
+
+
+# 99 KB is what the smallest of NVIDIA's cards give a block, 64 what AMD's do.
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", [16, kernels.MAX_RANK])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiles_ahead_of_time(target, rank, dtype):
+    for launch in launches_of(dtype, rank):
+        shared = compile_launch(launch, target).metadata.shared
+        assert shared <= (64 if target.startswith("gfx") else 99) * 1024
+
+
+def test_compiles_without_adapters():
+    """What an update that is not there stands in for is not read: no multiplication is left."""
+    tensors = [torch.empty(1, dtype=torch.bfloat16).expand(8192, 1024) for _ in range(3)]
+    with recorded_launches() as launches:
+        kernels.launch_backward(*tensors, [None, None, None], "silu", math.inf)
+    (launch,) = launches
+    compiled = compile_launch(launch, "sm_90")
+    assert "mma" not in compiled.asm["ptx"]

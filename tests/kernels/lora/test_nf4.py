@@ -1,4 +1,4 @@
-"""nf4_dequantize and products with matrices in 4 bits: bitsandbytes' bits, one buffer, gradients, errors, schemas."""
+"""Matrices in 4 bits and their products: bitsandbytes' bits, one buffer, gradients, errors, compilation."""
 
 from __future__ import annotations
 
@@ -10,29 +10,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.functional import LoRA, LoRALayer, NestedAbsmax, NF4Weight, lora_linear, lora_linears, nf4_dequantize
 from liger_trainer.kernels.lora import nf4
-from liger_trainer.kernels.lora import nf4_matmul as matmul
 from liger_trainer.kernels.lora.lora import lora_linears_reference
 from liger_trainer.kernels.lora.lora_mlp import lora_mlp, lora_mlp_reference
+from liger_trainer.kernels.lora.nf4 import nf4_dequantize_reference
 from tests import aot
-from tests.quantised import matrix
+from tests.quantised import library, matrix, moved, random_weight
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-    matmul.free_buffers()
-
-
-def random_weight(rows, columns, nested=False, blocksize=64, quantised_scales=256):
-    """A matrix in 4 bits of random parts, without bitsandbytes."""
-    blocks = -(-rows * columns // blocksize)
-    packed, code = torch.randint(256, (-(-rows * columns // 2), 1), dtype=torch.uint8), torch.tensor(nf4.NF4_CODE)
-    if not nested:
-        return NF4Weight(packed, torch.rand(blocks), code, (rows, columns), blocksize)
-    scales = torch.rand(-(-blocks // quantised_scales))
-    inner = NestedAbsmax(torch.randn(256).sort().values, scales, torch.tensor(3.0), quantised_scales)
-    absmax = torch.randint(256, (blocks,), dtype=torch.uint8)
-    return NF4Weight(packed, absmax, code, (rows, columns), blocksize, inner)
+    nf4.free_buffers()
 
 
 def by_hand(weight):
@@ -67,6 +55,44 @@ def test_bit_for_bit_what_bitsandbytes_makes(quant_type, nested, blocksize, dtyp
     assert torch.equal(nf4_dequantize(weight, dtype), expected)
     assert nf4_dequantize(weight, out=out) is out
     assert torch.equal(out, expected)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "blocksize"), [((3, 64), 64), ((40, 96), 64), ((7, 33), 32), ((1, 1), 64), ((9, 1000), 4096)], ids=str
+)
+def test_the_bits_of_the_reference(shape, blocksize, nested, dtype, device):
+    torch.manual_seed(0)
+    weight = moved(random_weight(*shape, nested, blocksize, quantised_scales=4), device)
+    memory = torch.full((shape[0] * shape[1] + 8,), 7.0, dtype=dtype, device=device)
+    out = memory[:-8].view(shape)
+    assert nf4_dequantize(weight, out=out) is out
+    assert torch.equal(out, nf4_dequantize_reference(weight, dtype))
+    assert (memory[-8:] == 7).all()  # nothing is written behind it
+
+
+@pytest.mark.kernel
+def test_a_matrix_without_elements(device):
+    assert nf4_dequantize(moved(random_weight(0, 64), device)).shape == (0, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("shape", "blocksize"),
+    [((4096, 14336), 64), ((128, 64), 64), ((70, 33), 64), ((300, 200), 128), ((96, 4096), 4096)],
+    ids=str,
+)
+def test_bit_for_bit_what_bitsandbytes_makes_on_a_gpu(shape, blocksize, quant_type, nested, dtype, device):
+    library()
+    values = torch.randn(shape, device=device).to(dtype)
+    weight, expected = matrix(values, quant_type, nested, blocksize)
+    assert torch.equal(nf4_dequantize(weight, dtype), expected)
+    assert torch.equal(nf4_dequantize_reference(weight, dtype), expected)
 
 
 def test_the_values_of_nf4():
@@ -130,18 +156,18 @@ def test_one_buffer_of_the_largest_matrix():
     x, (a, b) = torch.randn(4, 16), adapters(24, 16, dtype=torch.float32)
     small, (c, d) = random_weight(8, 16), adapters(8, 16, dtype=torch.float32)
     first = lora_linear(x, random_weight(24, 16), None, a, b)
-    (buffer,) = matmul._buffers.values()
+    (buffer,) = nf4._buffers.values()
     memory = buffer.memory.data_ptr()
     before = first.detach().clone()
     lora_linear(x, small, None, c, d).sum().backward()
     first.sum().backward()
-    (buffer,) = matmul._buffers.values()
+    (buffer,) = nf4._buffers.values()
     assert (buffer.memory.numel(), buffer.memory.data_ptr()) == (24 * 16, memory)
     assert torch.equal(first, before)  # a result is none of the buffer
     lora_linear(x.bfloat16(), small, None, c, d)
-    assert {key[1] for key in matmul._buffers} == {torch.float32, torch.bfloat16}
-    matmul.free_buffers()
-    assert not matmul._buffers
+    assert {key[1] for key in nf4._buffers} == {torch.float32, torch.bfloat16}
+    nf4.free_buffers()
+    assert not nf4._buffers
 
 
 def test_a_stream_without_a_buffer(monkeypatch):
@@ -150,12 +176,12 @@ def test_a_stream_without_a_buffer(monkeypatch):
     weight = random_weight(24, 16)
     expected = lora_linear(x, weight, None, a, b)
     gradients = torch.autograd.grad(expected.sum(), (a, b))
-    (buffer,) = matmul._buffers.values()
+    (buffer,) = nf4._buffers.values()
     buffer.memory.fill_(7.0)
-    monkeypatch.setattr(matmul, "_has_buffer", lambda device: False)
+    monkeypatch.setattr(nf4, "_has_buffer", lambda device: False)
     y = lora_linear(x, weight, None, a, b)
     torch.testing.assert_close((y, *torch.autograd.grad(y.sum(), (a, b))), (expected, *gradients), rtol=0, atol=0)
-    assert list(matmul._buffers.values()) == [buffer]
+    assert list(nf4._buffers.values()) == [buffer]
     assert (buffer.memory == 7).all()
 
 
@@ -165,8 +191,8 @@ def test_streams_that_have_a_buffer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     for stream in (default, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        assert matmul._has_buffer(torch.device("cuda", 0)) == (stream is default)
-    assert matmul._has_buffer(torch.device("cpu"))
+        assert nf4._has_buffer(torch.device("cuda", 0)) == (stream is default)
+    assert nf4._has_buffer(torch.device("cpu"))
 
 
 def test_threads_do_not_write_over_each_other_s_matrices():
@@ -241,8 +267,8 @@ def test_bad_arguments_get_an_error_that_names_them(call, message):
 def test_opcheck(nested, bias):
     weight, x = random_weight(24, 16, nested), torch.randn(5, 16)
     given = (weight.packed, weight.statistics, weight.layout)
-    torch.library.opcheck(matmul._matmul_, (torch.zeros(5, 24), x, *given, bias, True, False))
-    torch.library.opcheck(matmul._matmul_, (torch.zeros(5, 16), torch.randn(5, 24), *given, None, False, True))
+    torch.library.opcheck(nf4._matmul_, (torch.zeros(5, 24), x, *given, bias, True, False))
+    torch.library.opcheck(nf4._matmul_, (torch.zeros(5, 16), torch.randn(5, 24), *given, None, False, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -259,3 +285,27 @@ def test_compiles_ahead_of_time(target, blocksize, nested, dtype):
     assert compiled.metadata.shared <= 64 * 1024
     if "ptx" in compiled.asm:  # scales are multiplied and added in two roundings
         assert "fma.rn.f32" not in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_training_steps_under_torch_compile(mode, device):
+    """CUDA graphs allow no memory of the buffers to be kept between calls."""
+    hidden, intermediate, rank = 256, 512, 8
+    layers, leaves = [], []
+    for rows, columns in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
+        a, b = (torch.randn(shape, device=device) / 16 for shape in ((rank, columns), (rows, rank)))
+        leaves += [a.requires_grad_(), b.requires_grad_()]
+        layers.append(LoRALayer(moved(random_weight(rows, columns), device), None, (LoRA(a, b, 0.5),)))
+
+    def loss(x):
+        return lora_mlp(x, *layers).float().square().mean()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, mode=mode, fullgraph=True)
+    for _ in range(4):  # warm-up, recording, replays
+        x = torch.randn(64, hidden, device=device).bfloat16()
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [each.clone() for each in torch.autograd.grad(compiled(x), leaves)]
+        for one, other in zip(got, torch.autograd.grad(loss(x), leaves)):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))

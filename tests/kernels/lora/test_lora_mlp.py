@@ -1,15 +1,16 @@
-"""lora_mlp and lora_down with the kernels: gradients, what is kept, fused projections, gradients on their own."""
+"""lora_mlp and lora_down: values and gradients, what is saved, fused projections; a real layer on a GPU."""
 
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.lora import lora_down as operators
+from liger_trainer.kernels.lora import lora_mlp as operators
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
 from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH
@@ -17,15 +18,15 @@ from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
-from tests.interpreter.test_nf4 import moved
-from tests.kernels.test_lora import kept
-from tests.kernels.test_nf4 import random_weight
+from tests.kernels.lora.test_lora import kept
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
+from tests.quantised import moved, random_weight
 
 HIDDEN, INTERMEDIATE = 16, 24
 SHAPES = [(2, 5, HIDDEN)]
 for out, width, rank in ((INTERMEDIATE, HIDDEN, 2), (INTERMEDIATE, HIDDEN, 3), (HIDDEN, INTERMEDIATE, 4)):
     SHAPES += [(out, width), (rank, width), (out, rank)]
+ACTIVATIONS = [{}, {"limit": 0.5}, {"activation": "tanh"}, {"activation": "none"}]
 
 
 def on_layers(mlp, masks=(None, None, None), **options):
@@ -44,7 +45,37 @@ def tensors(device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("options", [{}, {"limit": 0.5}, {"activation": "tanh"}, {"activation": "none"}], ids=str)
+@pytest.mark.parametrize("options", ACTIVATIONS, ids=str)
+def test_layers_with_biases_are_the_reference(options, masked):
+    x = seeded_randn(2, 5, HIDDEN, dtype=torch.float64).requires_grad_()
+    leaves, layers = [x], []
+    for seed, (out, width, rank) in enumerate(((24, 16, 2), (24, 16, 3), (16, 24, 4))):
+        shapes = (out, width), (out,), (rank, width), (out, rank)
+        w, bias, a, b = (
+            seeded_randn(*shape, seed=10 * seed + i, dtype=torch.float64, scale=0.5).requires_grad_()
+            for i, shape in enumerate(shapes)
+        )
+        mask = torch.rand(2, 5, width) < 0.7 if masked else None
+        leaves += [w, bias, a, b]
+        layers.append(LoRALayer(w, bias, (LoRA(a, b, 0.5, mask),)))
+    ours, expected = (mlp(x, *layers, **options) for mlp in (lora_mlp, lora_mlp_reference))
+    torch.testing.assert_close(ours, expected)
+    factors = torch.arange(ours.numel(), dtype=ours.dtype).cos().view(ours.shape)
+    got, right = (torch.autograd.grad((y * factors).square().sum(), leaves) for y in (ours, expected))
+    torch.testing.assert_close(got, right)
+
+
+def test_errors_name_the_argument():
+    x = torch.zeros(3, HIDDEN)
+    with pytest.raises(ValueError, match="`activation` is 'relu'"):
+        lora_down(x, x, LoRALayer(torch.zeros(8, HIDDEN)), "relu")
+    with pytest.raises(ValueError, match=r"`limit` is 1\.0"):
+        lora_down(x, x, LoRALayer(torch.zeros(8, HIDDEN)), "tanh", limit=1.0)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_accurate_as_eager(dtype, options, masked, device):
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +98,7 @@ def test_as_accurate_as_eager(dtype, options, masked, device):
     assert error(ours) <= 1.1 * error(eager)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("needed", range(len(SHAPES)))
 def test_every_gradient_on_its_own(needed, device):
     leaves = tensors(device)
@@ -79,6 +111,7 @@ def test_every_gradient_on_its_own(needed, device):
 NAMES = [f"{layer}_{parameter}" for layer in ("gate", "up", "down") for parameter in "wab"]
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("index", range(1, len(SHAPES)), ids=NAMES)
 def test_parameters_of_another_size(index, device):
     """None is read past its end: an A and a B whose ranks or features do not fit are told."""
@@ -89,6 +122,7 @@ def test_parameters_of_another_size(index, device):
             on_layers(lora_mlp)(*parameters)
 
 
+@pytest.mark.kernel
 def test_the_product_is_not_kept(device):
     half = torch.bfloat16
     leaves = [leaf.requires_grad_(len(leaf) < 5) for leaf in tensors(device, half)]  # x and A
@@ -99,6 +133,7 @@ def test_the_product_is_not_kept(device):
     assert [each for each in ours if 0 not in each[0]] == [z, ((2, 5, HIDDEN), half), gate_or_up, gate_or_up, stacked_a]
 
 
+@pytest.mark.kernel
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     """Its recomputation ends where all is back that was saved, as it does with the linear layer of torch."""
     calls, native = [], operators.lora_down_product
@@ -118,6 +153,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.kernel
 def test_a_fused_projection_and_a_kept_graph(device):
     gate_up = seeded_randn(2, 5, 2 * INTERMEDIATE, device=device).requires_grad_()
     w, a, b = tensors(device)[-3:]
@@ -130,6 +166,7 @@ def test_a_fused_projection_and_a_kept_graph(device):
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (gate_up, a), retain_graph=keep), expected)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize("pending", [False, True])
 def test_opcheck(pending, four_bits, device):
@@ -155,6 +192,7 @@ def test_opcheck(pending, four_bits, device):
     torch.library.opcheck(operators.lora_down_product, (stand_in, *operands))
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
 def test_patched_mlps_of_a_model(family, monkeypatch):
     """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
@@ -169,3 +207,77 @@ def test_patched_mlps_of_a_model(family, monkeypatch):
         bind_forward(mlp, gated_mlp_forward(argument, _NAMES[2 if family == "phi3" else 0], variant, False, True))
     assert_same(loss_and_gradients(model, batch), expected)
     assert len(calls) == len(mlps) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real layer on a GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+LAYER = types.SimpleNamespace(tokens=4096, hidden=2048, intermediate=5632, rank=16)
+
+
+def leaves(device, wide):
+    """x and, for each layer, a frozen W in bf16, and A and B in `wide`."""
+    widths = ((LAYER.hidden, LAYER.intermediate),) * 2 + ((LAYER.intermediate, LAYER.hidden),)
+    torch.manual_seed(0)
+
+    def randn(*shape, scale):
+        return (scale * torch.randn(shape, device=device)).bfloat16()
+
+    x, layers = randn(LAYER.tokens, LAYER.hidden, scale=1.0).requires_grad_(), []
+    for inputs, outputs in widths:
+        a, b = randn(LAYER.rank, inputs, scale=inputs**-0.5), randn(outputs, LAYER.rank, scale=0.1)
+        weight = randn(outputs, inputs, scale=inputs**-0.5)
+        layers.append([weight, *(each.to(wide).requires_grad_() for each in (a, b))])
+    return x, layers
+
+
+def peft_layer(x, weight, a, b):
+    base = F.linear(x, weight)
+    return (base + F.linear(F.linear(x.to(a.dtype), a), b) * 2.0).to(base.dtype)
+
+
+def peft_mlp(x, layers):
+    gate, up, down = layers
+    return peft_layer(F.silu(peft_layer(x, *gate)) * peft_layer(x, *up), *down)
+
+
+def ours_mlp(x, layers):
+    return lora_mlp(x, *(LoRALayer(w, None, (LoRA(a, b, 2.0),)) for w, a, b in layers))
+
+
+def gradients(function, x, layers, dy):
+    y = function(x, layers)
+    return [y.detach(), *torch.autograd.grad(y, [x, *(each for layer in layers for each in layer[1:])], dy)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+def test_the_mlp_rounds_no_worse(wide, device):
+    x, layers = leaves(device, wide)
+    dy = torch.randn(LAYER.tokens, LAYER.hidden, device=device).bfloat16()
+    exact_x = x.detach().double().requires_grad_()
+    exact_layers = [[each.detach().double().requires_grad_(each.requires_grad) for each in layer] for layer in layers]
+    truth = gradients(peft_mlp, exact_x, exact_layers, dy.double())
+    with torch.autocast(device, torch.bfloat16):
+        ours, eager = (gradients(function, x, layers, dy) for function in (ours_mlp, peft_mlp))
+    for index, (our, their, true) in enumerate(zip(ours, eager, truth)):
+        assert our.dtype == their.dtype
+        error, allowed = ((each.double() - true).norm() / true.norm() for each in (our, their))
+        assert error <= 1.1 * allowed, index
+
+
+@pytest.mark.gpu
+def test_the_mlp_keeps_no_copies(device):
+    x, layers = leaves(device, torch.float32)
+
+    def kept(function):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast(device, torch.bfloat16):
+            y = function(x, layers)
+        return torch.cuda.memory_allocated() - before - y.nbytes
+
+    gate_and_up, columns = 2 * LAYER.tokens * LAYER.intermediate * 2, 3 * LAYER.rank * LAYER.tokens * 2
+    assert kept(ours_mlp) <= gate_and_up + columns + 2**20
+    assert kept(peft_mlp) > 2 * gate_and_up
