@@ -1,8 +1,10 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
+# make fast:       the tests that see a fault in an operator's reference, the patching, a trainer or a recipe, in 90 s
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
+# make compat:     the parity tests with the oldest and newest allowed libraries
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
@@ -14,10 +16,10 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter docs peers tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat tables clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n 's/^# make/make/p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -40,6 +42,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 test: lint types docs unit interpreter
 
+# tests/fast.py says which.
+fast: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --fast tests
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,12 +57,21 @@ types: $(VENV)/.installed-test
 unit: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile tests
 
+# Branches of the product that the unit tests and the kernels under the interpreter take, here and in forked processes.
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet 'coverage>=7.10'
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m coverage run -m pytest -m kernel tests/kernels tests/interpreter
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
 interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/interpreter
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # LIGER_ARCHIVE is Liger's source distribution where it cannot be downloaded, PEERS_FLAGS goes to pytest.
 LIGER_ARCHIVE ?=
@@ -64,9 +79,15 @@ PEERS_FLAGS ?=
 peers: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers.run_liger $(if $(LIGER_ARCHIVE),--archive $(LIGER_ARCHIVE)) $(PEERS_FLAGS)
 
+# The parity tests with the oldest and the newest allowed torch, transformers, TRL, PEFT and accelerate.
+# COMPAT_FLAGS="--versions oldest --reuse --libraries transformers trl peft accelerate" leaves torch and the rest as they are.
+COMPAT_FLAGS ?=
+compat: $(VENV)/.installed-test
+	$(BIN)/python -m tests.compat.versions $(COMPAT_FLAGS)
+
 # Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
 tables: $(VENV)/.installed
 	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .coverage $(VENV) .venv-oldest .venv-newest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

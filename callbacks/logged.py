@@ -9,11 +9,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class LoggedMetricsCallback(TrainerCallback):
-    """Adds [`metrics`] to every training log, and [`summary`] to the last one.
+    """Adds [`metrics`] to every training log of the Trainer, and [`summary`] to the log at the end of a run.
 
-    `Trainer.log` hands one dictionary to all callbacks in turn, so numbers put into it reach every reporter that comes
+    `Trainer.log` passes one dictionary to all callbacks in turn, so numbers put into it reach every reporter that comes
     later. The Liger trainers put these callbacks first; with a stock `Trainer`, where callbacks given by the user come
     after the reporters, do the same with ``trainer.callback_handler.callbacks.insert(0, callback)``.
+
+    The numbers may be reduced over all processes. That is safe in the Trainer's own logs, which all processes make;
+    they hold a learning rate beside the loss. What a user logs with `Trainer.log`, perhaps on one process, is left
+    alone.
     """
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
@@ -35,7 +39,7 @@ class LoggedMetricsCallback(TrainerCallback):
         """Adds the numbers in place, and to the entry that `Trainer.log` has just put into the history."""
         if logs is None:
             return
-        if "loss" in logs:
+        if "loss" in logs and "learning_rate" in logs:
             extra = self.metrics(args, state)
         elif "train_runtime" in logs:
             extra = {f"train_{key}": value for key, value in self.summary(args, state).items()}

@@ -1,12 +1,13 @@
 """Reward functions for GRPO and RLOO, called as TRL calls them: with prompts, completions and every data column.
 
-Each takes plain completions (text) and conversational ones (a list of turns), and returns one number a completion, or
-None where there is nothing to judge by. In a recipe they are named ``"liger_trainer.rewards:accuracy"``; their keyword
-options are set there with ``reward_options``, and in Python with `functools.partial`.
+Each takes completions that are text or lists of turns, and returns one number for each, or None if the data holds no
+answer to compare with. A recipe names them as ``"liger_trainer.rewards:accuracy"`` and sets their keyword options with
+``reward_options``; in Python, use `functools.partial`. Functions of `trl.rewards` can be named in the same way.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -19,9 +20,9 @@ _TEX_FRACTION = r"\\[dt]?frac\s*(?:\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|\d\s*\d)"
 # A number in running text. A minus sign after a word or a bracket is a subtraction or a dash.
 _IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])[-\u2212])?\\?\$?(?:{_TEX_FRACTION}|(?:{_DIGITS})(?:/\d+)?)(?:\\?%)?")
 _NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<top>{_DIGITS})(?:/(?P<bottom>\d+))?)(?:e(?P<exponent>[-+]?\d{{1,3}}))?")
-_BRACE = re.compile(r"\\boxed\{|\\?[{}]")  # an escaped one is matched to be passed over
+_BRACE = re.compile(r"\\boxed\{|\\?[{}]")  # escaped braces are matched so that they are skipped
 _MARKED = re.compile(r"####\s*([^\n]+)")
-_LONGEST_NUMBER = 200  # characters; what a model writes is not to be trusted with the machine's memory
+_LONGEST_ANSWER = 200  # characters; a model may write a number that does not fit in memory
 
 
 def completion_text(completion: Completion) -> str:
@@ -29,7 +30,7 @@ def completion_text(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):  # content in parts, as multimodal models have it
+    if isinstance(content, list):  # a list of parts, as for multimodal models
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
 
@@ -40,21 +41,22 @@ def accuracy(
     answer: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""1 where the final answer of a completion is that of the data, else 0.
+    r"""1 for a completion whose final answer equals that of the data, else 0.
 
-    The final answer is what stands in the last ``\boxed{...}``, else after the last ``####``, else the last number.
-    Numbers are compared exactly, as fractions: ``1,000`` and ``1000.0``, ``1/2``, ``\frac{1}{2}`` and ``0.5``, ``$5``
-    and ``5`` are equal. Where only one of the two has a percent sign, ``50%`` is equal to ``0.5`` and to ``50``.
-    What is not a number is compared as text without spaces, case and ``$``.
+    The final answer is in the last ``\boxed{...}``, else after the last ``####``, else the last number. Numbers are
+    compared exactly, as fractions: ``1,000`` equals ``1000.0``; ``1/2``, ``\frac{1}{2}`` and ``0.5`` are equal, and so
+    are ``$5`` and ``5``. If only one of the two has a percent sign, ``50%`` equals both ``0.5`` and ``50``. Other
+    answers are equal if their text is, without spaces, case and ``$``, or if `trl.rewards.accuracy_reward` finds the
+    formulas equal. That needs math-verify; without it, only the text counts.
 
     Args:
         completions: Completions to judge.
         solution: Right answers, or worked solutions that end in one; a column of the data.
-        answer: The same under another name; used where there is no `solution`.
-        columns: The other columns, which are not used.
+        answer: The same under another name; used without `solution`.
+        columns: Other columns, which are ignored.
 
     Returns:
-        A reward for each completion; None where the data holds no answer.
+        A reward for each completion; None if the data holds no answer.
 
     Raises:
         ValueError: if the data has neither column.
@@ -76,14 +78,17 @@ def format(
     answer_tags: tuple[str, str] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """1 where a completion is thoughts between tags, once, and then an answer; else 0.
+    """1 for a completion that is thoughts between tags, once, and then an answer; else 0.
+
+    Unlike `trl.rewards.think_format_reward`, this needs thoughts and an answer that are not empty, and accepts a prompt
+    that has already opened the tag.
 
     Args:
         completions: Completions to judge.
-        prompts: Their prompts; one that ends in the opening tag has opened the thoughts already.
-        think_tags: What opens and closes the thoughts.
-        answer_tags: What opens and closes the answer; None takes any text after the thoughts.
-        columns: The columns of the data, which are not used.
+        prompts: Their prompts; a prompt that ends in the opening tag has opened the thoughts.
+        think_tags: Opening and closing tag of the thoughts.
+        answer_tags: Opening and closing tag of the answer; with None, any text after the thoughts is the answer.
+        columns: The columns of the data, which are ignored.
     """
     opening, closing = think_tags
     tags = [opening, closing, *(answer_tags or ())]
@@ -107,23 +112,28 @@ def length(
     most_tokens: int = 1024,
     **columns: Any,
 ) -> list[float]:
-    """0 for a completion of up to `free_tokens`, falling in a line to -1 at `most_tokens` and beyond.
+    """0 up to `free_tokens`, then falling linearly to -1 at `most_tokens` and beyond.
 
-    The soft overlong punishment of DAPO (https://huggingface.co/papers/2503.14476, equation 13).
+    The soft overlong punishment of DAPO (https://huggingface.co/papers/2503.14476, equation 13), from
+    `trl.rewards.get_soft_overlong_punishment`.
 
     Args:
         completions: Completions to judge.
-        completion_ids: Their tokens, which are counted.
-        free_tokens: Tokens that cost nothing.
-        most_tokens: Tokens from which on the penalty is whole; usually ``max_completion_length``.
-        columns: The columns of the data, which are not used.
+        completion_ids: Their tokens.
+        free_tokens: Largest number of tokens without a penalty.
+        most_tokens: Number of tokens at which the penalty reaches -1; usually ``max_completion_length``.
+        columns: The columns of the data, which are ignored.
 
     Raises:
         ValueError: if `most_tokens` is not larger than `free_tokens`.
     """
     if most_tokens <= free_tokens:
         raise ValueError(f"`most_tokens` is {most_tokens}; it must be larger than `free_tokens`, {free_tokens}.")
-    return [-min(max((len(ids) - free_tokens) / (most_tokens - free_tokens), 0.0), 1.0) for ids in completion_ids]
+    from trl.rewards import get_soft_overlong_punishment
+
+    punishment = get_soft_overlong_punishment(most_tokens, most_tokens - free_tokens)
+    rewards: list[float] = punishment(completion_ids)
+    return rewards
 
 
 def _judge(text: str, truth: str) -> float | None:
@@ -131,7 +141,9 @@ def _judge(text: str, truth: str) -> float | None:
     if not expected:
         return None
     expected_value = _value(expected)
-    if expected_value is None and _marked(truth) is None and len(expected.split()) > 3:  # a sentence, not an answer
+    if (
+        expected_value is None and _marked(truth) is None and len(expected.split()) > 3
+    ):  # a sentence that contains the answer
         numbers = _IN_TEXT.findall(expected)
         expected = numbers[-1] if numbers else expected
         expected_value = _value(expected)
@@ -143,7 +155,7 @@ def _judge(text: str, truth: str) -> float | None:
         given = numbers[-1]
     given_value = _value(given)
     if expected_value is None or given_value is None:
-        return float(_plain(given) == _plain(expected))
+        return float(_plain(given) == _plain(expected) or _same_formula(given, expected))
     if given_value == expected_value:
         return 1.0
     percents = [text.rstrip(" .}$").endswith("%") for text in (given, expected)]
@@ -151,9 +163,19 @@ def _judge(text: str, truth: str) -> float | None:
     return float(percents[0] != percents[1] and hundredfold)
 
 
+def _same_formula(given: str, expected: str) -> bool:
+    """Whether math-verify finds two formulas equal; False if it is not installed."""
+    if importlib.util.find_spec("math_verify") is None or max(len(given), len(expected)) > _LONGEST_ANSWER:
+        return False
+    from trl.rewards import accuracy_reward
+
+    completion = [{"role": "assistant", "content": rf"\boxed{{{given}}}"}]
+    return accuracy_reward([completion], [rf"\boxed{{{expected}}}"]) == [1.0]
+
+
 def _marked(text: str) -> str | None:
-    r"""What the last whole ``\boxed{...}`` holds, else what follows the last ``####``, else None."""
-    opened: list[tuple[int, bool]] = []  # where each brace that is open now starts, and whether it is a box's
+    r"""The content of the last complete ``\boxed{...}``, else the text after the last ``####``, else None."""
+    opened: list[tuple[int, bool]] = []  # start of each open brace, and whether it is a box
     box: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace[0] in ("{", "\\boxed{"):
@@ -169,8 +191,8 @@ def _marked(text: str) -> str | None:
 
 
 def _value(text: str) -> Fraction | None:
-    """The number `text` is, with a percent sign left out; None where it is something else."""
-    if len(text) > _LONGEST_NUMBER:
+    """`text` as a number, without a percent sign; None if it is not a number."""
+    if len(text) > _LONGEST_ANSWER:
         return None
     text = _plain(text).replace("\u2212", "-").replace("\\%", "").rstrip("%")
     text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
@@ -187,7 +209,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """`text` without case, spaces, dollar signs (of money and of formulas) and a full stop at its end."""
+    """`text` in lower case, without spaces, dollar signs (of money and of formulas) and a full stop at its end."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[,!;: ]|\\left(?![a-z])|\\right(?![a-z])|\\?\$|\s", "", text.replace("{,}", ","))
     return text.rstrip(".").casefold()

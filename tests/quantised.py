@@ -1,4 +1,4 @@
-"""Matrices and models that bitsandbytes has quantised, for tests that skip where it is not installed."""
+"""Matrices and models in 4 bits: quantised by bitsandbytes, or the test is skipped; and random ones without it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from liger_trainer.benchmarks.quantised import quantise
-from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight
+from liger_trainer.kernels.lora.nf4 import NF4_CODE, NestedAbsmax, NF4Weight
 
-__all__ = ["library", "matrix", "quantise"]
+__all__ = ["library", "matrix", "moved", "quantise", "random_weight"]
 
 
 def library() -> Any:
@@ -30,3 +30,24 @@ def matrix(
         inner = NestedAbsmax(state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize)
     weight = NF4Weight(packed, state.absmax, state.code, tuple(state.shape), blocksize, inner)
     return weight, functions.dequantize_4bit(packed, state)
+
+
+def random_weight(rows, columns, nested=False, blocksize=64, quantised_scales=256):
+    """A matrix in 4 bits of random parts, without bitsandbytes."""
+    blocks = -(-rows * columns // blocksize)
+    packed, code = torch.randint(256, (-(-rows * columns // 2), 1), dtype=torch.uint8), torch.tensor(NF4_CODE)
+    if not nested:
+        return NF4Weight(packed, torch.rand(blocks), code, (rows, columns), blocksize)
+    scales = torch.rand(-(-blocks // quantised_scales))
+    inner = NestedAbsmax(torch.randn(256).sort().values, scales, torch.tensor(3.0), quantised_scales)
+    absmax = torch.randint(256, (blocks,), dtype=torch.uint8)
+    return NF4Weight(packed, absmax, code, (rows, columns), blocksize, inner)
+
+
+def moved(weight, device):
+    """The matrix on another device."""
+    nested = weight.nested
+    if nested is not None:
+        nested = nested._replace(**{name: getattr(nested, name).to(device) for name in ("code", "absmax", "offset")})
+    parts = {name: getattr(weight, name).to(device) for name in ("packed", "absmax", "code")}
+    return weight._replace(**parts, nested=nested)

@@ -68,6 +68,43 @@ def test_only_the_command_line_imports_the_command_line():
                 assert not imported, path.relative_to(ROOT)
 
 
+def product_modules():
+    """Every module of the product by its name; the sweeps, which the wheel leaves out, too."""
+    files = [path for folder in ("liger_trainer", *FOLDERS) for path in (ROOT / folder).rglob("*.py")]
+    names = {}
+    for path in files:  # rglob does not follow the links in liger_trainer/
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "liger_trainer" else ("liger_trainer", *parts)
+        names[".".join(parts).removesuffix(".__init__")] = path
+    return names
+
+
+def imports(path, modules):
+    """The modules that a file imports, at its top, in a function, or for its types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.relative_to(ROOT)}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from (known for known in ([name] if name in modules else [node.module]) if known in modules)
+
+
+def test_imports_have_no_circle():
+    modules = product_modules()
+    after = {name: set(imports(path, modules)) - {name} for name, path in modules.items()}
+    assert len(after["liger_trainer.functional"]) > 10, "the imports are not found"
+    left = dict(after)
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in needs for needs in left.values())]:
+        for name in free:  # they import a circle and are no part of one
+            del left[name]
+    assert not left, f"in circles or between two: {sorted(left)}"
+
+
 def test_subpackages_come_from_the_source_tree():
     from liger_trainer.kernels import runtime
 

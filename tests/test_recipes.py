@@ -12,9 +12,9 @@ import yaml
 from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe.build import chat_template
 from liger_trainer.recipe.file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import check_model, model_kwargs
 from liger_trainer.recipe.run import run_recipe
-from liger_trainer.recipe.values import check_values
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -189,14 +189,14 @@ def test_trl_mixture_of_datasets(tmp_path):
         (
             "trainer: grpo\nuse_cpu: true\nexpert_parallel_size: 2\nuse_vllm: true",
             [],
-            "`expert_parallel_size` is 2 and `use_vllm` is true: TRL would hand vLLM the weights of one process",
+            "`expert_parallel_size` is 2 and `use_vllm` is true: TRL would give vLLM the weights of one process",
         ),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
         ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),
         ("trainer: sft\n\tmax_steps: 5", [], "mine.yaml is not valid YAML: line 2, column 1: "),
         ("trainer: sft\n\tmax_steps: 5", [], "Indent with spaces."),
-        ("max_steps: 5\nseed: 1\nmax_steps: 6", [], "line 3, column 1: the key `max_steps` stands there twice."),
-        ("model_config: {a: 1, a: 2}", [], "line 1, column 22: the key `a` stands there twice."),
+        ("max_steps: 5\nseed: 1\nmax_steps: 6", [], "line 3, column 1: the key `max_steps` appears twice."),
+        ("model_config: {a: 1, a: 2}", [], "line 1, column 22: the key `a` appears twice."),
     ],
 )
 def test_what_is_wrong_is_told_in_one_message(tmp_path, text, options, message):

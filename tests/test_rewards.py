@@ -82,6 +82,31 @@ def test_other_answers(completion, solution):
     assert time.perf_counter() - start < 2
 
 
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{\\sqrt{8}}", "\\boxed{2\\sqrt{2}}", 1.0),
+        ("\\boxed{\\sqrt{49}}", "7", 1.0),
+        ("\\boxed{x^2}", "\\boxed{x^3}", 0.0),
+        ("\\boxed{(2, 1)}", "(1, 2)", 0.0),
+        ("\\boxed{No}", "Yes", 0.0),
+    ],
+)
+def test_formulas_where_math_verify_is_installed(completion, solution, reward):
+    pytest.importorskip("math_verify")
+    assert rewards.accuracy([completion], solution=[solution]) == [reward]
+
+
+@pytest.mark.parametrize(("installed", "reward"), [(False, 0.0), (True, 1.0)])
+def test_formulas_go_to_trl_where_math_verify_is_installed(installed, reward, monkeypatch):
+    given = []
+    monkeypatch.setattr("trl.rewards.accuracy_reward", lambda *columns: given.append(columns) or [1.0])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    assert rewards.accuracy(["\\boxed{x+1}", "\\boxed{1+x}"], solution=["1+x", "1+x"]) == [reward, 1.0]
+    assert given == [([turn("\\boxed{x+1}")], ["\\boxed{1+x}"])] * installed
+
+
 @pytest.mark.parametrize("text", ["\\boxed{" * 3000, "1," * 50_000, "-" * 100_000, "\\frac" * 20_000, "#" * 100_000])
 def test_no_completion_takes_long(text):
     start = time.perf_counter()

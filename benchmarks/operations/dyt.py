@@ -11,8 +11,8 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider, r
 
 @operation("dyt")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    parameters = {"alpha": data.normal(1), "gamma": data.normal(model.hidden), "beta": data.normal(model.hidden)}
-    yield row_case(data, tokens, model.hidden, **parameters)
+    alpha, gamma, beta = (data.normal(size) for size in (1, model.hidden, model.hidden))
+    yield row_case(data, tokens, model.hidden, alpha=alpha, gamma=gamma, beta=beta)
 
 
 @provider("dyt", "torch")

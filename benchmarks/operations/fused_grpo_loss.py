@@ -1,6 +1,7 @@
 """GRPO over an LM head: DAPO's loss of completions of 1024 tokens, 900 of which count, with a KL penalty."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("fused_grpo_loss", tokens=16384)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """The head trained, and frozen; old and reference policy are a little off, and their log-probabilities known."""
+    """The head trained, and frozen; old and reference policy differ slightly, and their log-probabilities are given."""
     length = min(tokens // 2, 1024)
     samples = tokens // length
     hidden = data.normal(samples, length, model.hidden)
@@ -43,42 +44,45 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def log_probs(hidden: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    """Of each token."""
+    """Log-probabilities of each token."""
     logits = head_logits(hidden, weight)
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 def reduced(now: Tensor, mask: Tensor, advantages: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """The mean over the tokens that count."""
+    """The mean loss over the tokens of the mask."""
     return (loss(now, old, ref, advantages[:, None]) * mask).sum() / mask.sum()
 
 
+def from_log_probs(log_probs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The provider that takes its log-probabilities from `log_probs(hidden, weight, ids, **settings)`."""
+
+    def run(
+        hidden: Tensor,
+        weight: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        old_log_probs: Tensor,
+        ref_log_probs: Tensor,
+        **settings: Any,
+    ) -> Tensor:
+        now = log_probs(hidden, weight, completion_ids, **settings)
+        return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+
+    return run
+
+
 @provider("fused_grpo_loss", "torch")
-def eager(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
-) -> Tensor:
-    now = log_probs(hidden, completion_ids, weight)
-    return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+@from_log_probs
+def eager(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return log_probs(hidden, ids, weight)
 
 
 @reference("fused_grpo_loss")
-def exact(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
-) -> Tensor:
-    now = in_parts(log_probs, hidden, completion_ids, size=1, weight=weight)
-    return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+@from_log_probs
+def exact(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return in_parts(log_probs, hidden, ids, size=1, weight=weight)
 
 
 @provider("fused_grpo_loss", "liger-kernel")
@@ -98,41 +102,24 @@ def liger(
 
 
 @provider("fused_grpo_loss", "trl")
-def trl(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
-) -> Tensor:
+@from_log_probs
+def trl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    head = hidden.flatten(0, 1), weight, None, completion_ids.flatten()
-    now = ChunkedLogProbFunction.apply(*head, 1.0, 32768, None, 1.0, ("log_probs",))[0].view_as(completion_ids)
-    return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+    head = hidden.flatten(0, 1), weight, None, ids.flatten()
+    return ChunkedLogProbFunction.apply(*head, 1.0, 32768, None, 1.0, ("log_probs",))[0].view_as(ids)
 
 
 @provider("fused_grpo_loss", "liger_trainer", retain_logits_memory="4GiB")
 @provider("fused_grpo_loss", "liger_trainer")
-def ours(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
-    retain_logits_memory: str | None = None,
-) -> Tensor:
-    """What `LigerGRPOTrainer` runs: TRL's formula on log-probabilities that are computed without logits."""
+@from_log_probs
+def ours(hidden: Tensor, weight: Tensor, ids: Tensor, retain_logits_memory: str | None = None) -> Tensor:
+    """`LigerGRPOTrainer`'s way: TRL's formula on log-probabilities that are computed without building the logits."""
     from liger_trainer.configs.kernel_config import parse_bytes
     from liger_trainer.functional import linear_log_probs
 
-    kept = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
-    now = linear_log_probs(hidden, weight, completion_ids, retain_memory=kept)
-    return reduced(now, completion_mask, advantages, old_log_probs, ref_log_probs)
+    retained = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
+    return linear_log_probs(hidden, weight, ids, retain_memory=retained)
 
 
 @provider("fused_grpo_loss", "liger_trainer LigerFusedLinearGRPOLoss")
@@ -145,7 +132,7 @@ def fused(
     old_log_probs: Tensor,
     ref_log_probs: Tensor,
 ) -> Tensor:
-    """The loss for training loops of one's own: gradients in the forward, no logits computed again."""
+    """The loss for custom training loops: gradients are computed in the forward pass, without recomputing logits."""
     from liger_trainer.losses import LigerFusedLinearGRPOLoss
 
     policies = {"old_per_token_logps": old_log_probs, "ref_per_token_logps": ref_log_probs}

@@ -85,6 +85,13 @@ def ours(
 ) -> Tensor:
     from liger_trainer.functional import grpo_loss
 
-    policies = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
-    options = {"beta": 0.04, "reduction": "none", "inplace_backward": inplace_backward}
-    return grpo_loss(logits, completion_ids, advantages, **policies, **options).loss
+    return grpo_loss(
+        logits,
+        completion_ids,
+        advantages,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        beta=0.04,
+        reduction="none",
+        inplace_backward=inplace_backward,
+    ).loss

@@ -11,8 +11,8 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider, r
 
 @operation("layer_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    parameters = {"weight": data.normal(model.hidden), "bias": data.normal(model.hidden)}
-    yield row_case(data, tokens, model.hidden, **parameters, eps=1e-5)
+    weight, bias = data.normal(model.hidden), data.normal(model.hidden)
+    yield row_case(data, tokens, model.hidden, weight=weight, bias=bias, eps=1e-5)
 
 
 @provider("layer_norm", "torch")

@@ -1,6 +1,7 @@
 """LM heads + JSD: distillation of a teacher's head into a student's, mean over the tokens."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,8 +56,9 @@ def divergences(
 def exact(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float
 ) -> Tensor:
-    constant = {"student_weight": student_weight, "teacher_weight": teacher_weight, "beta": beta}
-    return in_parts(divergences, student_hidden, teacher_hidden, **constant).mean()
+    hiddens = student_hidden, teacher_hidden
+    weights = {"student_weight": student_weight, "teacher_weight": teacher_weight}
+    return in_parts(partial(divergences, beta=beta, **weights), *hiddens).mean()
 
 
 @provider("linear_jsd", "liger-kernel")

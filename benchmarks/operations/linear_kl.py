@@ -33,8 +33,8 @@ def divergences(
 
 @reference("linear_kl")
 def exact(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-    weights = {"student_weight": student_weight, "teacher_weight": teacher_weight}
-    return in_parts(divergences, student_hidden, teacher_hidden, **weights).mean()
+    hiddens = student_hidden, teacher_hidden
+    return in_parts(divergences, *hiddens, student_weight=student_weight, teacher_weight=teacher_weight).mean()
 
 
 @provider("linear_kl", "liger-kernel")

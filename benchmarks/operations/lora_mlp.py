@@ -36,39 +36,19 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 @provider("lora_mlp", "torch")
-def eager(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_a: Tensor,
-    gate_b: Tensor,
-    up_weight: Tensor,
-    up_a: Tensor,
-    up_b: Tensor,
-    down_weight: Tensor,
-    down_a: Tensor,
-    down_b: Tensor,
-) -> Tensor:
+def eager(x: Tensor, **parts: Tensor) -> Tensor:
+    def layer(x: Tensor, name: str) -> Tensor:
+        return adapted(x, parts[f"{name}_weight"], parts[f"{name}_a"], parts[f"{name}_b"])
+
     with autocast(x):
-        h = F.silu(adapted(x, gate_weight, gate_a, gate_b)) * adapted(x, up_weight, up_a, up_b)
-        return adapted(h, down_weight, down_a, down_b)
+        return layer(F.silu(layer(x, "gate")) * layer(x, "up"), "down")
 
 
 @provider("lora_mlp", "liger_trainer")
-def ours(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_a: Tensor,
-    gate_b: Tensor,
-    up_weight: Tensor,
-    up_a: Tensor,
-    up_b: Tensor,
-    down_weight: Tensor,
-    down_a: Tensor,
-    down_b: Tensor,
-) -> Tensor:
+def ours(x: Tensor, **parts: Tensor) -> Tensor:
     from liger_trainer.functional import LoRA, LoRALayer, lora_mlp
 
-    gate = LoRALayer(gate_weight, None, (LoRA(gate_a, gate_b, SCALING),))
-    up = LoRALayer(up_weight, None, (LoRA(up_a, up_b, SCALING),))
-    down = LoRALayer(down_weight, None, (LoRA(down_a, down_b, SCALING),))
-    return lora_mlp(x, gate, up, down)
+    def layer(name: str) -> LoRALayer:
+        return LoRALayer(parts[f"{name}_weight"], None, (LoRA(parts[f"{name}_a"], parts[f"{name}_b"], SCALING),))
+
+    return lora_mlp(x, layer("gate"), layer("up"), layer("down"))

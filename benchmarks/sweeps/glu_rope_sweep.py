@@ -110,14 +110,15 @@ def sweep_rope(timer: Timer, top: int) -> None:
         cos, sin = torch.randn(2, 1, seq, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
         outputs = torch.empty_like(q), torch.empty_like(k)
         last = [q[-1:].double().requires_grad_(), k[-1:].double().requires_grad_()]
-        rotated = rope_reference(*last, cos.double(), sin.double(), unsqueeze_dim=2)
+        rotated = rope_reference(last[0], last[1], cos.double(), sin.double(), unsqueeze_dim=2)
         transposed = torch.autograd.grad(rotated, last, [x.detach() for x in last])
         current = rope_kernel.launch_config(max(q_heads, k_heads), dim // 2)
         rope_kernel.launch(q, k, cos, sin, *outputs, True, current)
         check(f"rope {name} backward", outputs, transposed)
 
         def launch(config: tuple, tensors: Outputs = (q, k, cos, sin, *outputs)) -> None:
-            rope_kernel.launch(*tensors, False, config)
+            q, k, cos, sin, q_out, k_out = tensors
+            rope_kernel.launch(q, k, cos, sin, q_out, k_out, False, config)
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]

@@ -43,8 +43,8 @@ def milliseconds(launch: Callable[[], None]) -> float:
 
 def timed(launch: Callable[[], None], config: LaunchConfig) -> float:
     """Milliseconds, infinite where a multiprocessor has too little memory or too few registers."""
-    fixed = {"_FORWARD": config, "_BACKWARD": config, "_fitting": lambda given, *_: given}
-    with mock.patch.multiple(kernels, **fixed):
+    fitting = mock.Mock(side_effect=lambda given, *_: given)
+    with mock.patch.multiple(kernels, _FORWARD=config, _BACKWARD=config, _fitting=fitting):
         try:
             return milliseconds(launch)
         except OutOfResources:

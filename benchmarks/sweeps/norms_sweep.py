@@ -83,7 +83,8 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
     ops = torch.ops.liger_trainer
     total = x + other if kind == "add" else x
     leaves = [tensor.float().requires_grad_() for tensor in (total, weight, bias)]
-    y = layer_norm_reference(*leaves) if kind == "ln" else rms_norm_reference(*leaves[:2])
+    x32, weight32, bias32 = leaves
+    y = layer_norm_reference(x32, weight32, bias32) if kind == "ln" else rms_norm_reference(x32, weight32)
     truth = [y.detach(), *torch.autograd.grad(y, leaves[: 3 if kind == "ln" else 2], dy.float())]
     if kind == "add":
         truth[1] = truth[1] + other.float()

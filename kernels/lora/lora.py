@@ -1,37 +1,41 @@
-"""Linear layers with low-rank adapters (LoRA, arXiv 2106.09685), alone and in a gated MLP, with backwards by hand.
+"""Linear layers with low-rank adapters (LoRA, arXiv 2106.09685) on one input, as one operator.
 
     y = x @ W^T + b + s (m * x) @ A^T @ B^T
 
-Layers of one input share the thin product with their A, and the gradient of the input is summed by the matmuls. x is
-kept once, in its own dtype, whatever that of the adapters; formulas and what is saved are in `_lora_products`. Where W
-is frozen neither its gradient nor, in an MLP, the product in front of the down projection is kept for the backward.
+Layers of one input share the thin product with their A, and the matmuls sum the gradient of the input; the formulas are
+in `lora_products.py`. Saved for backward: x, in its own dtype, and z = x @ A^T, a few columns; masks where there is
+dropout. Eager code saves x once more in the adapters' dtype, usually fp32. Frozen weights cost no gradient.
 
-W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each make it floating for their product, in a buffer
-that all such products share.
+W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each dequantize it for their product, into a buffer
+that all such products share, and save only the 4 bits.
+
+The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters.
+`statistics` and `layouts` are the remaining parts of weights in 4 bits (`flat_weights`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.lora import lora_linears as operators
-from liger_trainer.kernels.lora.base_weights import flat_weights
+from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.lora import lora_products as products
+from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 
 
 class LoRA(NamedTuple):
-    """One adapter.
+    """A low-rank adapter.
 
     Args:
         a: A, (rank, in_features), of any floating dtype.
-        b: B, (out_features, rank).
-        scaling: s; with dropout, 1 / (1 - p) is to be part of it.
-        mask: Which elements of the input the adapter sees, booleans of the input's shape; None for all.
+        b: B, (out_features, rank), of any floating dtype.
+        scaling: s, the factor of the product. With dropout it must contain the 1 / (1 - p).
+        mask: Which elements of the input dropout leaves to the adapter, booleans of the input's shape; None for all.
     """
 
     a: torch.Tensor
@@ -44,14 +48,161 @@ class LoRALayer(NamedTuple):
     """A linear layer with adapters.
 
     Args:
-        weight: W, (out_features, in_features), floating or in 4 bits.
+        weight: W, (out_features, in_features), floating point or in 4 bits.
         bias: (out_features,), or None.
-        adapters: Its adapters, whose products are added; may be empty.
+        adapters: Adapters whose products are added; may be empty.
     """
 
     weight: torch.Tensor | NF4Weight
     bias: torch.Tensor | None = None
     adapters: Sequence[LoRA] = ()
+
+
+def _at_places(tensors: Sequence[torch.Tensor], present: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The `tensors` in order at the places where `present` is true, and None elsewhere."""
+    remaining = iter(tensors)
+    return [next(remaining) if has else None for has in present]
+
+
+@torch.library.custom_op("liger_trainer::lora_linears", mutates_args=())
+def _lora_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
+    has_bias: Sequence[bool],
+    layers: Sequence[int],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The result of every layer and, last, z. It does not check its arguments.
+
+    `layers` is the index of each adapter's layer. `biases` and `masks` hold only those that exist, which `has_bias`
+    (for each layer) and `masked` (for each adapter) tell.
+    """
+    adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
+    rows = rows_of(x)
+    with torch.autocast(x.device.type, enabled=False):
+        z = products.project_down(rows, adapters)
+        results = []
+        bases = zip(weights_of(weights, statistics, layouts), _at_places(biases, has_bias))
+        for index, (weight, bias) in enumerate(bases):
+            y = products.project(rows, weight, bias, z, [each for each in adapters if each.layer == index])
+            results.append(y.view(*x.shape[:-1], weight.shape[0]))
+    return [*results, z]
+
+
+@_lora_linears.register_fake
+def _(x, weights, biases, lora_a, lora_b, masks, statistics, layouts, has_bias, layers, scalings, masked):
+    rank = sum(a.shape[0] for a in lora_a)
+    tokens = x.numel() // x.shape[-1]
+    widths = [weight.shape[0] for weight in weights_of(weights, statistics, layouts)]
+    return [*(x.new_empty((*x.shape[:-1], width)) for width in widths), x.new_empty((tokens, rank))]
+
+
+@torch.library.custom_op("liger_trainer::lora_linears_backward", mutates_args=())
+def _lora_linears_backward(
+    dy: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
+    has_bias: Sequence[bool],
+    layers: Sequence[int],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+    need_x: bool,
+    need_weights: Sequence[bool],
+    need_biases: Sequence[bool],
+    need_a: bool,
+    need_b: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients that are needed, in the order of the forward's arguments; those of all A as one matrix."""
+    adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
+    dy, rows, gradients = [rows_of(each) for each in dy], rows_of(x), []
+    with torch.autocast(x.device.type, enabled=False):
+        dz = products.low_rank_gradient(dy, adapters)
+        if need_x:
+            bases = weights_of(weights, statistics, layouts)
+            gradients.append(products.input_gradient(dy, bases, dz, adapters).view(x.shape))
+        for upstream, weight, needed in zip(dy, weights, need_weights):
+            if needed:
+                gradients.append(products.product(upstream, rows, weight.dtype))
+        with_bias = [upstream for upstream, has in zip(dy, has_bias) if has]
+        for upstream, bias, needed in zip(with_bias, biases, need_biases):
+            if needed:
+                gradients.append(upstream.sum(0, dtype=bias.dtype))
+        if need_a:
+            gradients.append(products.a_gradients(dz, rows, adapters))
+        gradients += [products.b_gradient(dy, z, each) for each, needed in zip(adapters, need_b) if needed]
+    return gradients
+
+
+@_lora_linears_backward.register_fake
+def _(
+    dy, x, z, weights, biases, lora_a, lora_b, masks, statistics, layouts, has_bias, layers, scalings, masked,
+    need_x, need_weights, need_biases, need_a, need_b,
+):  # fmt: skip
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format)] if need_x else []
+    gradients += [each.new_empty(each.shape) for each, needed in zip(weights, need_weights) if needed]
+    gradients += [each.new_empty(each.shape) for each, needed in zip(biases, need_biases) if needed]
+    if need_a:
+        gradients.append(lora_a[0].new_empty((z.shape[1], x.shape[-1]), dtype=products.widest(lora_a)))
+    return gradients + [each.new_empty(each.shape) for each, needed in zip(lora_b, need_b) if needed]
+
+
+refuse_second_derivative(_lora_linears_backward, "lora_linear, lora_linears and lora_mlp")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, biases, lora_a, lora_b, masks, ctx.statistics, ctx.layouts = inputs[:8]
+    ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked = inputs[8:]
+    # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
+    ctx.lengths = [len(each) for each in (weights, biases, lora_a, lora_b, masks)]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, output[-1], *weights, *biases, *lora_a, *lora_b, *masks)
+
+
+def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
+    x, z, *flat = ctx.saved_tensors
+    weights, biases, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
+    dx, dmasks, dstatistics = None, [None] * len(masks), [None] * len(ctx.statistics)
+    dweights, dbiases, da, db = (list[torch.Tensor | None]([None] * length) for length in ctx.lengths[:4])
+    if any(dy is not None for dy in gradients[:-1]):
+        dy = [
+            x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
+            for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.layouts))
+        ]
+        results = iter(
+            _lora_linears_backward(
+                *(dy, x, z, weights, biases, lora_a, lora_b, masks, ctx.statistics, ctx.layouts),
+                *(ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked),
+                *(need_x, need_weights, need_biases, any(need_a), need_b),
+            )
+        )
+        dx = next(results) if need_x else None
+        dweights = [next(results) if needed else None for needed in need_weights]
+        dbiases = [next(results) if needed else None for needed in need_biases]
+        if any(need_a):
+            da = split_rows(next(results), lora_a, need_a)
+        db = [next(results) if needed else None for needed in need_b]
+    # torch takes an empty list for no argument, so its gradient is an empty list and not None.
+    constants: list[list[None] | None]
+    constants = [None if each else [] for each in (ctx.layouts, ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked)]
+    return dx, dweights, dbiases, da, db, dmasks, dstatistics, *constants
+
+
+_lora_linears.register_autograd(_backward, setup_context=_setup_context)
 
 
 def lora_linear(
@@ -66,11 +217,11 @@ def lora_linear(
     """``linear(x, weight, bias) + scaling * linear(linear(mask * x, lora_a), lora_b)``.
 
     Args:
-        x: (..., in_features). All products are in its dtype; under autocast, in autocast's.
-        weight: (out_features, in_features). A frozen one costs no gradient; one in 4 bits has none.
+        x: (..., in_features). All products are in its dtype; under autocast, in that of autocast.
+        weight: (out_features, in_features). No gradient is computed for a frozen weight; one in 4 bits has none.
         bias: (out_features,), or None.
-        lora_a: (rank, in_features). Gradients are computed and returned in its dtype.
-        lora_b: (out_features, rank), likewise.
+        lora_a: (rank, in_features). Its gradient is computed and returned in its dtype.
+        lora_b: (out_features, rank). Its gradient is computed and returned in its dtype.
         scaling: See `LoRA`.
         mask: See `LoRA`.
 
@@ -106,13 +257,13 @@ def lora_linears(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Te
 
 
 def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple[torch.Tensor, ...]:
-    """`lora_linears` by its operator, also where no layer has an adapter: then only the sum for x is fused."""
+    """`lora_linears` by its operator, even if no layer has an adapter: then only the sum for dx is fused."""
     _check(x, layers)
     adapters = [(index, adapter) for index, layer in enumerate(layers) for adapter in layer.adapters]
-    memories, statistics, layouts = flat_weights([layer.weight for layer in layers])
-    *results, _ = operators.lora_linears(
+    tensors, statistics, layouts = flat_weights([layer.weight for layer in layers])
+    *results, _ = _lora_linears(
         x,
-        memories,
+        tensors,
         [layer.bias for layer in layers if layer.bias is not None],
         [adapter.a for _, adapter in adapters],
         [adapter.b for _, adapter in adapters],
@@ -144,7 +295,7 @@ def check_adapters(x: torch.Tensor, layer: LoRALayer) -> None:
         _check_shape("lora_b", b, x, layer.weight.shape[0], a.shape[0])
         if mask is not None and (mask.dtype != torch.bool or mask.numel() != x.numel()):
             raise ValueError(
-                f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each of `x`'s elements."
+                f"`mask` is {tuple(mask.shape)} {mask.dtype}; it must be booleans, one for each element of `x`."
             )
 
 
@@ -166,7 +317,7 @@ def _check_shape(name: str, tensor: torch.Tensor, x: torch.Tensor, *shape: int |
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; for an `x` of {tuple(x.shape)} on "
-            f"{x.device} it must be floating, ({wanted}), on the same device."
+            f"{x.device} it must be floating point, ({wanted}), on the same device."
         )
 
 
@@ -187,9 +338,8 @@ def lora_linears_reference(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tupl
     """`lora_linears` in plain torch, with a derivative of every order."""
     results = []
     for weight, bias, adapters in layers:
-        floating = isinstance(weight, torch.Tensor)
-        dense = weight.to(x.dtype) if floating else nf4_dequantize_reference(weight, x.dtype)
-        y = F.linear(x, dense, None if bias is None else bias.to(x.dtype))
+        dense = weight if isinstance(weight, torch.Tensor) else nf4_dequantize_reference(weight, x.dtype)
+        y = F.linear(x, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
         for a, b, scaling, mask in adapters:
             seen = x if mask is None else x * mask.view(x.shape)
             y = y + F.linear(F.linear(seen, a.to(x.dtype)), b.to(x.dtype)) * scaling

@@ -1,20 +1,21 @@
-"""The gated activations' Triton kernels for projections whose adapters' products are still to be added.
+"""Kernels of gated activations for projections to which the products of their adapters are still to be added.
 
-An adapter's product ``s z @ B^T`` has as many elements as the projection it belongs to, and few multiplications each. A
-matmul that adds it reads and writes them all once more; here each program has its tile in registers anyhow and adds
+An adapter's product ``s z @ B^T`` has as many elements as the projection it belongs to, but few multiplications for
+each. A matmul that adds it reads and writes them all once more; here each program has its tile in registers anyway and
+adds
 
     gate + s z_g @ B_g^T        up + s z_u @ B_u^T        and, in the backward,        dh + dz @ A
 
-by one small matmul over the rank, unrounded. A program walks down a block of columns: it loads the adapters' matrices
-once, and while it computes a tile the next are on their way. Otherwise as `_gated_kernels`, formulas in
-`_gated_activation`.
+by one small matmul over the rank, without rounding. A program walks down a block of columns: it loads the adapters'
+matrices once, and prefetches the next tiles while it computes one. The formulas are those of
+`kernels/mlp/gated_activation.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,12 +26,12 @@ MAX_RANK = 128
 
 
 class LowRank(NamedTuple):
-    """``scaling * z @ matrix``.
+    """The product ``scaling * z @ matrix``.
 
     Args:
-        z: (rows, rank), of the activations' dtype; columns are contiguous.
+        z: (rows, rank), in the dtype of the activations, with contiguous columns.
         matrix: (rank, cols), of any floating dtype and strides.
-        scaling: A factor.
+        scaling: The factor.
     """
 
     z: torch.Tensor
@@ -39,7 +40,7 @@ class LowRank(NamedTuple):
 
 
 class LaunchConfig(NamedTuple):
-    """How a kernel runs: its tile, warps, tiles on their way, and programs for each multiprocessor."""
+    """How a kernel runs: its tile, warps, prefetched tiles, and programs per multiprocessor."""
 
     block_rows: int
     block_cols: int
@@ -50,7 +51,9 @@ class LaunchConfig(NamedTuple):
 
 _FORWARD = LaunchConfig(16, 128, 4, 3, 16)
 _BACKWARD = LaunchConfig(16, 128, 4, 3, 16)  # measured on an H200, bf16, rank 16
-_MATRIX_BYTES = 8192  # of one adapter's matrix in one block of columns: three stay in shared memory beside the tiles
+_MATRIX_BYTES = (
+    8192  # of one adapter's matrix in one block of columns; three of them fit in shared memory beside the tiles
+)
 
 
 @triton.jit
@@ -62,7 +65,7 @@ def _tile(ptr, row_stride, rows, columns):
 def _load_matrix(
     z_ptr, m_ptr, m_row_stride, m_col_stride, scaling, columns, num_cols, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr
 ):
-    """``scaling * matrix`` in these columns, in the dtype of z."""
+    """These columns of ``scaling * matrix``, in the dtype of z."""
     ranks = tl.arange(0, BLOCK_RANK)
     mask = (ranks < RANK)[:, None] & (columns < num_cols)[None, :]
     matrix = tl.load(m_ptr + ranks[:, None] * m_row_stride + columns[None, :] * m_col_stride, mask=mask, other=0.0)
@@ -151,25 +154,25 @@ def _lora_gated_backward_kernel(
 
 
 def _block_rank(update: LowRank | None) -> int:
-    return max(16, next_power_of_2(update.matrix.shape[0])) if update else 16  # the least that a matmul takes
+    return max(16, next_power_of_2(update.matrix.shape[0])) if update else 16  # the smallest rank that tl.dot takes
 
 
-def _arguments(update: LowRank | None, stand_in: torch.Tensor) -> tuple:
-    """One update as the kernels take it; without one, nothing of `stand_in` is read."""
+def _arguments(update: LowRank | None, unused: torch.Tensor) -> tuple[torch.Tensor | int | float, ...]:
+    """The arguments of one update; without an update, the kernels get `unused` and do not read it."""
     if update is None:
-        return stand_in, stand_in, 0, 0, 0, 1.0, 0, _block_rank(None)
+        return unused, unused, 0, 0, 0, 1.0, 0, _block_rank(None)
     z, matrix, scaling = update
     return z, matrix, z.stride(0), *matrix.stride(), float(scaling), matrix.shape[0], _block_rank(update)
 
 
 def _fitting(config: LaunchConfig, updates: Sequence[LowRank | None], element_size: int) -> LaunchConfig:
-    """`config` with fewer columns where ranks or elements are larger."""
+    """`config` with fewer columns where ranks or elements are large."""
     columns = _MATRIX_BYTES // (element_size * max(map(_block_rank, updates)))
     return config._replace(block_cols=min(config.block_cols, columns))
 
 
 def _launch(
-    kernel,
+    kernel: Any,
     config: LaunchConfig,
     tensors: Sequence[torch.Tensor],
     updates: Sequence[LowRank | None],
@@ -207,7 +210,7 @@ def launch_forward(
     activation: str,
     limit: float,
 ) -> None:
-    """Writes `h` of (rows, columns) tensors; the updates are those of gate and of up."""
+    """Writes `h`; all tensors are (rows, columns), and the updates are those of gate and up."""
     _launch(_lora_gated_forward_kernel, _FORWARD, (gate, up, h), updates, activation, limit)
 
 
@@ -219,5 +222,5 @@ def launch_backward(
     activation: str,
     limit: float,
 ) -> None:
-    """Writes the gradients over `gate` and `up`, and h over `dh`; the updates are those of gate, of up and of dh."""
+    """Writes the gradients over `gate` and `up`, and h over `dh`; the updates are those of gate, up and dh."""
     _launch(_lora_gated_backward_kernel, _BACKWARD, (dh, gate, up), updates, activation, limit)

@@ -1,28 +1,37 @@
-"""A gated MLP whose projections have low-rank adapters, which does not keep the product behind its activation.
+"""A gated MLP whose projections have low-rank adapters, which does not save the input of its down projection.
 
 ::
 
-    gate, up = two layers of x (`lora`)            h = act(gate) * up            y = h @ W^T + b + s (h @ A^T) @ B^T
+    gate, up = two layers of x (`lora.py`)            h = act(gate) * up            y = h @ W^T + b + s (h @ A^T) @ B^T
 
-Of the down projection's gradients only those of the adapters (and dW, where W is trained) need h, which the elementwise
-pass of the backward builds again over dh, as in `gated_down`. Kept between forward and backward: x, gate and up. Eager
-code keeps, beside these, act(gate), h, and x and h once more in the adapters' dtype.
+Of the down projection's gradients only those of the adapters, and dW where W is trained, need h, which the elementwise
+pass of the backward recomputes over dh, as in `gated_down.py`. Saved for backward: x, gate and up. Eager code also
+saves act(gate), h, and x and h once more in the adapters' dtype.
 
-Where gate and up have one adapter each, or one of the two has, the adapters' products ``s z @ B^T`` are added by the
-elementwise kernels of forward and backward. That saves a pass over gate and one over up, and again where a checkpoint
-repeats them.
+Where gate and up have at most one adapter each, and at least one of them has, the adapters' products ``s z @ B^T`` are
+added by the elementwise kernels of forward and backward (`lora_gated_kernels.py`). That saves a pass over gate and one
+over up, and the same again where a checkpoint repeats them.
+
+The down projection is two operators, as in `gated_down.py`, so that a checkpoint only repeats the first::
+
+    placeholder = lora_down_save(gate, up, z, W, A, B)         dgate, dup, dz, dA, dB, dW, db = its backward, of dy
+    y           = lora_down_product(placeholder, gate, ...)    dy -> placeholder
+
+With `z`, gate and up do not contain their adapters' products: z holds the columns of gate's adapter, then those of
+up's, and `added_b` their B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.lora import lora_down as operators
-from liger_trainer.kernels.lora.base_weights import flat_weights
+from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.lora import lora_gated_kernels
+from liger_trainer.kernels.lora import lora_products as products
 from liger_trainer.kernels.lora.lora import (
     LoRA,
     LoRALayer,
@@ -31,12 +40,271 @@ from liger_trainer.kernels.lora.lora import (
     lora_linears_operator,
     lora_linears_reference,
 )
-from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK
+from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK, LowRank
+from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
+from liger_trainer.kernels.lora.nf4 import Weight
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_down import kernel_takes
+from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
 from liger_trainer.kernels.runtime import use_triton
+
+
+@torch.library.custom_op("liger_trainer::lora_down_save", mutates_args=())
+def lora_down_save(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    added_b: Sequence[torch.Tensor],
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
+    added_scalings: Sequence[float],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+    activation: str,
+    scalars: Sequence[float],
+    inplace_backward: bool,
+) -> torch.Tensor:
+    """A placeholder for y, whose gradient it turns into those of the operands. It does not check its arguments.
+
+    `up` is None where `gate` is a whole fused projection. `added_b` holds the B of gate, then of up, where they have an
+    adapter whose product is still to be added; `added_scalings` is a factor for each of the two, 0 without such an
+    adapter. `statistics` and `layouts` are those of a weight in 4 bits (`flat_weights`).
+    """
+    return _placeholder(gate, weight, statistics, layouts)
+
+
+@lora_down_save.register_fake
+def _(
+    gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts,
+    added_scalings, scalings, masked, activation, scalars, inplace_backward,
+):  # fmt: skip
+    return _placeholder(gate, weight, statistics, layouts)
+
+
+def _placeholder(
+    gate: torch.Tensor, weight: torch.Tensor, statistics: Sequence[torch.Tensor], layouts: Sequence[int]
+) -> torch.Tensor:
+    """Zeros of y's shape that share one element of memory."""
+    (base,) = weights_of([weight], statistics, layouts)
+    return gate.new_zeros(()).expand(*gate.shape[:-1], base.shape[0])
+
+
+@torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
+def lora_down_product(
+    placeholder: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    added_b: Sequence[torch.Tensor],
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor],
+    layouts: Sequence[int],
+    added_scalings: Sequence[float],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+    activation: str,
+    scalars: Sequence[float],
+) -> torch.Tensor:
+    """The result y of the down projection, whose gradient goes to `placeholder`."""
+    (base,) = weights_of([weight], statistics, layouts)
+    h = gated.empty_h(gate, up)
+    if z is not None and up is not None:
+        updates = _updates(z, added_b, added_scalings)
+        lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
+    elif h.numel():
+        gated.launch_forward(gate, up, h, activation, scalars, False)
+    adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
+    with torch.autocast(gate.device.type, enabled=False):
+        rows = rows_of(h)
+        y = products.project(rows, base, bias, products.project_down(rows, adapters), adapters)
+    return y.view(placeholder.shape)
+
+
+@lora_down_product.register_fake
+def _(
+    placeholder, gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts,
+    added_scalings, scalings, masked, activation, scalars,
+):  # fmt: skip
+    return gate.new_empty(placeholder.shape)
+
+
+def _setup_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.lengths = [len(each) for each in inputs[6:11]]  # added_b, lora_a, lora_b, masks and statistics
+
+
+def _backward_product(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    no_lists = ([None] * length for length in ctx.lengths)
+    return dy, None, None, None, None, None, *no_lists, None, None, None, None, None, None
+
+
+lora_down_product.register_autograd(_backward_product, setup_context=_setup_product)
+
+
+def _adapters(
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    scalings: Sequence[float],
+    masked: Sequence[bool],
+) -> list[products.Adapter]:
+    return products.adapters_of(lora_a, lora_b, masks, [0] * len(lora_a), scalings, masked)
+
+
+def _added(
+    added_b: Sequence[torch.Tensor], scalings: Sequence[float]
+) -> Iterator[tuple[torch.Tensor, slice, float] | None]:
+    """For gate, then for up: B of its adapter, its columns of z, and its factor; None without an adapter."""
+    remaining, start = iter(added_b), 0
+    for scaling in scalings:
+        if not scaling:
+            yield None
+            continue
+        b = next(remaining)
+        yield b, slice(start, start + b.shape[1]), scaling
+        start += b.shape[1]
+
+
+def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequence[float]) -> list[LowRank | None]:
+    """The products to be added to gate and to up."""
+    rows = rows_of(z)
+    return [each and LowRank(rows[:, each[1]], each[0].T, each[2]) for each in _added(added_b, scalings)]
+
+
+def _setup_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, ctx.statistics, ctx.layouts = inputs[:11]
+    ctx.added_scalings, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs[11:]
+    # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
+    ctx.options = activation, scalars, False
+    ctx.lengths = [len(each) for each in (added_b, lora_a, lora_b, masks)]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(gate, up, weight, z, *added_b, *lora_a, *lora_b, *masks)
+
+
+def _backward_save(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+    dgate: torch.Tensor | None = None
+    dup: torch.Tensor | None = None
+    dweight: torch.Tensor | None = None
+    dz: torch.Tensor | None = None
+    dbias: torch.Tensor | None = None
+    dadded, da, db, dmasks = (list[torch.Tensor | None]([None] * length) for length in ctx.lengths)
+    if dy is not None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
+        need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
+        gate, up, weight, z, *flat = ctx.saved_tensors
+        added_b, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
+        adapters = _adapters(lora_a, lora_b, masks, ctx.scalings, ctx.masked)
+        (base,) = weights_of([weight], ctx.statistics, ctx.layouts)
+        dy = rows_of(dy)
+        with torch.autocast(gate.device.type, enabled=False):
+            dlow = products.low_rank_gradient([dy], adapters)
+            need_h = need_weight or any(need_a) or any(need_b)
+            h: torch.Tensor | None
+            if z is not None:
+                dgate, dup, h = _gradients_with_updates(ctx, dy, base, dlow, adapters, gate, up, z, added_b)
+                dz, dadded = _gradients_of_updates(ctx, dgate, dup, z, added_b, need_added)
+            elif need_gate or need_up:
+                dh = products.input_gradient([dy], [base], dlow, adapters)
+                dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
+            else:
+                h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+            assert h is not None or not need_h
+            if h is not None and need_weight:
+                dweight = products.product(dy, h, weight.dtype)
+            if h is not None and any(need_a):
+                da = split_rows(products.a_gradients(dlow, h, adapters), lora_a, need_a)
+            if h is not None and any(need_b):
+                low = products.project_down(h, adapters)
+                db = [products.b_gradient([dy], low, each) if need else None for each, need in zip(adapters, need_b)]
+        dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
+    dstatistics = [None] * len(ctx.statistics)
+    gradients = dgate, dup, dweight, dbias, dz, dadded, da, db, dmasks, dstatistics
+    return *gradients, None, None, None, None, None, None, None
+
+
+def _gradients_with_updates(
+    ctx: Any,
+    dy: torch.Tensor,
+    weight: Weight,
+    dlow: torch.Tensor,
+    adapters: Sequence[products.Adapter],
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    z: torch.Tensor,
+    added_b: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, and h, where the elementwise kernel adds the adapters' products."""
+    low_rank = products.low_rank_input_gradient(dlow, adapters, lora_gated_kernels.MAX_RANK)
+    dh = products.input_gradient([dy], [weight], dlow, [] if low_rank else adapters)
+    overwrites = gated.overwrites_saved(ctx)
+    dgate, dup = gate.detach() if overwrites else gate.clone(), up.detach() if overwrites else up.clone()
+    factors = low_rank or (None, None)
+    _lora_gated_backward_(dh, dgate, dup, z, added_b, ctx.added_scalings, *factors, *ctx.options[:2])
+    return dgate, dup, dh
+
+
+@torch.library.custom_op("liger_trainer::lora_gated_backward_", mutates_args=("dh", "gate", "up"))
+def _lora_gated_backward_(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    z: torch.Tensor,
+    added_b: Sequence[torch.Tensor],
+    added_scalings: Sequence[float],
+    dlow: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    activation: str,
+    scalars: Sequence[float],
+) -> None:
+    """Overwrites gate and up with their gradients and dh with h, after adding ``dlow @ lora_a`` to dh."""
+    updates = _updates(z, added_b, added_scalings)
+    updates.append(None if dlow is None or lora_a is None else LowRank(dlow, lora_a, 1.0))
+
+    def launch(gate_rows: torch.Tensor, up_rows: torch.Tensor) -> None:
+        lora_gated_kernels.launch_backward(dh, gate_rows, up_rows, updates, activation, scalars[2])
+
+    gated.write_over(gate, up, launch)
+
+
+@_lora_gated_backward_.register_fake
+def _(dh, gate, up, z, added_b, added_scalings, dlow, lora_a, activation, scalars):
+    return None
+
+
+def _gradients_of_updates(
+    ctx: Any,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    z: torch.Tensor,
+    added_b: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The gradients of z and of the B of gate and up."""
+    rows, dz = rows_of(z), torch.empty_like(z)
+    gradients: list[torch.Tensor | None] = []
+    upstreams = [rows_of(dgate), rows_of(dup)]
+    for upstream, added in zip(upstreams, _added(added_b, ctx.added_scalings)):
+        if added is not None:
+            b, columns, scaling = added
+            out = rows_of(dz)[:, columns]
+            torch.addmm(out, upstream, b.to(z.dtype), beta=0, alpha=scaling, out=out)
+            need = needed[len(gradients)]
+            gradients.append(products.product(upstream, rows[:, columns], b.dtype, scaling) if need else None)
+    return dz, gradients
+
+
+lora_down_save.register_autograd(_backward_save, setup_context=_setup_save)
 
 
 def lora_down(
@@ -48,21 +316,21 @@ def lora_down(
     limit: float | None = None,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
-    """``act(gate) * up`` through a down projection with adapters, whose input is not kept but built again.
+    """``act(gate) * up`` through a down projection with adapters, whose input is recomputed instead of saved.
 
     Args:
         gate: (..., intermediate), or, with `up` None, a whole fused projection; see `swiglu_down`.
         up: Shaped as `gate`, or None.
-        down: The down projection. All products are in `gate`'s dtype, under autocast in autocast's; see `lora_linear`.
+        down: The down projection. All products are in `gate`'s dtype, under autocast in that of autocast.
         activation: ``"silu"``, or ``"tanh"`` or ``"none"`` for GELU with and without the approximation.
-        limit: See `swiglu`; for SiLU only.
+        limit: See `swiglu`; only for SiLU.
         inplace_backward: Let the backward write the gradients over `gate` and `up`; see `swiglu`.
 
     Returns:
         (..., hidden), in the dtype of the products.
 
     Raises:
-        ValueError: For another activation, a limit of GELU, or if shapes or devices do not fit.
+        ValueError: For another activation, for a limit with GELU, or if shapes or devices do not fit.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     name = _activation(activation, limit)
@@ -83,11 +351,12 @@ def _down(
     z: torch.Tensor | None = None,
     added: Sequence[LoRA | None] = (None, None),
 ) -> torch.Tensor:
+    """`lora_down` by its operators; `added` are the adapters of gate and up whose products are still to be added."""
     check_adapters(gate if up is not None else gate.detach().narrow(-1, 0, gate.shape[-1] // 2), down)
     adapters = down.adapters
-    (memory,), statistics, layouts = flat_weights([down.weight])
+    (tensor,), statistics, layouts = flat_weights([down.weight])
     operands = (
-        *(gate, up, memory, down.bias, z),
+        *(gate, up, tensor, down.bias, z),
         [adapter.b for adapter in added if adapter is not None],
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
@@ -98,7 +367,7 @@ def _down(
         [adapter.mask is not None for adapter in adapters],
         *(activation, gated.scalars(limit=limit)),
     )
-    return operators.lora_down_product(operators.lora_down_save(*operands, inplace_backward), *operands)
+    return lora_down_product(lora_down_save(*operands, inplace_backward), *operands)
 
 
 def lora_mlp(
@@ -110,10 +379,10 @@ def lora_mlp(
     *,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """``down(act(gate(x)) * up(x))`` of layers with adapters, each with or without.
+    """``down(act(gate(x)) * up(x))`` of linear layers, each with or without adapters.
 
     Args:
-        x: (..., hidden). All products are in its dtype; under autocast, in autocast's.
+        x: (..., hidden). All products are in its dtype; under autocast, in that of autocast.
         gate: The gate projection.
         up: The up projection.
         down: The down projection.
@@ -124,30 +393,30 @@ def lora_mlp(
         (..., hidden), in the dtype of the products.
 
     Raises:
-        ValueError: As `lora_down`.
+        ValueError: See `lora_down`.
         RuntimeError: In a backward of the backward.
     """
     x = as_autocast(x)
     if not _is_added_later(x, gate, up, down):
-        gated_by, multiplied = lora_linears(x, [gate, up])
-        return lora_down(gated_by, multiplied, down, activation, limit=limit, inplace_backward=True)
+        pre, multiplied = lora_linears(x, [gate, up])
+        return lora_down(pre, multiplied, down, activation, limit=limit, inplace_backward=True)
     name = _activation(activation, limit)
-    for layer in (gate, up):  # the operator below knows neither B, and the elementwise kernels no bounds but W's
+    for layer in (gate, up):  # the operator sees no B, and the elementwise kernels take the bounds of B from W
         check_adapters(x, layer)
     adapters = [next(iter(layer.adapters), None) for layer in (gate, up)]
     stacked = torch.cat([adapter.a for adapter in adapters if adapter is not None])
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
-    gated_by, multiplied, z = lora_linears_operator(x, layers)
-    kernel_takes(gated_by, multiplied, down.weight, down.bias, False)  # checks the shapes
-    return _down(gated_by, multiplied, down, name, limit, True, z, adapters)
+    pre, multiplied, z = lora_linears_operator(x, layers)
+    kernel_takes(pre, multiplied, down.weight, down.bias, False)  # checks the shapes
+    return _down(pre, multiplied, down, name, limit, True, z, adapters)
 
 
 def _is_added_later(x: torch.Tensor, gate: LoRALayer, up: LoRALayer, down: LoRALayer) -> bool:
-    """Whether the products of gate's and up's adapters are left to the elementwise kernels."""
+    """Whether the elementwise kernels add the products of gate's and up's adapters."""
     adapters = [*gate.adapters, *up.adapters]
     if not adapters or not down.adapters or max(len(gate.adapters), len(up.adapters)) > 1:
         return False
-    # A factor of 0 says that there is no adapter.
+    # A factor of 0 would mean that there is no adapter.
     plain = all(each.mask is None and each.scaling and each.a.shape[0] <= MAX_RANK for each in adapters)
     return plain and use_triton(x)
 
@@ -163,14 +432,16 @@ def lora_mlp_reference(
 ) -> torch.Tensor:
     """`lora_mlp` in plain torch, with a derivative of every order."""
     _activation(activation, limit)
-    halves = lora_linears_reference(x, [gate, up])
-    silu = activation == "silu"
-    h = swiglu_reference(*halves, limit=limit) if silu else geglu_reference(*halves, activation)
+    pre, multiplied = lora_linears_reference(x, [gate, up])
+    if activation == "silu":
+        h = swiglu_reference(pre, multiplied, limit=limit)
+    else:
+        h = geglu_reference(pre, multiplied, activation)
     return lora_linears_reference(h, [down])[0]
 
 
 def _activation(activation: str, limit: float | None) -> str:
-    """The kernel's name of the activation."""
+    """The name that the kernels have for the activation."""
     if activation == "silu":
         return activation
     if activation not in ("tanh", "none"):

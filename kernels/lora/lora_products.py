@@ -7,12 +7,12 @@ Of layers i that share the input x, with adapters j of layer i(j)::
     dz_j = s_j dy_i @ B_j               dx  = sum over i of dy_i @ W_i + sum over j of m_j * (dz_j @ A_j)
     dB_j = s_j dy_i^T @ z_j             dA_j = dz_j^T @ (m_j * x)
 
-m_j is the dropout mask of an adapter, or 1; the 1 / (1 - p) that goes with it is part of s_j. Without masks all A_j are
-one matrix: one thin product for every z, and one for every dA. Sums are made by the matmuls themselves, which add to
-what is there, so that no term is a tensor of its own.
+m_j is the dropout mask of an adapter, or 1; the 1 / (1 - p) of dropout is part of s_j. Without masks all A_j are one
+matrix: one thin product for all z, and one for all dA. Sums are accumulated by the matmuls themselves, so that no term
+is a tensor of its own.
 
-Everything is multiplied in the dtype of x, to which weights and adapters are cast; x never is. Gradients of the
-parameters leave the matmul in fp32 where the parameter is wider than x. A W_i may be in 4 bits (`_base_weights`).
+Everything is multiplied in the dtype of x, to which weights and adapters are cast; x is never cast. Gradients of
+parameters leave the matmul in fp32 where the parameter is wider than x. A W_i may be in 4 bits (`nf4.py`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,56 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from liger_trainer.kernels.head.weight_gradient import matmul_into
-from liger_trainer.kernels.lora.base_weights import Weight, linear, sum_of_products
+from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, Weight, nf4_add_product_, nf4_linear
+from liger_trainer.kernels.matmul import matmul_into
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments of operators, whose schemas only allow flat lists
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flat_weights(weights: Sequence[Weight]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """`weights` as an operator takes them: a tensor each, and the other tensors and the numbers of those in 4 bits."""
+    tensors, statistics, layouts = [], [], []
+    for weight in weights:
+        if isinstance(weight, torch.Tensor):
+            tensors.append(weight)
+            layouts += [0] * LAYOUT_LENGTH
+        else:
+            tensors.append(weight.packed)
+            statistics += weight.statistics
+            layouts += weight.layout
+    return tensors, statistics, layouts
+
+
+def weights_of(
+    tensors: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor], layouts: Sequence[int]
+) -> list[Weight]:
+    """The weights that `flat_weights` made these arguments from."""
+    weights: list[Weight] = []
+    start = 0
+    for index, tensor in enumerate(tensors):
+        layout = layouts[LAYOUT_LENGTH * index : LAYOUT_LENGTH * (index + 1)]
+        if not any(layout):
+            weights.append(tensor)
+            continue
+        end = start + (5 if layout[-1] else 2)
+        weights.append(NF4Weight.of(tensor, statistics[start:end], layout))
+        start = end
+    return weights
 
 
 class Adapter(NamedTuple):
-    """One adapter of one of the layers."""
+    """One adapter of one of the layers; `columns` are its own of z."""
 
     a: torch.Tensor
     b: torch.Tensor
     layer: int
     scaling: float
     mask: torch.Tensor | None
-    columns: slice  # of z
+    columns: slice
 
 
 def adapters_of(
@@ -46,7 +82,7 @@ def adapters_of(
     scalings: Sequence[float],
     masked: Sequence[bool],
 ) -> list[Adapter]:
-    """The adapters out of an operator's flat arguments; `masks` holds one for each that is `masked`."""
+    """The adapters out of an operator's flat arguments; `masks` holds one for each adapter that is `masked`."""
     remaining, start, adapters = iter(masks), 0, []
     for a, b, layer, scaling, has_mask in zip(lora_a, lora_b, layers, scalings, masked):
         mask = next(remaining).reshape(-1, a.shape[1]) if has_mask else None
@@ -55,9 +91,47 @@ def adapters_of(
     return adapters
 
 
+def lists_of(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Lists of these lengths out of `tensors`, in which they follow each other."""
+    remaining = iter(tensors)
+    return [[next(remaining) for _ in range(length)] for length in lengths]
+
+
+def split_rows(
+    stacked: torch.Tensor, lora_a: Sequence[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradient of each A, in its dtype, out of those of all A below each other; None where it is not needed."""
+    parts = stacked.split([a.shape[0] for a in lora_a])
+    return [part.to(a.dtype) if need else None for part, a, need in zip(parts, lora_a, needed)]
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """(tokens, features)."""
     return x.reshape(-1, x.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``rows @ weight.T + bias`` in the dtype of `rows`."""
+    bias = None if bias is None else bias.to(rows.dtype)
+    if isinstance(weight, torch.Tensor):
+        return F.linear(rows, weight.to(rows.dtype), bias)
+    return nf4_linear(rows, weight, bias)
+
+
+def sum_of_products(rows: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
+    """The sum of ``rows[i] @ weights[i]``, accumulated by the matmuls."""
+    total = rows[0].new_empty(rows[0].shape[0], weights[0].shape[1])
+    for index, (each, weight) in enumerate(zip(rows, weights)):
+        if isinstance(weight, torch.Tensor):
+            torch.addmm(total, each, weight.to(each.dtype), beta=int(index > 0), out=total)
+        else:
+            nf4_add_product_(total, each, weight, index > 0)
+    return total
 
 
 def _dropped(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +159,7 @@ def project_down(x: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
 def project(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
 ) -> torch.Tensor:
-    """``y`` of one layer, whose adapters these are."""
+    """The result y of one layer; `adapters` are those of this layer."""
     y = linear(x, weight, bias)
     for adapter in adapters:
         y.addmm_(z[:, adapter.columns], adapter.b.to(x.dtype).T, alpha=adapter.scaling)
@@ -104,7 +178,7 @@ def low_rank_gradient(dy: Sequence[torch.Tensor], adapters: Sequence[Adapter]) -
 def input_gradient(
     dy: Sequence[torch.Tensor], weights: Sequence[Weight], dz: torch.Tensor, adapters: Sequence[Adapter]
 ) -> torch.Tensor:
-    """dx, (tokens, in_features)."""
+    """The gradient dx, (tokens, in_features)."""
     dx = sum_of_products(dy, weights)
     if not adapters:
         return dx
@@ -122,14 +196,14 @@ def input_gradient(
 def low_rank_input_gradient(
     dz: torch.Tensor, adapters: Sequence[Adapter], max_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the adapters add to dx, as factors whose product it is; None where there are masks, or more ranks."""
+    """Two factors whose product is the adapters' part of dx; None with masks, or with more ranks than `max_rank`."""
     if _have_masks(adapters) or dz.shape[1] > max_rank:
         return None
     return dz, torch.cat([adapter.a for adapter in adapters])
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:
-    """``scaling * left.T @ right`` for a parameter of `dtype`: in fp32 where that is wider than the operands."""
+    """``scaling * left.T @ right`` for a parameter of `dtype`; in fp32 where that is wider than the operands."""
     result = left.new_empty(left.shape[1], right.shape[1], dtype=torch.promote_types(dtype, left.dtype))
     if result.dtype == left.dtype:  # scaled before it is rounded
         torch.addmm(result, left.T, right, beta=0, alpha=scaling, out=result)
@@ -140,12 +214,12 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scaling
 
 
 def widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype that all of `tensors` fit into."""
+    """The dtype that holds the numbers of all `tensors`."""
     return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 def a_gradients(dz: torch.Tensor, x: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
-    """DA of all adapters below each other, (sum of the ranks, in_features), in the widest of their dtypes."""
+    """The dA of all adapters below each other, (sum of the ranks, in_features), in the widest of their dtypes."""
     dtype = widest([adapter.a for adapter in adapters])
     if not _have_masks(adapters):
         return product(dz, x, dtype)
@@ -153,5 +227,5 @@ def a_gradients(dz: torch.Tensor, x: torch.Tensor, adapters: Sequence[Adapter]) 
 
 
 def b_gradient(dy: Sequence[torch.Tensor], z: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """DB of one adapter, (out_features, rank)."""
+    """The dB of one adapter, (out_features, rank)."""
     return product(dy[adapter.layer], z[:, adapter.columns], adapter.b.dtype, adapter.scaling)

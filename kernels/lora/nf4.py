@@ -1,4 +1,4 @@
-"""Matrices in 4 bits (NF4 of QLoRA, arXiv 2305.14314, and FP4) as bitsandbytes stores them, made floating again.
+"""Matrices in 4 bits (NF4 of QLoRA, arXiv 2305.14314, and FP4) as bitsandbytes stores them, and their products.
 
 ::
 
@@ -6,16 +6,29 @@
     scale[j] = absmax[j]                                or, quantised once more ("double quantisation"),
     scale[j] = code2[absmax[j]] * absmax2[j // blocksize2] + offset
 
-Everything is computed in fp32, multiplication and addition each rounded on its own, and rounded once more at the store:
-bit for bit what bitsandbytes computes. Nothing but `code` tells NF4 and FP4 apart.
+Everything is computed in fp32, with multiplication and addition rounded separately, and rounded once more at the store:
+bit for bit the results of bitsandbytes. NF4 and FP4 differ in `code` alone.
 
-Bytes moved: 0.5 an element read, and 4 (doubly quantised: 1) for every block; the result written.
+Bytes moved: 0.5 read per element and 4 (doubly quantised: 1) per block; the result is written.
+
+A frozen base model in 4 bits is needed in 16 only while a product runs, forward and backward. So all products share one
+buffer for each device, dtype and stream, as large as the largest matrix so far. Its content is gone with the next
+product; nothing outside of the operator here sees it, and autograd never does. A product is queued after its
+dequantization on one stream. The lock keeps two threads (autograd runs backwards on threads of its own) from queueing
+theirs in between.
+
+On CUDA only the default stream has a buffer, because memory allocated on another stream may belong to a CUDA graph:
+graphs are captured on other streams, and before capturing, `torch.compile` runs a function once in the memory pool of
+its graphs, in which nothing may stay allocated. A product on such a stream allocates memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -26,13 +39,13 @@ _NUM_WARPS = 4
 
 
 class NestedAbsmax(NamedTuple):
-    """What double quantisation keeps of the scales.
+    """The scales of a doubly quantised matrix.
 
     Args:
         code: The values of the 256 codes, fp32.
         absmax: A scale for every `blocksize` codes, fp32.
-        offset: What was subtracted from the scales before, one fp32 number.
-        blocksize: Codes a scale; 256 in bitsandbytes.
+        offset: The number that was subtracted from the scales before they were quantised, fp32.
+        blocksize: Codes per scale; 256 in bitsandbytes.
     """
 
     code: torch.Tensor
@@ -45,12 +58,12 @@ class NF4Weight(NamedTuple):
     """A matrix in 4 bits.
 
     Args:
-        packed: Two numbers a byte, uint8, in any shape.
+        packed: Two numbers per byte, uint8, in any shape.
         absmax: The scale of each block: fp32, or with `nested` a uint8 code.
-        code: The values of the 16 codes, fp32; `NF4_CODE` are those of NF4.
+        code: The values of the 16 codes, fp32; those of NF4 are `NF4_CODE`.
         shape: (rows, columns).
-        blocksize: Numbers a block, a power of two from 32 on; blocks go on from row to row.
-        nested: Of doubly quantised scales.
+        blocksize: Numbers per block, a power of two of at least 32; blocks run on from row to row.
+        nested: The scales of the scales, where they are quantised as well.
     """
 
     packed: torch.Tensor
@@ -62,25 +75,28 @@ class NF4Weight(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of its tensors."""
         return self.packed.device
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """All its tensors but the first, for an operator."""
+        """All tensors but `packed`, for an operator."""
         return [self.absmax, self.code, *(self.nested[:3] if self.nested else ())]
 
     @property
     def layout(self) -> list[int]:
-        """All its numbers, `LAYOUT_LENGTH` of them, for an operator."""
+        """All numbers, `LAYOUT_LENGTH` of them, for an operator."""
         return [*self.shape, self.blocksize, self.nested.blocksize if self.nested else 0]
 
     @classmethod
     def of(cls, packed: torch.Tensor, statistics: Sequence[torch.Tensor], layout: Sequence[int]) -> NF4Weight:
-        """The matrix out of an operator's arguments."""
+        """The matrix of an operator's arguments `packed`, `statistics` and `layout`."""
         (absmax, code, *nested), (rows, columns, blocksize, nested_blocksize) = statistics, layout
         return cls(packed, absmax, code, (rows, columns), blocksize, _nested(nested, nested_blocksize))
 
+
+Weight: TypeAlias = torch.Tensor | NF4Weight
+"""The weight of a linear layer: floating point, or in 4 bits."""
 
 LAYOUT_LENGTH = 4
 
@@ -98,7 +114,7 @@ def _nested(tensors: Sequence[torch.Tensor], blocksize: int) -> NestedAbsmax | N
 
 
 @triton.jit
-def _kernel(
+def _dequantize_kernel(
     packed_ptr,
     absmax_ptr,
     code_ptr,
@@ -111,7 +127,7 @@ def _kernel(
     NESTED_BLOCKSIZE: tl.constexpr,  # 0 where scales are not quantised
     BLOCKS: tl.constexpr,
 ):
-    # A row of the tile is one block, so that its scale is computed once a thread and not once a byte.
+    # A row of the tile is one block, so that its scale is computed once per thread and not once per byte.
     HALF: tl.constexpr = BLOCKSIZE // 2
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks * BLOCKSIZE < numel
@@ -133,20 +149,20 @@ def _kernel(
 def dequantize_(
     out: torch.Tensor, packed: torch.Tensor, statistics: Sequence[torch.Tensor], layout: Sequence[int]
 ) -> None:
-    """Writes a matrix into the contiguous `out`, of its shape, with the kernel."""
+    """Writes the matrix into the contiguous `out`, which has its shape."""
     weight, numel = NF4Weight.of(packed, statistics, layout), out.numel()
     nested = weight.nested or NestedAbsmax(weight.code, weight.absmax, weight.absmax, 0)
     blocks = max(1, _BYTES_A_THREAD * 32 * _NUM_WARPS // (weight.blocksize // 2))
     if not numel:
         return
     with on_device(out):
-        _kernel[(cdiv(numel, blocks * weight.blocksize),)](
+        _dequantize_kernel[(cdiv(numel, blocks * weight.blocksize),)](
             *(weight.packed, weight.absmax, weight.code, nested.code, nested.absmax, nested.offset, out, numel),
             BLOCKSIZE=weight.blocksize,
             NESTED_BLOCKSIZE=nested.blocksize,
             BLOCKS=blocks,
             num_warps=_NUM_WARPS,
-            enable_fp_fusion=False,  # a fused multiply-add of the scales would not be bitsandbytes' bits
+            enable_fp_fusion=False,  # a fused multiply-add of the scales would differ from bitsandbytes
         )
 
 
@@ -158,18 +174,18 @@ def _(out, packed, statistics, layout):
 def nf4_dequantize(
     weight: NF4Weight, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The matrix in a floating dtype. It has no gradient.
+    """The matrix in a floating dtype, without a gradient.
 
     Args:
         weight: The matrix in 4 bits.
-        dtype: Of the result; with `out`, that of `out` counts.
-        out: Where to write it: contiguous, of the matrix's shape, on its device.
+        dtype: Dtype of the result; not used with `out`.
+        out: Memory for the result: contiguous, with the shape of the matrix, on its device.
 
     Returns:
         (rows, columns); `out` where it is given.
 
     Raises:
-        ValueError: If the parts of `weight`, or `out`, do not fit.
+        ValueError: If the parts of `weight` do not fit each other, or `out` does not fit.
     """
     check_weight("weight", weight)
     if out is None:
@@ -223,3 +239,92 @@ def _check_part(name: str, tensor: torch.Tensor, packed: torch.Tensor, dtype: to
             f"`{name}` has {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; it must have {numel} of "
             f"{dtype} on {packed.device}, contiguous."
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Buffer:
+    memory: torch.Tensor
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+_buffers: dict[tuple[torch.device, torch.dtype, torch.Stream | None], _Buffer] = {}
+
+
+def free_buffers() -> None:
+    """Gives the memory of all buffers back to torch; the next product allocates a new one."""
+    _buffers.clear()
+
+
+def _has_buffer(device: torch.device) -> bool:
+    """Whether products on the current stream share a buffer; on others, memory may belong to a CUDA graph."""
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+@contextlib.contextmanager
+def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The matrix in `dtype`, for products that are queued inside the context, on the current stream."""
+    numel, device = weight.shape[0] * weight.shape[1], weight.device
+    if not _has_buffer(device):
+        yield _write(weight, torch.empty(numel, dtype=dtype, device=device))
+        return
+    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    key = (device, dtype, stream)
+    buffer = _buffers.get(key) or _buffers.setdefault(key, _Buffer(torch.empty(0, dtype=dtype, device=device)))
+    with buffer.lock:
+        if buffer.memory.numel() < numel:
+            buffer.memory = buffer.memory.new_empty(0)  # freed before the larger one is allocated
+            with torch.inference_mode(False):  # the buffer outlives the mode
+                buffer.memory = torch.empty(numel, dtype=dtype, device=device)
+        yield _write(weight, buffer.memory[:numel])
+
+
+def _write(weight: NF4Weight, memory: torch.Tensor) -> torch.Tensor:
+    """The matrix in the flat `memory`, as a view of it."""
+    out = memory.view(weight.shape)
+    if use_triton(out):
+        dequantize_(out, weight.packed, weight.statistics, weight.layout)
+    else:
+        out.copy_(nf4_dequantize_reference(weight, out.dtype))
+    return out
+
+
+@torch.library.custom_op("liger_trainer::nf4_matmul_", mutates_args=("out",))
+def _matmul_(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+    transposed: bool,
+    add: bool,
+) -> None:
+    """Writes to `out` the product of `rows` with the matrix or its transpose, plus `bias`, or plus `out` with `add`."""
+    with _dequantized(NF4Weight.of(packed, statistics, layout), rows.dtype) as weight:
+        right = weight.T if transposed else weight
+        if bias is not None:
+            torch.addmm(bias, rows, right, out=out)
+        else:
+            torch.addmm(out, rows, right, beta=int(add), out=out)
+
+
+@_matmul_.register_fake
+def _(out, rows, packed, statistics, layout, bias, transposed, add):
+    return None
+
+
+def nf4_linear(rows: torch.Tensor, weight: NF4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``rows @ weight.T + bias`` in the dtype of `rows`, (tokens, columns), without a gradient."""
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    _matmul_(out, rows, weight.packed, weight.statistics, weight.layout, bias, True, False)
+    return out
+
+
+def nf4_add_product_(out: torch.Tensor, rows: torch.Tensor, weight: NF4Weight, add: bool) -> None:
+    """Writes ``rows @ weight`` to `out`, or adds it; `rows` is (tokens, rows of the matrix)."""
+    _matmul_(out, rows, weight.packed, weight.statistics, weight.layout, None, False, add)

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import second_derivative_message
-from liger_trainer.kernels.lora.base_weights import Weight
+from liger_trainer.kernels.lora.nf4 import Weight
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_activation import launch_backward, launch_forward, rows_of
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference

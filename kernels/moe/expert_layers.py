@@ -145,7 +145,7 @@ def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
     dhidden = dweight = dbias = None
-    each_da = each_db = lora.no_gradients(ctx.scalings)
+    each_da, each_db = lora.no_gradients(ctx.scalings), lora.no_gradients(ctx.scalings)
     if dpre is not None:
         if torch.is_grad_enabled():
             raise RuntimeError(second_derivative_message("moe_experts"))
@@ -286,10 +286,9 @@ def _down_backward(
     """
     rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
     return _down_gradients(
-        *(dout, pre, top_k_weights, weight, bias, adapters, rows),
-        *(activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b),
-        overwrite=False,
-    )
+        dout, pre, top_k_weights, weight, bias, adapters, rows, activation, scalars, gated, interleaved, transposed,
+        need_weight, need_bias, need_a, need_b, overwrite=False,
+    )  # fmt: skip
 
 
 @_down_backward.register_fake
@@ -347,10 +346,9 @@ def _down_backward_(
     """As `_down_backward`, but writes the gradient of pre over pre."""
     rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
     dpre, dweights, dweight, dbias, da, db = _down_gradients(
-        *(dout, pre, top_k_weights, weight, bias, adapters, rows),
-        *(activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b),
-        overwrite=True,
-    )
+        dout, pre, top_k_weights, weight, bias, adapters, rows, activation, scalars, gated, interleaved, transposed,
+        need_weight, need_bias, need_a, need_b, overwrite=True,
+    )  # fmt: skip
     if dpre.data_ptr() != pre.data_ptr():
         pre.copy_(dpre)
     return dweights, dweight, dbias, da, db
@@ -438,7 +436,7 @@ def _setup_down_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _backward_down_save(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     dpre = dweights = dweight = dbias = None
-    each_da = each_db = lora.no_gradients(ctx.scalings)
+    each_da, each_db = lora.no_gradients(ctx.scalings), lora.no_gradients(ctx.scalings)
     if dout is not None:
         if torch.is_grad_enabled():
             raise RuntimeError(second_derivative_message("moe_experts"))

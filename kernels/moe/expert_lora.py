@@ -151,7 +151,7 @@ def saved(ctx: Any) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Seq
     return tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
 
 
-def no_gradients(scalings: Sequence[float]) -> list[None]:
+def no_gradients(scalings: Sequence[float]) -> list[torch.Tensor | None]:
     """The gradient None for every A, or every B."""
     return [None] * len(scalings)
 

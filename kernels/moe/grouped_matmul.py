@@ -17,7 +17,7 @@ kernels below do all of it in one pass.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -477,7 +477,7 @@ def grouped_weight_gradient(
 # torch's grouped matmul
 # ---------------------------------------------------------------------------------------------------------------------
 
-grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def library_takes(*operands: torch.Tensor) -> bool:

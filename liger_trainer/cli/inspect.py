@@ -42,7 +42,7 @@ def kernel_report(
 
     from liger_trainer import apply_liger_kernel
     from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe.model_config import model_class
+    from liger_trainer.recipe.model import model_class
 
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
@@ -55,7 +55,7 @@ def kernel_report(
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model given by a Hub id, a folder, a ``config.json`` or a recipe."""
     from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe.model_config import make_config, published_config, read_config
+    from liger_trainer.recipe.model import make_config, published_config, read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):

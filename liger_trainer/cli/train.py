@@ -26,7 +26,7 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
     """
     prepare_environment()
     from liger_trainer.recipe.file import find_recipe, read_recipe
-    from liger_trainer.recipe.values import check_values
+    from liger_trainer.recipe.load import check_values
 
     flags = [flag for flag in ("--smoke", "--debug") if getattr(arguments, flag[2:])]
     path = find_recipe(arguments.recipe)

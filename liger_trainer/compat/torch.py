@@ -61,8 +61,10 @@ WHOLE_GRAPHS = Feature(
     "training compiled models without building their logits",
     (
         Private("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", ()),
-        Private("torch._dynamo.symbolic_convert:InstructionTranslator.__init__", uses=("one_graph",)),
-        Private("torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__", uses=("error_on_graph_break",)),
+        Private(
+            "torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__",
+            uses=("one_graph", "error_on_graph_break"),
+        ),
     ),
     needed=False,
 )

@@ -34,6 +34,7 @@ RESUMING = Feature(
         Private(f"{_TRAINER}._get_output_dir", ("self", "trial")),
         Private(f"{_TRAINER}._load_from_checkpoint", ("self", "resume_from_checkpoint", "model")),
         Private(f"{_TRAINER}._load_optimizer_and_scheduler", ("self", "checkpoint")),
+        Private(f"{_TRAINER}.train", ("self", "resume_from_checkpoint", "trial", "...")),
         Private("transformers:TrainerState.compute_steps", ("self", "args", "max_steps")),
     ),
 )
@@ -52,18 +53,17 @@ CONVERTED_CHECKPOINTS = Feature(
 SPLIT_OPTIMIZER = Feature(
     "checkpoints of the optimizer of a model that `from_pretrained` has split",
     (
-        Private(
-            "transformers.distributed.checkpoint:save_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")
-        ),
-        Private(
-            "transformers.distributed.checkpoint:load_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")
-        ),
+        Private("transformers.distributed:save_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
+        Private("transformers.distributed:load_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
     ),
 )
 
-GUARD_BEFORE_CLIPPING = Feature(
-    "finding gradients that are not finite before they are clipped",
-    (Private(f"{_TRAINER}._clip_grad_norm", ("self", "model")),),
+NON_FINITE_GUARD = Feature(
+    "finding numbers that are not finite before gradients are clipped and weights are saved",
+    (
+        Private(f"{_TRAINER}._clip_grad_norm", ("self", "model")),
+        Private(f"{_TRAINER}.save_model", ("self", "output_dir", "_internal_call")),
+    ),
 )
 
 LOSS_SCALE = Feature(

@@ -1,9 +1,9 @@
-"""A head that is no plain linear: its own forward, on a chunk of tokens at a time.
+"""A head that is not a plain linear layer: its own forward runs on one chunk of tokens at a time.
 
-An adapter on the head (LoRA, DoRA, trained token rows) or a quantised weight makes logits that no kernel of ours can:
-the module has to run. It maps each hidden state by itself, so it may run on chunks of them. Each chunk's logits are
-turned into what a loss needs of a token, and are dropped: the backward runs the module on the chunk again. That is four
-matmuls where whole logits take three, and memory for one chunk instead of all.
+With an adapter on the head (LoRA, DoRA, trained token rows) or a quantised weight, no kernel of ours computes the
+logits: the module has to run. It maps each hidden state on its own, so it may run on chunks of them. The logits of a
+chunk are reduced to what the loss needs of each token and dropped; the backward runs the module on the chunk again.
+That takes four matmuls instead of three, and memory for one chunk of logits instead of all of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.lm_head import RECORDABLE_DTYPES, is_sharded, through_owner, version_of, whole_parameter
-from liger_trainer.head.partitions import is_partitioned, lend
+from liger_trainer.head.lm_head import (
+    RECORDABLE_DTYPES,
+    is_sharded,
+    is_split,
+    through_owner,
+    version_of,
+    whole_parameter,
+)
+from liger_trainer.head.partitions import is_partitioned, on_whole_parameters
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.cross_entropy_options import checked_class_weights, inverse_normalizer
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.head.loss_arguments import checked_class_weights, inverse_normalizer
 
 
 @dataclasses.dataclass(eq=False)
 class ModuleCall:
-    """One call of such a head whose logits are deferred; see `HeadCall`, of which it is the counterpart.
+    """One call of such a head whose logits are deferred; the counterpart of `HeadCall`.
 
     Args:
         head: The module; under ZeRO-3 a copy of it on whole parameters.
@@ -47,17 +54,17 @@ class ModuleCall:
     def __post_init__(self) -> None:
         self.has_loss = False
         named = self.head.named_parameters() if is_sharded(self.head) else ()
-        self._lent: dict[str, torch.Tensor] = dict(named)
+        self._gathered: dict[str, torch.Tensor] = dict(named)
         self._versions = self._current_versions()
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """What gradients flow to."""
+        """The parameters that get a gradient."""
         return tuple(parameter for parameter in self.head.parameters() if parameter.requires_grad)
 
     @property
     def unchanged(self) -> bool:
-        """Whether the parameters are as they were, as far as torch counts; True where an owner lent them."""
+        """Whether no parameter has been changed in place since the call; True for sharded parameters."""
         return is_sharded(self.head) or self._versions == self._current_versions()
 
     def _current_versions(self) -> list[int | None]:
@@ -65,13 +72,13 @@ class ModuleCall:
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The module's own logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
-        return self._run(self._lent, hidden)
+        return self._run(self._gathered, hidden)
 
     def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `local_product`, with the parameters of the moment, gathered once for all uses where they are sharded."""
-        now = dict(self.head.named_parameters()) if self._lent else {}
+        """As `local_product`, with the current parameters; sharded ones are gathered once for all uses."""
+        now = dict(self.head.named_parameters()) if self._gathered else {}
         return functools.partial(
-            self._run, {name: whole_parameter(now[name], lent) for name, lent in self._lent.items()}
+            self._run, {name: whole_parameter(now[name], gathered) for name, gathered in self._gathered.items()}
         )
 
     def _run(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
@@ -79,12 +86,12 @@ class ModuleCall:
         with forward_context(None), autocast:
             if not parameters:
                 return type(self.head).forward(self.head, hidden).to(self.dtype)
-            lent = {f"head.{name}": parameter for name, parameter in parameters.items()}
-            return torch.func.functional_call(_OwnForward(self.head), lent, (hidden,)).to(self.dtype)
+            given = {f"head.{name}": parameter for name, parameter in parameters.items()}
+            return torch.func.functional_call(_OwnForward(self.head), given, (hidden,)).to(self.dtype)
 
 
 class _OwnForward(nn.Module):
-    """The forward of `head`'s class, to call with other parameters and past the hooks of who shards them."""
+    """The forward of `head`'s class, called with other parameters and without the hooks of FSDP or ZeRO-3."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -97,39 +104,37 @@ class _OwnForward(nn.Module):
 def module_call(
     head: nn.Module, hidden: torch.Tensor, in_fp32: bool, logits_memory: int
 ) -> tuple[ModuleCall | None, torch.Tensor]:
-    """The call of `head`, and `hidden` as it is called with; None where it has to run whole: tensor parallelism."""
+    """The call of `head` and its input; None instead of a call where the head must run on all tokens at once.
+
+    That is where tensor parallelism splits it.
+    """
     vocab_size = vocab_size_of(head)
-    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_split, head.parameters())):
+    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or is_split(head):
         return None, hidden
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
     if is_partitioned(head):
-        owner, (head, hidden) = head, lend(head, hidden)
+        owner, (head, hidden) = head, on_whole_parameters(head, hidden)
         hidden = through_owner(owner, hidden)
     return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory), hidden
 
 
 def vocab_size_of(head: nn.Module) -> int | None:
-    """How many logits a linear-like head gives, by the first module in it that says so; None where none does."""
+    """The number of logits of a head, from the first module in it that has `out_features`; None if none has."""
     sizes = (getattr(module, "out_features", None) for module in head.modules())
     return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` is not whole in the head's forward; FSDP has gathered its own by then."""
-    return type(parameter).__name__ == "DTensor"
 
 
 def chunked_rows(
     logits: Any, target: torch.Tensor, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What `of_rows` says of each token, with the logits of a chunk of tokens in memory at a time.
+    """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
     Args:
         logits: `(..., V)`, deferred, of any head.
         target: `(...)` class ids.
-        of_rows: Maps logits `(n, V)`, labels `(n,)` and the same tokens of `others` to tensors of `(n,)`; run again in
-            the backward.
+        of_rows: Maps logits `(n, V)`, labels `(n,)` and the rows of `others` for the same tokens to tensors of `(n,)`;
+            it runs again in the backward.
         others: `(..., X)`, of the same tokens.
 
     Returns:
@@ -149,7 +154,7 @@ def chunked_rows(
     size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
     flat = [hidden, target.to(hidden.device).reshape(-1), *(other.reshape(-1, other.shape[-1]) for other in others)]
     with torch.set_grad_enabled(has_graph):
-        # Once, and not for each chunk: ranks with other numbers of tokens would wait for each other.
+        # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
         parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
         columns = [through_owner(call.head, torch.cat(column)).view(target.shape) for column in zip(*parts)]
@@ -165,7 +170,7 @@ def chunked_cross_entropy(
     label_smoothing: float,
     class_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of deferred `logits` `(..., V)`, whose head is no plain linear, a chunk at a time."""
+    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time."""
     hidden = logits.recorded.hidden
     target = target.to(hidden.device)
     class_weights = checked_class_weights(
@@ -184,7 +189,7 @@ def chunked_cross_entropy(
 def chunked_log_probs(
     logits: Any, target: torch.Tensor, outputs: Sequence[str], temperature: float = 1.0, ignore_index: int = -100
 ) -> LogProbsOutput:
-    """As `head_log_probs`, for deferred `logits` of any head with anything done to them, a chunk at a time."""
+    """As `head_log_probs`, for deferred `logits` of any head and any chain, one chunk of tokens at a time."""
 
     def statistics(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
         found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)

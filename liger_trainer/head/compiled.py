@@ -1,8 +1,8 @@
-"""The head under `torch.compile`: the causal-LM's own few lines run eagerly, the backbone they call stays compiled.
+"""The head under `torch.compile`: the causal LM's own few lines run eagerly, the backbone stays compiled.
 
-A `DeferredLogits` cannot be built while tracing, and the loss it defers to is one operator anyway. So a compiled
-training forward breaks its graph where the causal-LM's own forward begins. What is inside calls the backbone, whose
-frame is compiled; then the head, after which this thread's compiler is paused until the forward ends.
+A `DeferredLogits` cannot be created while tracing, and its loss is one operator anyway. So a compiled training forward
+breaks its graph where the causal LM's own forward begins. That calls the backbone, whose frame is compiled, and then
+the head, which pauses this thread's compiler until the forward ends.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import COMPILED_HEAD, WHOLE_GRAPHS
 
 CAN_DEFER_COMPILED = available(COMPILED_HEAD)
-"""Whether compiled models can defer their logits with this torch; where they cannot, they build them."""
+"""Whether compiled models can defer their logits with this torch; otherwise they build them."""
 
 if CAN_DEFER_COMPILED:
     from torch._dynamo.eval_frame import set_eval_frame, skip_code
 
 
 def never_a_frame(function: Any) -> None:
-    """Keeps the compiler from compiling `function` by itself, while a trace that reaches it still goes through it."""
+    """Keeps the compiler from compiling `function` as a frame of its own; traces still go through it."""
     if CAN_DEFER_COMPILED:
         skip_code(function.__code__)
 
 
 def _copy(function: types.FunctionType, replaced: dict[int, Callable]) -> types.FunctionType:
-    """`function` with code of its own (what the compiler remembers about it concerns this copy alone)."""
+    """`function` with its own code object, so that the compiler's notes on it concern this copy only."""
     cells = function.__closure__
     if cells is not None:
         swapped = (replaced.get(id(cell.cell_contents)) if _filled(cell) else None for cell in cells)
@@ -68,7 +68,7 @@ def uncompiled(function: Callable) -> Callable:
 
 @torch.compiler.assume_constant_result
 def whole_graph_wanted() -> bool:
-    """Whether the trace going on may not break its graph (`fullgraph=True`, export); asked while tracing."""
+    """Whether the current trace must not break its graph (`fullgraph=True`, export); called while tracing."""
     if not available(WHOLE_GRAPHS):
         return True
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -78,14 +78,14 @@ def whole_graph_wanted() -> bool:
 
 
 def pause_compiler() -> None:
-    """Stops compiling in this thread, until `compiler_restored` around it ends."""
+    """Pauses the compiler in this thread until the enclosing `compiler_restored` ends."""
     if CAN_DEFER_COMPILED:
         set_eval_frame(None)
 
 
 @contextlib.contextmanager
 def compiler_restored() -> Iterator[None]:
-    """Undoes a `pause_compiler` inside."""
+    """Ends a `pause_compiler` inside."""
     if not CAN_DEFER_COMPILED:
         yield
         return

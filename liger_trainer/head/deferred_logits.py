@@ -1,12 +1,13 @@
-"""Logits that are not built until something needs them.
+"""Logits that are not built until a function needs them.
 
-A `DeferredLogits` has the shape `(..., V)`, dtype and device of the logits, but no storage: it holds the hidden states
-and the head, and records what the model does to its logits. `F.cross_entropy` of it runs as one linear cross entropy.
-Every function it does not know gets the real logits, built once, with the same values and gradients.
+A `DeferredLogits` has the shape `(..., V)`, dtype and device of the logits, but no storage. It refers to the hidden
+states and the head, and records the operations on the logits (`recorded.py`, `recorded_ops.py`). `F.cross_entropy` of
+it runs as one linear cross entropy (`fused_loss.py`). Any other function gets the real logits, which are built once,
+with the same values and gradients.
 
-Gradients have three ways, each exact. The fused loss and the built logits are functions of the hidden states and of the
-head's parameters. Code that takes the tensor past ``__torch_function__`` (an ``autograd.Function``, a C++ extension)
-meets the autograd node of the wrapper itself, whose backward recomputes the logits.
+Gradients flow in three ways, all exact. The fused loss and the built logits are functions of the hidden states and the
+head's parameters. Code that bypasses ``__torch_function__`` (an ``autograd.Function``, a C++ extension) finds the
+autograd node of the wrapper itself, whose backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from liger_trainer.head.warn_once import warn_once
 
 require(DEFERRED_LOGITS)
 unwrapped = torch._C.DisableTorchFunctionSubclass
-"""Inside, functions see the wrapper's own metadata instead of our ``__torch_function__``."""
+"""A context in which functions act on the wrapper itself, without our ``__torch_function__``."""
 
 RECORDERS: dict[Callable, Callable] = {}
-"""Functions that leave the logits deferred; a recorder returns NotImplemented where they have to be built after all."""
+"""Functions that leave the logits deferred; a recorder returns NotImplemented if they have to be built after all."""
 
 METADATA: dict[Callable, Callable] = {}
-"""Functions that need nothing but the metadata, also when the logits are built, and what runs for them."""
+"""Functions that only need the metadata, also after the logits are built, and what runs instead of each."""
 
 
 class _LogitsNode(torch.autograd.Function):
-    """The wrapper's own place in the autograd graph, for code that does not go through ``__torch_function__``."""
+    """The wrapper's own autograd node, for code that bypasses ``__torch_function__``."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, recorded: Recorded, meta: torch.Tensor, *parameters: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        # Not save_for_backward: offloading hooks would copy what the fused loss never reads.
+        # Not save_for_backward: offloading hooks would copy tensors that the fused loss never reads.
         ctx.hidden, ctx.parameters, ctx.recorded = hidden, parameters, recorded
         return _wrapper(recorded, meta)
 
@@ -64,7 +65,7 @@ class _LogitsNode(torch.autograd.Function):
 
 
 class _BuiltFromNode(torch.autograd.Function):
-    """Builds the logits of a wrapper whose graph is not ours (another Function returned it) and keeps that graph."""
+    """Builds the logits of a wrapper that another Function returned, keeping that Function's graph."""
 
     @staticmethod
     def forward(ctx: Any, deferred: torch.Tensor) -> torch.Tensor:
@@ -91,11 +92,11 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
     Attributes:
         recorded: Hidden states, head and chain.
-        meta: The logits on the meta device: shape, strides and dtype as the native operations give them.
+        meta: The logits on the meta device, with the shape, strides and dtype of the real ones.
         tracked: Whether gradients flow to the hidden states and the head through `recorded`.
-        value: The built logits; from then on every function runs on them.
-        value_no_grad: The logits as built for a reader under `torch.no_grad`.
-        parent: The logits this is a view of; the two share memory once built.
+        value: The built logits; once they exist, every function runs on them.
+        value_no_grad: Logits built under `torch.no_grad`, without a graph.
+        parent: The logits that this is a view of; once built, the two share memory.
         replay_view: The view, as a function of the parent's built logits.
     """
 
@@ -110,7 +111,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
     @staticmethod
     def create(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
-        """The logits that `recorded` says, `(..., V)` as `meta` on the meta device."""
+        """Deferred logits `(..., V)`; `meta` is their counterpart on the meta device."""
         if not torch.is_grad_enabled():
             return _wrapper(recorded, meta)
         deferred = _LogitsNode.apply(recorded.hidden, recorded, meta, *recorded.call.parameters)
@@ -124,9 +125,9 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         chain: RecordedChain | None = None,
         detached: bool = False,
     ) -> DeferredLogits:
-        """Logits `(..., V)`, as `meta`, of these: of other `hidden` states taken from theirs, or with another `chain`.
+        """Logits derived from these, with other `hidden` states (taken from theirs) or another `chain`.
 
-        No gradient flows back where these have none, or with `detached`.
+        No gradient flows back if these have none, or with `detached`.
         """
         origin = self.recorded
         hidden = origin.hidden if hidden is None else hidden
@@ -153,7 +154,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
     @classmethod
     @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Only reached from C++; autograd has been recorded above this level, against the wrapper's node.
+        # Reached from C++ only, below autograd, which has recorded the wrapper's own node.
         mutates = func._schema.is_mutable
         unwrap = lambda x: x.values_without_grad(mutates) if isinstance(x, cls) else x  # noqa: E731
         return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
@@ -170,14 +171,14 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
     @property
     def recordable(self) -> bool:
-        """Whether operations on it can be recorded: not built yet, and its graph is the one recorded."""
+        """Whether operations can be recorded: the logits are not built, and no other Function returned them."""
         return self.value is None and (self.tracked or not self.has_graph)
 
     def build(self, for_write: bool = False) -> torch.Tensor:
-        """The real logits, the same tensor at every call; their graph is that of the native logits.
+        """The real logits, with the graph of the native ones; the same tensor at every call.
 
         Args:
-            for_write: Whether they will be changed in place, which later readers then have to see.
+            for_write: Whether they will be changed in place, which all views must see.
         """
         if self.value is None:
             if not torch.is_grad_enabled() and self.has_graph and not for_write:
@@ -198,7 +199,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         return self.value
 
     def values_without_grad(self, for_write: bool = False) -> torch.Tensor:
-        """The logits' values alone; kept apart, so that reading a metric does not hold a graph."""
+        """The values of the logits without a graph, which reading a metric should not keep alive."""
         if for_write and self.value is None:
             with torch.set_grad_enabled(self.tracked):
                 self.build(for_write=True)
@@ -218,14 +219,14 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
     @property
     def _shares_build(self) -> bool:
-        """Whether to build the parent and view it; a small slice of unbuilt logits is computed alone."""
+        """Whether to build the parent and view it; a slice of logits that are not built is computed on its own."""
         parent = self.parent
         if parent is None or parent.value is not None:
             return parent is not None
         return parent.meta.numel() == self.meta.numel() and parent.has_graph == self.has_graph
 
     def _build_family(self) -> None:
-        """Builds everything that shares memory with this, so that a change in place is seen by all."""
+        """Builds everything that shares memory with this, so that all see a change in place."""
         root = self
         while root.parent is not None:
             root = root.parent
@@ -241,7 +242,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
                 pending.append(child)
 
     def add_view(self, child: DeferredLogits, replay_view: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
-        """Notes that `child` is the view ``replay_view(self)``."""
+        """Registers `child` as the view ``replay_view(self)``."""
         child.parent, child.replay_view = self, replay_view
         self.views = [reference for reference in self.views if reference() is not None] + [weakref.ref(child)]
         return child
@@ -253,9 +254,9 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
 
 def without_owner(logits: Any) -> Any:
-    """`logits` as the head returned them, before ZeRO-3's hook passed them through its Function.
+    """Deferred `logits` as the head returned them, without the Function that ZeRO-3's hook has applied to them.
 
-    That Function is the identity, and gathers the head's weight for the backward; `through_owner` puts it where the
+    That Function is the identity and gathers the head's weight for the backward; `through_owner` applies it where the
     gradients really pass. Anything else is returned as it is.
     """
     if not isinstance(logits, DeferredLogits) or logits.tracked or logits.parent is None:
@@ -268,7 +269,7 @@ def without_owner(logits: Any) -> Any:
 
 
 def _on_built_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``func(*args, **kwargs)`` with the real logits in the place of deferred ones."""
+    """``func(*args, **kwargs)`` on the real logits."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -288,7 +289,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _announce(name: str, logits: DeferredLogits) -> None:
-    """Says once for each function, in training, that it made the head build the logits."""
+    """Warns once for each function, in training, that the logits are built for it."""
     if logits.value is not None or not logits.has_graph or not torch.is_grad_enabled():
         return
     if not logits.recorded.call.head.training:
@@ -296,5 +297,5 @@ def _announce(name: str, logits: DeferredLogits) -> None:
     warn_once(
         name,
         f"`{name}` needs the logits, so all {tuple(logits.meta.shape)} of them were built and the fused cross entropy "
-        "is not used for them. The result is right; it takes the memory of unfused training. (Said once.)",
+        "is not used for them. The result is right, but takes as much memory as unfused training. (Shown once.)",
     )

@@ -1,4 +1,4 @@
-"""The divergence of a student's logits from a teacher's: of two heads at once where both are deferred."""
+"""The divergence between the logits of a student and a teacher, computed from both heads if both are deferred."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def divergence(
 ) -> DivergenceOutput:
     """Generalised Jensen-Shannon divergence between next-token distributions, and the student's entropy.
 
-    Where both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk
-    of tokens at a time, and soft-cap and scale are those that each model's forward applied. Where the student deferred
-    those of another head (an adapter, say), or more is done to them, its module runs on one chunk of tokens at a time,
-    with the teacher's. Logits that the student has built are compared whole.
+    If both models deferred the logits of plain heads, this is one `linear_jsd`: the logits of both exist one chunk of
+    tokens at a time, with the soft-cap and scale that each model's forward applied. If the student's head is of another
+    kind (with an adapter, say), or its chain is longer, its module runs on one chunk of tokens at a time, together with
+    the teacher's. Logits that the student has built are compared whole.
 
     Args:
         student: `(..., V)` logits, deferred or not.
@@ -38,15 +38,15 @@ def divergence(
         labels: `(...)`, `ignore_index` where a token does not count; otherwise any number.
         beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
         temperature: Divides the logits of both.
-        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; the number of tokens that count
-            by default.
+        num_items: Divides the sum of the token divergences, a number or a 0-d tensor; by default the number of tokens
+            that count.
         ignore_index: See `labels`.
 
     Returns:
         `loss`, fp32 and 0-d, and `entropy`, fp32 `(...)` and 0 where a token does not count.
 
     Raises:
-        ValueError: where the two have not the same tokens and the same vocabulary.
+        ValueError: if the two differ in tokens or vocabulary.
     """
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
@@ -66,7 +66,7 @@ def divergence(
 
 
 def _fuses(logits: torch.Tensor) -> bool:
-    """Whether a whole, fused head deferred `logits` and nothing but a soft-cap and a scale was done to them."""
+    """Whether `logits` are deferred, of a fused head that is not split, with a soft-cap and a scale at most."""
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
         return False
     if isinstance(logits.recorded.call, VocabParallelCall):
@@ -122,7 +122,7 @@ def _of_chunks(
     temperature: float,
     ignore_index: int,
 ) -> list[torch.Tensor]:
-    """As `_of_rows`, with the logits of a chunk of tokens in memory at a time."""
+    """As `_of_rows`, with the logits of one chunk of tokens in memory at a time."""
     recorded = teacher.recorded if isinstance(teacher, DeferredLogits) and teacher.recordable else None
 
     def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:

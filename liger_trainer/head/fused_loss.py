@@ -37,15 +37,15 @@ def deferred_cross_entropy(
         input: `(N, V)`, deferred.
         target: `(N,)` class ids.
         weight: `(V,)` class weights.
-        size_average: Deprecated in torch; not taken here.
+        size_average: Deprecated in torch; not supported.
         ignore_index: As in torch.
-        reduce: Deprecated in torch; not taken here.
+        reduce: Deprecated in torch; not supported.
         reduction: As in torch. With "mean" and no valid token the loss is 0 where torch's is NaN.
         label_smoothing: As in torch.
 
     Returns:
-        The loss, in the dtype torch's would have; NotImplemented where this is not the cross entropy of the last
-        dimension with class ids, or where the model does more to its logits than a soft-cap and a scale.
+        The loss, in the dtype of torch's; NotImplemented if this is not the cross entropy over the last dimension with
+        class ids, or if the model does more to its logits than a soft-cap and a scale.
     """
     form = input.recorded.chain.fused_form()
     is_ours = (
@@ -98,15 +98,15 @@ def head_log_probs(
     ignore_index: int = -100,
     expected_grad: float | torch.Tensor | None = None,
 ) -> LogProbsOutput:
-    """Log-probabilities of deferred `logits` and their statistics, for a loss that may weigh them in any way.
+    """Log-probabilities of deferred `logits` and statistics of the distributions, for any loss of them.
 
     Args:
         logits: `(..., V)`, of a fused head; their chain is a soft-cap and a scale (`fused_form` is not None).
         target: `(...)` class ids.
         outputs: At least one name that `linear_log_probs` takes.
         temperature: Divides the logits.
-        retain_memory: Bytes of logits kept for the backward; one chunk by default.
-        ignore_index: Label of the positions to leave out.
+        retain_memory: Bytes of logits saved for the backward; by default one chunk.
+        ignore_index: Label of the positions that do not count.
         expected_grad: As in `linear_log_probs`; not used for a head split over processes.
 
     Returns:

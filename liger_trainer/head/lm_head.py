@@ -1,4 +1,4 @@
-"""The language-model head: which module it is, one call of it, and the weight of that call at the moment of use."""
+"""The language-model head: which module it is, one call of it, and its weight when the loss needs it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from liger_trainer.compat.peft import HEAD_COPIES
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FSDP_HEAD
 from liger_trainer.head.partitions import is_partitioned
+from liger_trainer.kernels.runtime import is_dtensor
 
 RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
@@ -26,10 +27,10 @@ class HeadCall:
     """One call of the head whose logits are deferred.
 
     Args:
-        head: The module; where its parameters are sharded, they are read from it again at the time of use.
+        head: The module; sharded parameters are read from it again when they are needed.
         weight: The weight during the call, `(V, H)`.
         bias: Likewise, `(V,)` or None.
-        dtype: What the product is computed in: autocast's dtype where it was on, else that of the weight.
+        dtype: The dtype of the product: autocast's if it was on, otherwise that of the weight.
         fused: Whether cross entropy runs fused with the head, or on logits that are built for it.
         logits_memory: Bytes the fused operator may spend on a chunk of logits.
     """
@@ -47,7 +48,7 @@ class HeadCall:
 
     @property
     def owns_parameters(self) -> bool:
-        """Whether `weight` and `bias` are the parameters themselves, and not what a shard's owner lent for the call."""
+        """Whether `weight` and `bias` are the parameters themselves, not gathered for the call by FSDP or ZeRO-3."""
         return _is_plain(self.head.weight) and not is_sharded(self.head)
 
     @property
@@ -57,17 +58,17 @@ class HeadCall:
 
     @property
     def parameters(self) -> tuple[torch.Tensor | None, ...]:
-        """What gradients flow to."""
+        """Weight and bias, which get the gradients."""
         return self.weight, self.bias
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
+        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
         return linear(hidden, self.weight, self.bias, self.dtype)
 
     def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `local_product`, with the weight of the moment, gathered once for all uses where it is sharded.
+        """As `local_product`, with the current weight; a sharded one is gathered once for all uses.
 
-        What comes of all uses together goes [`through_owner`].
+        The result of all uses together has to pass [`through_owner`].
         """
         weight, bias = self.gathered()
         return lambda hidden: linear(hidden, weight, bias, self.dtype)
@@ -78,7 +79,7 @@ class HeadCall:
         Raises:
             RuntimeError: as `whole_parameter`.
         """
-        if self.owns_parameters:  # also where `torch.func.functional_call` lent them: the module has others by now
+        if self.owns_parameters:  # also those of a `torch.func.functional_call`, which the module no longer has
             return self.weight, self.bias
         head = self.head
         if not is_partitioned(head):
@@ -86,7 +87,7 @@ class HeadCall:
             return whole_parameter(head.weight, self.weight), bias
         import deepspeed
 
-        # ZeRO-3 still uses what the head's own run left whole; it may not be gathered and released a second time.
+        # Parameters that are whole already are in use by ZeRO-3; they must not be gathered and released again.
         parameters: list[Any] = list(head.parameters())
         absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
         with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
@@ -95,7 +96,7 @@ class HeadCall:
 
     @property
     def unchanged(self) -> bool:
-        """Whether `weight` and `bias` are as they were, as far as torch counts; True where an owner lent them."""
+        """Whether neither has been changed in place since the call; True for gathered parameters."""
         return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
 
 
@@ -117,20 +118,20 @@ def check_logits_memory(logits_memory: int, vocab: int) -> None:
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:
-    """How often `tensor` has been changed in place; None where torch does not count."""
+    """How often `tensor` has been changed in place; None for inference tensors, where torch does not count."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """``nn.Linear``'s product in `dtype`, whatever autocast says now."""
+    """``nn.Linear``'s product in `dtype`, with autocast off."""
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> torch.dtype | None:
-    """The dtype `head` computes in if its logits can be deferred; None where its own forward has to run."""
+    """The dtype that `head` computes in; None where its logits cannot be deferred and its own forward has to run."""
     weight, bias = head.weight, head.bias
-    # A weight that is a DTensor here was not gathered for this forward: tensor parallelism, not ours to undo.
+    # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
     for tensor in (hidden, weight, bias):
         if tensor is not None and not _is_plain(tensor):
             return None
@@ -157,7 +158,7 @@ def product_dtype(
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Whether FSDP or ZeRO-3 owns the parameters, which are then whole only inside the model's forward and backward."""
+    """Whether FSDP or ZeRO-3 shards the parameters: they are whole only inside the model's forward and backward."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         _check_fsdp()
     return getattr(head, "_is_fsdp_managed_module", False) or is_partitioned(head)
@@ -169,10 +170,10 @@ def _check_fsdp() -> None:
 
 
 def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
-    """`result` of the weight that [`HeadCall.gathered`] gave, which its owner has to gather again for the backward.
+    """`result`, computed with [`HeadCall.gathered`], such that ZeRO-3 gathers the weight again for its backward.
 
-    ZeRO-3 gathers a module's parameters when gradients reach the module's output: the gradient of an emptied parameter
-    could not be accumulated. What stands for the output here is `result`.
+    ZeRO-3 gathers a module's parameters when a gradient reaches the module's output, as the gradient of a freed
+    parameter could not be accumulated. Here `result` takes the place of that output.
     """
     gathering: Any = getattr(head, "pre_bwd_fn", None)
     if gathering is None or not is_partitioned(head) or not result.requires_grad:
@@ -180,21 +181,26 @@ def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
     return gathering.apply(result)
 
 
+def is_split(head: nn.Module) -> bool:
+    """Whether a parameter of `head` is still a DTensor inside its forward, where FSDP has gathered its own."""
+    return any(map(is_dtensor, head.parameters()))
+
+
 def _is_plain(parameter: Any) -> bool:
     return type(parameter) in (torch.Tensor, nn.Parameter)
 
 
-def whole_parameter(parameter: Any, lent: torch.Tensor) -> torch.Tensor:
-    """`parameter`, gathered where FSDP2 keeps it as shards now, connected to its gradient.
+def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
+    """`parameter`, gathered if FSDP2 has sharded it again, and connected to its gradient.
 
     Args:
-        parameter: What the module has now.
-        lent: What it had in its forward.
+        parameter: The parameter that the module has now.
+        in_forward: The one that it had in its forward.
 
     Raises:
-        RuntimeError: where it is sharded in a way that only its owner can undo (FSDP1 outside the model's forward).
+        RuntimeError: if it is a shard of FSDP1, which gathers it in the model's forward only.
     """
-    if parameter.shape != lent.shape:
+    if parameter.shape != in_forward.shape:
         raise RuntimeError(
             "The logits are needed outside the model's forward, where a parameter of the head is a shard of shape "
             f"{tuple(parameter.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
@@ -206,13 +212,13 @@ def whole_parameter(parameter: Any, lent: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(parameter, DTensor):
         return parameter
-    # FSDP2 keeps a head in a unit of its own as shards outside that unit's forward. Every rank's gradient is the whole
-    # weight's for its own batch, so the shards get their mean: as it comes, `full_tensor` would drop the other ranks'.
+    # A head in an FSDP2 unit of its own is sharded outside that unit's forward. Every rank has the gradient of the
+    # whole weight for its own batch, so each shard gets the mean; `full_tensor` alone would drop the other ranks' part.
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, whose own forward computes the loss, or `model` itself."""
+    """The model inside a PEFT wrapper, whose forward computes the loss; any other `model` itself."""
     if "peft" in sys.modules:
         from peft import PeftModel
 
@@ -243,8 +249,8 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
         model: A transformers model, or a PEFT model around one.
 
     Returns:
-        The modules to patch (several where PEFT keeps copies of the head) and an empty string, or an empty list and why
-        the head is left to the model: its own forward then builds the logits, and trains right.
+        The modules to patch (several where PEFT keeps copies of the head) and an empty string; or an empty list and why
+        the head is left alone: its own forward then builds the logits, and the model trains as before.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     head = get_output_embeddings() if callable(get_output_embeddings) else None
@@ -269,11 +275,11 @@ def is_plain_linear(head: nn.Module) -> bool:
     """Whether `head` computes ``hidden @ weight.T + bias`` of an ordinary weight and bias."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    return type(head.weight) is nn.Parameter or type(head.weight).__name__ == "DTensor"
+    return type(head.weight) is nn.Parameter or is_dtensor(head.weight)
 
 
 def maps_tokens(head: nn.Module) -> bool:
-    """Whether `head` maps each hidden state to its logits by itself: a linear of any kind, or PEFT's adapter on one."""
+    """Whether `head` maps each hidden state on its own: a linear layer of any kind, or PEFT's adapter on one."""
     is_linear = isinstance(head, nn.Linear) or (hasattr(head, "in_features") and hasattr(head, "out_features"))
     return is_linear or type(head).__module__.startswith("peft.")
 

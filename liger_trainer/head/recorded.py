@@ -1,4 +1,4 @@
-"""What deferred logits consist of: hidden states, a call of the head, and what the model did to the logits since."""
+"""The contents of deferred logits: hidden states, a call of the head, and the operations on the logits since."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scale:
 
     @property
     def value(self) -> float | None:
-        """The factor as a number; None where reading it would stall a device or lose its gradient."""
+        """The factor as a number; None if reading it would stall a device or lose a gradient."""
         factor = self.factor
         if isinstance(factor, torch.Tensor):
             if factor.requires_grad or factor.device.type != "cpu":
@@ -59,7 +59,7 @@ class Tanh:
 
 
 class FusedForm(NamedTuple):
-    """The chain as the operators take it: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
+    """The chain as options of the operators: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
 
     softcap: float | None
     logit_scale: float
@@ -76,16 +76,16 @@ class RecordedChain:
         return RecordedChain((*self.steps, step))
 
     def replay(self, logits: torch.Tensor) -> torch.Tensor:
-        """Applies the steps to logits that exist, each in the dtype it was recorded in."""
+        """Applies the steps to built logits, each in the dtype that it was recorded in."""
         for step in self.steps:
             logits = step(logits)
         return logits
 
     def fused_form(self) -> FusedForm | None:
-        """The chain as a soft-cap and a scale; None where it is something else.
+        """The chain as a soft-cap and a scale; None if it is anything else.
 
-        ``b * tanh(a * x)`` is a soft-cap of ``b`` after a scale of ``a * b``. Casts round to what the operators compute
-        anyway, more exactly, in fp32.
+        ``b * tanh(a * x)`` is a soft-cap of ``b`` after a scale of ``a * b``. Casts are left out: the operators compute
+        in fp32, which is at least as exact.
         """
         before, after, capped = 1.0, 1.0, False
         for step in self.steps:
@@ -107,13 +107,13 @@ class RecordedChain:
 
 
 class Recorded:
-    """What a `DeferredLogits` is: ``chain(head(hidden))``; in-place operations replace the chain.
+    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
 
     Args:
         call: The call of the head.
         hidden: `(..., H)`.
-        chain: What was done to the logits since.
-        origin: What `hidden` was taken from, if not from the call: its changes are changes of this too.
+        chain: The operations on the logits since.
+        origin: The logits that these were derived from, if any; a change of their hidden states is a change of these.
     """
 
     __slots__ = ("call", "chain", "hidden", "version")
@@ -127,7 +127,7 @@ class Recorded:
             self.version -= version_of(origin.hidden) - origin.version  # type: ignore[operator]
 
     def check(self) -> None:
-        """Raises RuntimeError where the logits could only be built from other values than the call's."""
+        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
         changed = "the hidden states" if version_of(self.hidden) != self.version else ""
         changed = changed if self.call.unchanged else "the head's parameters"
         if changed:

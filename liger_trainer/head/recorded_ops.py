@@ -1,7 +1,7 @@
-"""Which functions leave `DeferredLogits` deferred, and how each is recorded.
+"""The functions that leave `DeferredLogits` deferred, and how each is recorded.
 
-Every recorder takes the arguments of its function and returns the result, or NotImplemented where the function has to
-run on built logits.
+A recorder takes the arguments of its function and returns the result, or NotImplemented if the function has to run on
+built logits.
 """
 
 from __future__ import annotations
@@ -165,11 +165,11 @@ def _detach(x: DeferredLogits) -> DeferredLogits:
 def _register_hook(x: DeferredLogits, hook: Callable) -> Any:
     owner = getattr(hook, "func", hook)
     if not getattr(owner, "__module__", "").startswith("torch.distributed."):
-        # A hook sees, and may change, the gradient of the logits: from here on that gradient has to exist.
+        # A hook gets the gradient of the logits and may change it, so from here on that gradient has to exist.
         x.tracked = False
         _warn_of_missing_gradient(x)
     elif x.recorded.hidden.requires_grad:
-        # FSDP gathers the head's unit before gradients pass it. The logits get none, and the final norm may be in it.
+        # FSDP gathers the unit of the head, and maybe of the final norm, when the logits get a gradient. They get none.
         x.recorded.hidden.register_hook(lambda gradient: (hook(gradient), None)[1])
     with unwrapped():
         return x.register_hook(hook)
@@ -185,14 +185,14 @@ def _warn_of_missing_gradient(x: DeferredLogits) -> None:
     if x.recorded.call.has_loss:
         warn_once(
             "missing gradient",
-            "The gradient of the logits was asked for after a loss had been computed without them, so that loss has no "
-            "part in it. Ask before the loss, or train with `liger_kernel_config={'linear_cross_entropy': false, "
-            "'cross_entropy': false}`, which builds the logits. (Said once.)",
+            "The gradient of the logits was requested after a loss had been computed without them, so it lacks that "
+            "loss. Request it before the loss, or train with `liger_kernel_config={'linear_cross_entropy': false, "
+            "'cross_entropy': false}`, which builds the logits. (Shown once.)",
         )
 
 
 def _shaped(x: DeferredLogits, native: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Records `native`, which changes leading dimensions only; it also runs on `meta`, and raises there as it would."""
+    """Records `native` if it changes leading dimensions only; it runs on `meta` and raises its own errors there."""
     meta = native(x.meta)
     vocab_size = x.meta.shape[-1]
     lead = math.prod(x.meta.shape[:-1])
@@ -241,7 +241,7 @@ def _getitem(x: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if not _leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
         return NotImplemented
-    # The vocabulary's own slice, if there is one, is a full one: full for the hidden dimension too.
+    # A slice of the vocabulary, if there is one, is a full slice; so it is for the hidden states.
     rows = (*items[:-1], slice(None)) if _reaches_last(items, x.meta.dim()) else items
     hidden = x.recorded.hidden[rows]
     basic = not any(isinstance(item, (torch.Tensor, list)) for item in items)
@@ -254,7 +254,7 @@ def _getitem(x: DeferredLogits, index: Any) -> Any:
 
 
 def _consumed(item: Any) -> int | None:
-    """Dimensions an index takes; None for one that is not recorded."""
+    """The number of dimensions that an index takes; None for one that is not recorded."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, (bool, DeferredLogits)):
@@ -276,14 +276,14 @@ def _is_full(item: slice, size: int) -> bool:
 
 
 def _reaches_last(items: tuple, dims: int) -> bool:
-    """Whether the last of `items` indexes the last of `dims` dimensions."""
+    """Whether the last of `items` is an index of the last of `dims` dimensions."""
     if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
         return items[-1] is not Ellipsis
     return sum(_consumed(item) or 0 for item in items) == dims
 
 
 def _leaves_vocab_whole(items: tuple, dims: int, vocab_size: int) -> bool:
-    """Whether `items` indexes leading dimensions only; a full slice of the last one is as good as none."""
+    """Whether `items` index leading dimensions only; a full slice of the last one counts as none."""
     consumed = [_consumed(item) for item in items]
     if None in consumed or sum(1 for item in items if item is Ellipsis) > 1:
         return False

@@ -1,8 +1,8 @@
-"""A head whose rows tensor parallelism has split over processes: its loss without gathering weight or logits.
+"""A head whose rows tensor parallelism splits over processes: its loss without gathering the weight or the logits.
 
-transformers' tensor parallelism keeps such a weight as a DTensor and gives the module a forward of its own, which
-multiplies the hidden states, the same on every process, with the rows of this process and gathers the logits. Deferred,
-they are not gathered: the kernels exchange 32 bytes a token, and sum the gradient of the hidden states in the backward.
+transformers keeps such a weight as a DTensor and gives the module a forward that multiplies the hidden states, which
+are the same on every process, by the rows of this process and gathers the logits. Deferred logits are not gathered: the
+kernels exchange 32 bytes a token, and sum the gradient of the hidden states in the backward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import SPLIT_HEAD
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
@@ -27,7 +28,7 @@ from liger_trainer.parallel.vocab_parallel import (
 
 
 def gathering_forward(head: nn.Module) -> Callable | None:
-    """The forward that transformers' tensor parallelism has given `head`, if it is a linear's with gathered logits.
+    """The forward that transformers' tensor parallelism has given a linear `head`, if it gathers the logits.
 
     That is the style `colwise_gather_output` of a tensor-parallel plan. None for any other forward.
     """
@@ -47,38 +48,33 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     return function if gathers and getattr(inner, "__func__", None) is nn.Linear.forward else None
 
 
-def is_split(head: nn.Module) -> bool:
-    """Whether a parameter of `head` is a DTensor now, in its forward, where FSDP has gathered its own."""
-    return any(type(parameter).__name__ == "DTensor" for parameter in head.parameters())
-
-
 @dataclasses.dataclass(eq=False)
 class VocabParallelCall(HeadCall):
     """One call of a split head; `weight` and `bias` are DTensors over one dimension of a mesh, sharded by rows."""
 
     @property
     def owns_parameters(self) -> bool:
-        """Whether no FSDP has lent the parameters for the call."""
+        """Whether the parameters are the module's own, not gathered for the call by FSDP."""
         return not is_sharded(self.head)
 
     @property
     def group_options(self) -> dict[str, Any]:
-        """Where the rows of this process lie, as the vocabulary-parallel operators take it."""
+        """The group and the range of this process's rows, as the vocabulary-parallel operators take them."""
         mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
         start = mesh.get_local_rank() * _rows_per_process(self.weight)
         return {"group": mesh.get_group(), "vocab_start": start, "vocab_size": self.vocab_size}
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of this process of weight and bias at the moment, connected to the parameters' gradients."""
-        now = self if self.owns_parameters else self.head  # `torch.func.functional_call` may have lent the call others
+        """This process's rows of the current weight and bias, connected to the parameters' gradients."""
+        now = self if self.owns_parameters else self.head  # a `torch.func.functional_call` has parameters of its own
         return _local_rows(now.weight, self.weight), None if self.bias is None else _local_rows(now.bias, self.bias)
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""
+        """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
         return self._gathered(hidden, _own_rows(self.weight), None if self.bias is None else _own_rows(self.bias))
 
     def gathered_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As `local_product`, with the parameters of the moment; it gathers the logits, and not the weight."""
+        """As `local_product`, with the current parameters; it gathers the logits and not the weight."""
         weight, bias = self.gathered()
         return lambda hidden: self._gathered(hidden, weight, bias)
 
@@ -139,8 +135,8 @@ def vocab_parallel_loss(
 
 
 def _is_split_by_rows(parameter: Any) -> bool:
-    """Whether `parameter` is a DTensor whose rows are split over one dimension of a mesh, some for every process."""
-    if type(parameter).__name__ != "DTensor" or parameter.device_mesh.ndim != 1:
+    """Whether `parameter` is a DTensor split by rows over a one-dimensional mesh, with rows for every process."""
+    if not is_dtensor(parameter) or parameter.device_mesh.ndim != 1:
         return False
     (placement,) = parameter.placements
     last = _rows_per_process(parameter) * (parameter.device_mesh.size() - 1)
@@ -148,7 +144,7 @@ def _is_split_by_rows(parameter: Any) -> bool:
 
 
 def _rows_per_process(parameter: Any) -> int:
-    """Rows of every process but the last, which has what is left."""
+    """Rows of every process but the last, which has the rest."""
     return -(-parameter.shape[0] // parameter.device_mesh.size())
 
 
@@ -156,18 +152,18 @@ def _own_rows(parameter: Any) -> torch.Tensor:
     return parameter.to_local()
 
 
-def _local_rows(parameter: Any, lent: Any) -> torch.Tensor:
-    """The rows of this process of `parameter`, which FSDP2 may keep as shards of them now.
+def _local_rows(parameter: Any, in_forward: Any) -> torch.Tensor:
+    """This process's rows of `parameter`, gathered if FSDP2 has sharded them again.
 
     Args:
-        parameter: What the module has now.
-        lent: What it had in its forward, split by tensor parallelism alone.
+        parameter: The parameter that the module has now.
+        in_forward: The one that it had in its forward, split by tensor parallelism only.
     """
-    if parameter.device_mesh.ndim == lent.device_mesh.ndim:
+    if parameter.device_mesh.ndim == in_forward.device_mesh.ndim:
         return _own_rows(parameter)
     from torch.distributed.tensor import Partial, Replicate
 
     # As `whole_parameter`: every rank's gradient is that of its own batch, so the shards get the mean.
-    data = parameter.device_mesh.ndim - lent.device_mesh.ndim
-    rows = parameter.redistribute(placements=[*[Replicate()] * data, *lent.placements])
-    return rows.to_local(grad_placements=[*[Partial("avg")] * data, *lent.placements])
+    data = parameter.device_mesh.ndim - in_forward.device_mesh.ndim
+    rows = parameter.redistribute(placements=[*[Replicate()] * data, *in_forward.placements])
+    return rows.to_local(grad_placements=[*[Partial("avg")] * data, *in_forward.placements])

@@ -1,4 +1,4 @@
-"""Warnings that are said once in a process."""
+"""Warnings that are shown once in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _said: set[str] = set()
 
 
 def warn_once(key: str, message: str) -> None:
-    """Logs `message`, unless something was logged under `key` before."""
+    """Logs `message`, unless a message with the same `key` has been logged before."""
     if key not in _said:
         _said.add(key)
         logger.warning(message)

@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.functional import geglu, relu_squared, swiglu, swiglu_down, swiglu_fused
 
 
-def outputs_are_unseen(*projections: nn.Module) -> bool:
+def outputs_are_unhooked(*projections: nn.Module) -> bool:
     """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
     hooked = any(projection._forward_hooks for projection in projections)
     return not hooked and not nn.modules.module._has_any_global_hook()
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
 
     def gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Both projections of `x`, and whether a backward may write over them."""
-        return self.gate_proj(x), self.up_proj(x), outputs_are_unseen(self.gate_proj, self.up_proj)
+        return self.gate_proj(x), self.up_proj(x), outputs_are_unhooked(self.gate_proj, self.up_proj)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ class LigerSwiGLUMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
-        gate, up, unseen = self.gate_and_up(x)
-        return self.down_proj(swiglu(gate, up, inplace_backward=unseen))
+        gate, up, unhooked = self.gate_and_up(x)
+        return self.down_proj(swiglu(gate, up, inplace_backward=unhooked))
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -124,7 +124,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
         gate_up = self.gate_up_proj(x)
-        return self.down_proj(swiglu_fused(gate_up, inplace_backward=outputs_are_unseen(self.gate_up_proj)))
+        return self.down_proj(swiglu_fused(gate_up, inplace_backward=outputs_are_unhooked(self.gate_up_proj)))
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
@@ -147,7 +147,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
-        return self.w2(swiglu(self.w1(x), self.w3(x), inplace_backward=outputs_are_unseen(self.w1, self.w3)))
+        return self.w2(swiglu(self.w1(x), self.w3(x), inplace_backward=outputs_are_unhooked(self.w1, self.w3)))
 
 
 class LigerFalconH1SwiGLUMLP(GatedMLP):
@@ -167,15 +167,15 @@ class LigerFalconH1SwiGLUMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
-        gate, up, unseen = self.gate_and_up(x)
+        gate, up, unhooked = self.gate_and_up(x)
         inside = self.down_multiplier if is_linear_without_bias(self.down_proj) else 1.0
-        h = swiglu(*(gate, up), gate_multiplier=self.gate_multiplier, down_multiplier=inside, inplace_backward=unseen)
+        h = swiglu(*(gate, up), gate_multiplier=self.gate_multiplier, down_multiplier=inside, inplace_backward=unhooked)
         y = self.down_proj(h)
         return y if inside == self.down_multiplier else y * self.down_multiplier
 
 
 class LigerMLP(GatedMLP):
-    """[`LigerSwiGLUMLP`] that does not keep the product for its backward; see [`swiglu_down`].
+    """[`LigerSwiGLUMLP`] that recomputes the product in its backward; see [`swiglu_down`].
 
     It reads `down_proj.weight` itself, so an adapter or a hook on `down_proj` is not seen.
 
@@ -193,17 +193,17 @@ class LigerMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
-        gate, up, unseen = self.gate_and_up(x)
+        gate, up, unhooked = self.gate_and_up(x)
         return swiglu_down(
             *(gate, up, self.down_proj.weight),
             gate_multiplier=self.gate_multiplier,
             down_multiplier=self.down_multiplier,
-            inplace_backward=unseen,
+            inplace_backward=unhooked,
         )
 
 
 class LigerFalconH1MLP(LigerMLP):
-    """[`LigerFalconH1SwiGLUMLP`] that does not keep the product for its backward, as [`LigerMLP`].
+    """[`LigerFalconH1SwiGLUMLP`] that recomputes the product in its backward, as [`LigerMLP`].
 
     Args:
         config: Has `hidden_size`, `intermediate_size`, `hidden_act` and `mlp_multipliers`.
@@ -240,8 +240,8 @@ class LigerGEGLUMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the MLP to `x`, (..., hidden_size)."""
-        gate, up, unseen = self.gate_and_up(x)
-        return self.down_proj(geglu(gate, up, approximate=self.approximate, inplace_backward=unseen))
+        gate, up, unhooked = self.gate_and_up(x)
+        return self.down_proj(geglu(gate, up, approximate=self.approximate, inplace_backward=unhooked))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

@@ -1,4 +1,4 @@
-"""Putting the kernels into a model, and taking them out again."""
+"""Applying the kernels to a model, and reverting them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_HOOKS
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
-from liger_trainer.kernels.lora.nf4_matmul import free_buffers
+from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
@@ -45,19 +45,19 @@ _META_REMARK = (
 def apply_liger_kernel(
     model: nn.Module, config: KernelConfig | Mapping[str, Any] | str | None = None, strict: bool = False
 ) -> KernelReport:
-    """Puts the kernels into `model`, in place, wherever they are proved equal to what the model computes.
+    """Applies the kernels to `model`, in place, wherever they are proved to compute what the model computes.
 
-    Candidates are found by structure, so any model may be given: a plain one, a multimodal one, one wrapped by PEFT or
-    built by TRL, on any device or on the meta device. Each candidate's forward and ours run on small stand-ins (never
-    on the model's weights); what agrees in values and gradients is bound to the instance, the rest is left alone.
-    Classes, torch functions and child modules stay as they are. Applying again replaces what was applied before.
+    Candidates are found by structure, so any model will do: plain, multimodal, wrapped by PEFT or built by TRL, on any
+    device or on the meta device. The forward of each candidate and ours run on small dummy modules, never on the
+    model's weights. Where values and gradients agree, our forward is bound to the instance; everything else is left
+    alone. Classes, torch functions and child modules do not change. Applying again replaces what was applied before.
 
     Args:
         model: The model.
         config: Which kernels: a [`KernelConfig`], a mapping such as ``{"rope": False}``, the same as a JSON string,
             or None for all of them.
-        strict: Raise if something asked for cannot be applied: every key that `config` explicitly sets to true, and,
-            of the others, every component that the model has.
+        strict: Raise if a kernel cannot be applied that `config` explicitly sets to true, or that the model has a
+            component for.
 
     Returns:
         The report: a row for every kind of candidate, with its probe error or why it was left alone.
@@ -101,10 +101,10 @@ def apply_liger_kernel(
 
 
 def revert_liger_kernel(model: nn.Module) -> int:
-    """Takes the kernels out of `model`: every instance that carries a forward of ours gets its class's back.
+    """Takes the kernels out of `model`: every instance with a forward of ours gets its own forward back.
 
-    The memory in which weights in 4 bits become floating (one buffer a device and dtype, as large as the largest of
-    them) is given back too, as it is when a model is collected.
+    The memory into which weights in 4 bits are dequantised (one buffer for each device and dtype, as large as the
+    largest weight) is freed too, as it is when a model is garbage-collected.
 
     Returns:
         How many instances were reverted.
@@ -117,7 +117,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
     def enabled(component: str) -> bool:
         return getattr(config, component)
 
-    heads, _ = find_lm_heads(without_adapters(model))  # an adapter on one is the fused head's
+    heads, _ = find_lm_heads(without_adapters(model))  # the fused head takes care of an adapter on one
     for module in model.modules():
         if any(module is head for head in heads):
             continue
@@ -141,7 +141,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
 
 
 def _probe_device(model: nn.Module) -> torch.device:
-    """The accelerator the model is on, or the CPU: also for the meta device and for weights that are elsewhere."""
+    """The accelerator that holds parameters of the model; otherwise the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     for parameter in model.parameters():
         if accelerator is not None and parameter.device.type == accelerator.type:
@@ -155,12 +155,12 @@ def _model_name(model: nn.Module) -> str:
 
 
 def _explicit_keys(config: KernelConfig | Mapping[str, Any] | str | None) -> set[str]:
-    """The keys that the user wrote down as true."""
+    """The keys that the user has explicitly set to true."""
     if isinstance(config, str):
         try:
             config = json.loads(config)
         except json.JSONDecodeError:
-            return set()  # KernelConfig.parse says what is wrong with it
+            return set()  # KernelConfig.parse raises the error
     if not isinstance(config, Mapping):
         return set()
     aliases = {"fused_linear_cross_entropy": "linear_cross_entropy"}

@@ -1,4 +1,4 @@
-"""When a patched module runs the code of its class, to which our forward was proved equal."""
+"""When a patched module runs its class's own code, to which our forward was proved equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=Fal
 
 @contextlib.contextmanager
 def generation_step() -> Iterator[None]:
-    """Says that the forward inside is a step of a generation, whose logits are for sampling alone."""
+    """Marks the forward inside as a step of a generation, whose logits are only sampled from."""
     token = _generates.set(True)
     try:
         yield
@@ -24,10 +24,10 @@ def generation_step() -> Iterator[None]:
 
 
 def serves_as_written(x: torch.Tensor) -> bool:
-    """Whether a forward of ours leaves `x` to the code that it was proved equal to, which then has fewer steps.
+    """Whether the class's own code runs for `x`, because it takes fewer steps.
 
-    That is in a generation where no kernel runs, as on the CPU. A reference model's forward is none, and must round as
-    the policy's does.
+    That is in a generation on a device without kernels, such as the CPU. The forward of a reference model is not one,
+    and has to round as the policy's forward does.
     """
     if torch.is_grad_enabled() or triton_drives(x.device) or torch.compiler.is_compiling():
         return False

@@ -1,8 +1,8 @@
 """Binding a forward to one module instance, or an implementation to one module of experts, so that it can be undone.
 
-Only the instance changes: its class, its children and its parameters stay as they are, so state-dict keys, wrapping
-policies, adapters and output recorders go on working. What is bound is a plain function of `self` made into a method,
-which `copy.deepcopy` binds to the copy.
+Only the instance changes. Its class, children and parameters stay as they are, so state-dict keys, wrapping policies,
+adapters and output recorders keep working. The bound forward is a method made of a plain function of `self`, so
+`copy.deepcopy` binds it to the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 IMPLEMENTATION = "liger_trainer"
 """Our name in transformers' registry."""
 
-# Weak, as a forward over another library's holds that one, and with it a module.
+# Weak references, because a forward bound over another library's refers to that one, and so to a module.
 _bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
@@ -29,11 +29,11 @@ def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = N
     Args:
         module: The instance.
         forward: A function of the module and its inputs.
-        over: The forward of its own that the instance may carry, and that `forward` stands for; unbinding gives it
-            back. Such a `forward` is made for this module alone.
+        over: A forward that the instance already has and that `forward` replaces; unbinding restores it. Such a
+            `forward` serves this module only.
 
     Raises:
-        ValueError: if the instance already carries another forward of its own (see [`overriding_forward`]).
+        ValueError: if the instance already has another forward of its own (see [`overriding_forward`]).
     """
     foreign = overriding_forward(module)
     if foreign is not None and module.__dict__["forward"] is not over:
@@ -45,12 +45,12 @@ def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = N
 
 
 def overriding_forward(module: nn.Module) -> str | None:
-    """Names what overrides this instance's forward, when it is not us."""
+    """The name of the function that overrides this instance's forward, unless it is ours."""
     bound = module.__dict__.get("forward")
     if bound is None or is_bound_by_us(module):
         return None
     function = getattr(bound, "__func__", bound)
-    if function is type(module).forward:  # what pickling makes of a forward of ours: the class's own again
+    if function is type(module).forward:  # a forward of ours after pickling
         return None
     if isinstance(function, functools.partial):
         function = function.func
@@ -58,7 +58,7 @@ def overriding_forward(module: nn.Module) -> str | None:
 
 
 def is_bound_by_us(module: nn.Module) -> bool:
-    """Whether [`bind_forward`] gave this instance its forward; a wrapper may hold the one of the module inside."""
+    """Whether [`bind_forward`] bound this instance's forward; a wrapper may have that of the module inside."""
     bound = module.__dict__.get("forward")
     return is_ours(getattr(bound, "__func__", None)) and getattr(bound, "__self__", None) is module
 
@@ -69,7 +69,7 @@ def is_ours(forward: Callable | None) -> bool:
 
 
 def unbind_forward(module: nn.Module) -> bool:
-    """Gives the instance back the forward it had, mostly its class's; False if the forward is not ours."""
+    """Restores the forward that the instance had before, usually its class's; False if its forward is not ours."""
     chosen = unchoose(module)
     if not is_bound_by_us(module):
         return chosen
@@ -81,17 +81,17 @@ def unbind_forward(module: nn.Module) -> bool:
 
 
 def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` that carry a forward of ours, or are experts that call one (see `experts_choice`)."""
+    """The modules of `model` with a forward of ours, and the experts whose config names one (see [`ChosenConfig`])."""
     return (module for module in model.modules() if is_bound_by_us(module) or is_chosen(module))
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:
-    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, as callers may pass them by keyword.
+    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords.
 
-    It is also named ``"forward"``, by which pickling finds a method again.
+    It is also named ``"forward"``, the name by which pickling looks up a method.
     """
     code = forward.__code__
-    # The locals get an underscore, so that none of them can be called as an argument is.
+    # Local variables get an underscore, so that none of them has the name of an argument.
     others = code.co_varnames[1 + len(arguments) :]
     names = (code.co_varnames[0], *arguments, *(f"_{name}" for name in others))
     forward.__code__ = code.replace(co_varnames=names, co_name="forward")
@@ -100,11 +100,13 @@ def call_like(forward: Callable, *arguments: str) -> Callable:
 
 
 class ChosenConfig:
-    """A module's config that names our implementation, and is the model's in all else; a copy elsewhere is the latter.
+    """A view of the model's config, for one module of experts, that names our implementation.
+
+    transformers asks the config which implementation of the experts runs. Pickling the view gives the model's config.
 
     Args:
         config: The model's.
-        forward: What the implementation is for this module.
+        forward: The implementation for this module.
     """
 
     def __init__(self, config: Any, forward: Callable) -> None:
@@ -127,7 +129,7 @@ def _itself(config: Any) -> Any:
 
 
 def choose(module: Any, forward: Callable) -> None:
-    """Makes `forward` the implementation of this `module` alone."""
+    """Makes `forward` the implementation of this `module` only."""
     module.config = ChosenConfig(module.config, forward)
 
 
@@ -137,7 +139,7 @@ def is_chosen(module: Any) -> bool:
 
 
 def unchoose(module: Any) -> bool:
-    """Gives the module its config back; False if it has no other."""
+    """Gives the module the model's config again; False if it has no other."""
     if not is_chosen(module):
         return False
     module.config = module.config.model_config

@@ -1,4 +1,4 @@
-"""What a recogniser says about one module."""
+"""The result of looking at one module: what it is, and our forward for it or why it is left alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from liger_trainer.patching.report import KernelReportRow
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A candidate and the verdict on it.
+    """A candidate, and what becomes of it.
 
     Args:
         component: A key of `liger_kernel_config`.
-        target: What it is in the model, for the report.
+        target: Its class or function in the model, for the report.
         module: The instance.
-        kernel: What would run instead; None where it is left alone.
-        forward: The forward to bind; None where it is left alone.
+        kernel: The kernel that runs instead; None if it is left alone.
+        forward: The forward to bind; None if it is left alone.
         error: The probe's float32 error; None without a probe.
         reason: Why it is left alone, or a remark.
-        bind: How the forward gets into the module.
+        bind: Binds the forward to the module.
     """
 
     component: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
-    """The report's rows: findings of one kind are counted together, in the order in which they appear."""
+    """The rows of the report: equal findings are counted together, in order of appearance."""
     groups: dict[tuple, list[Finding]] = {}
     for finding in findings:
         key = (finding.component, finding.target, finding.kernel, finding.reason)

@@ -1,23 +1,22 @@
 """Gated MLPs: `down_proj(act(gate_proj(x)) * up_proj(x))`, with separate or fused gate and up projections.
 
-They may also be called w1, w3 and w2, as in Mixtral's and other lists of experts and in Llama's own code.
+The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
-adapters, quantised layers and hooks on them go on working, but for two cases in which nobody could tell. With a hook on
-the activation the class's own code runs.
+adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe. If the
+activation has a hook, the class's own code runs.
 
-Projections with PEFT's LoRA adapters: gate and up are one operator on their common input, and the down projection
-another, which builds its input again instead of keeping it (`lora.py`).
+1. Projections with PEFT's LoRA adapters: gate and up are one operator on their common input, and the down projection
+   is another, which recomputes its input instead of saving it (`lora/layers.py`).
+2. A plain down projection, with `recompute_mlp` (the default): activation, product and projection are one operator,
+   which recomputes the product in the backward instead of saving it. In bf16 this saves 2 bytes for each token and
+   intermediate feature, a third of what a gated MLP saves, for one more store an element, well under a hundredth of a
+   layer's time. In a checkpointed layer it saves the product while the layer runs, and one pass of the recomputation.
+   Without a gradient nothing would be saved, and the projection is called. Checkpoint policies that select operators
+   do not see this projection's matmul.
 
-A plain down projection, with `recompute_mlp`, the default: it joins activation and product in one operator that does
-not keep its input, the product, but builds it again in the backward. That saves 2 bytes an element of the intermediate
-size and token in bf16, a third of what a gated MLP keeps, for one more store an element, well under a hundredth of a
-layer's time. In layers that are checkpointed it saves the product of the layer at work, and the pass that the
-recomputation makes over it. Without a gradient nothing would be kept, and the projection is called.
-Policies that choose by operator which products to keep do not see the down projection's.
-
-With `tiled_mlp` the whole forward runs in tiles of tokens and keeps its input alone (`tiling/tiled_mlp.py`), so that
-what an MLP needs no longer grows with the sequence.
+With `tiled_mlp` the whole forward runs on tiles of tokens and saves its input only (`tiling/tiled_mlp.py`), so the
+memory for intermediate results does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
-from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unseen
+from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -42,12 +41,12 @@ from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Agreement,
     Probe,
+    dummy_module,
     identity,
     is_hooked,
     is_stateless,
     only_argument,
     projection,
-    stand_in,
 )
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
@@ -73,12 +72,12 @@ class _Variant(NamedTuple):
 
 
 _VARIANTS = (_Variant("swiglu"), _Variant("geglu", "tanh"), _Variant("geglu", "none"))
-_SIZES = (16, 24)  # hidden and intermediate size of the stand-in
+_SIZES = (16, 24)  # hidden and intermediate size of the dummy module
 _PROBED_TILES = 3  # which do not divide the probe's 64 tokens
 
 
 def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it has a gated MLP's projections as children, else None."""
+    """The finding for `module` if its children are the projections of a gated MLP, else None."""
     children = {name for name, child in module._modules.items() if child is not None}
     names = next((names for names in _NAMES if children.issuperset(names)), None)
     if names is None or isinstance(module, nn.ModuleDict):  # which is never called
@@ -101,7 +100,7 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
 
 
 def _variants(module: nn.Module) -> tuple[_Variant, ...]:
-    """What the module may be, by its attributes."""
+    """The kinds of MLP that the module may be, judging by its attributes."""
 
     def has(*names: str) -> bool:
         return all(isinstance(getattr(module, name, None), (int, float)) for name in names)
@@ -134,13 +133,13 @@ def _probe_gated_mlp(
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-            children = {name: twin(child) for name, child in others.items()}
+            children = {name: dummy_child(child) for name, child in others.items()}
             children |= {name: projection(weight) for name, weight in zip(names, weights)}
-            return forward(stand_in(module, {}, children), x)
+            return forward(dummy_module(module, {}, children), x)
 
         return computation
 
-    # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
+    # Again with gates and ups of 16 and more, since a clamp shows only where values reach it.
     large = [tensors[0] * 16, *tensors[1:]]
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
@@ -160,13 +159,15 @@ def _probe_gated_mlp(
     return None, None, None, nearest.explained(f"neither SiLU(gate) * up nor GELU(gate) * up{named}")
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """A stand-in of a stateless child, so that hooks on the real one do not see the probe."""
-    return stand_in(module, {}, {name: twin(child) for name, child in module._modules.items() if child is not None})
+def dummy_child(module: nn.Module) -> nn.Module:
+    """A dummy of a stateless child, so that the probe does not trigger hooks on the real one."""
+    return dummy_module(
+        module, {}, {name: dummy_child(child) for name, child in module._modules.items() if child is not None}
+    )
 
 
 def has_hooks_between(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether a child besides the projections `names`, the activation, has a hook: the kernel would not call it."""
+    """Whether a child other than the projections `names`, such as the activation, has a hook that would not run."""
     return any(is_hooked(child) for name, child in module._modules.items() if child is not None and name not in names)
 
 
@@ -178,19 +179,19 @@ def gated_mlp_forward(
 
     Args:
         argument: Name of the forward's argument.
-        names: Of the projections: gate, up and down, or one that gives both halves, and down.
-        variant: Which activation, with which options.
-        recompute: Drop the product behind the activation and build it again in the backward, wherever `down_proj` is,
-            at the time of the call, a linear layer that nobody else looks at.
-        lora: Run projections with adapters as `lora_linears` and `lora_down`, wherever PEFT's layers are plain ones.
+        names: Of the projections: gate, up and down, or gate and up in one, and down.
+        variant: The activation and its options.
+        recompute: Recompute the product of gate and up in the backward wherever `down_proj` is a plain linear layer
+            without hooks when it is called.
+        lora: Run projections with adapters as `lora_linears` and `lora_down` wherever PEFT's layers are plain.
     """
     gelu: dict[str, Any] = {} if variant.approximate is None else {"approximate": variant.approximate}
     gated = functools.partial(geglu if gelu else swiglu, **gelu)
     gated_fused = functools.partial(geglu_fused if gelu else swiglu_fused, **gelu)
     gated_down = functools.partial(geglu_down if gelu else swiglu_down, **gelu)
 
-    def apply(self, gate, up, unseen):
-        options: dict[str, Any] = {"inplace_backward": unseen}
+    def apply(self, gate, up, unhooked):
+        options: dict[str, Any] = {"inplace_backward": unhooked}
         down_proj, scale = getattr(self, names[-1]), None
         if variant.limit:
             options["limit"] = self.limit
@@ -213,7 +214,7 @@ def gated_mlp_forward(
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
         layers = adapted_layers(x, gate_proj, up_proj) if lora else None
         if layers is not None:
-            # As h will be, for a mask of dropout. Its own memory is not needed.
+            # With the shape of h, for the dropout mask; it takes no memory.
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
             (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
             if down is not None:
@@ -222,23 +223,23 @@ def gated_mlp_forward(
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = gate_proj(x), up_proj(x)
-        if gate.dtype != up.dtype:  # an adapter on one of the two may widen it; the product promotes
+        if gate.dtype != up.dtype:  # an adapter on one of them may give it a wider dtype
             dtype = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(dtype), up.to(dtype)
-        return apply(self, gate, up, outputs_are_unseen(gate_proj, up_proj))
+        return apply(self, gate, up, outputs_are_unhooked(gate_proj, up_proj))
 
     def forward_fused(self, x):
         if serves_as_written(x) or has_hooks_between(self, names):
             return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
-        return apply(self, gate_up_proj(x), None, outputs_are_unseen(gate_up_proj))
+        return apply(self, gate_up_proj(x), None, outputs_are_unhooked(gate_up_proj))
 
     return call_like(forward_fused if len(names) == 2 else forward_separate, argument)
 
 
 @functools.cache
 def in_tiles(forward: Callable, argument: str, num_tiles: int | None = None) -> Callable:
-    """`forward` over tiles of the tokens, as many as hold half a GiB each unless told; see [`tiled_mlp`]."""
+    """`forward` on tiles of the tokens, by default of half a GiB each; see [`tiled_mlp`]."""
 
     def tiled(self, x):
         return tiled_mlp(forward, self, x, num_tiles)

@@ -1,4 +1,4 @@
-"""The head: it defers its logits, once that is proved equal to ``nn.Linear`` on a small random input.
+"""The LM head: it defers its logits, after a proof against ``nn.Linear`` on a small random input.
 
 Two instances get a forward of ours: the head, and the model whose forward computes the loss (`model_forward.py`).
 """
@@ -25,23 +25,24 @@ from liger_trainer.head.lm_head import (
     find_lm_heads,
     is_plain_linear,
     is_sharded,
+    is_split,
     without_adapters,
 )
 from liger_trainer.head.recorded import Recorded, RecordedChain
-from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
+from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
 from liger_trainer.patching.model_forward import (
     foreign_forward,
+    is_patched_model,
     make_model_forward,
     native_forward,
     takes_labels,
-    tells_its_head,
 )
 from liger_trainer.patching.report import KernelReportRow
 
 TOLERANCE = 5e-3
-"""Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 (where it is on) about 1e-3."""
+"""Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 about 1e-3."""
 
 _BATCH, _LENGTH, _HIDDEN, _VOCAB, _IGNORED = 2, 8, 32, 48, -100
 
@@ -52,10 +53,10 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     Args:
         model: The causal LM (or any model whose forward takes `labels` and calls its output embedding), or a PEFT model
             around one. Patching it again changes `fused` and `logits_memory`.
-        fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits for the
-            loss alone and runs the `cross_entropy` kernel on them.
-        logits_memory: Bytes the fused operator may spend on a chunk of logits.
-        in_fp32: Whether the head, whose parameters are fp32 then, casts its hidden states to fp32.
+        fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits only
+            for the loss and runs the `cross_entropy` kernel on them.
+        logits_memory: Bytes that the fused operator may use for a chunk of logits.
+        in_fp32: Whether the head casts its hidden states to fp32; its parameters are then fp32.
 
     Returns:
         A row for the report: what was bound and the probe's error, or why the head was left alone.
@@ -76,9 +77,9 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     whole_module = not all(map(is_plain_linear, heads))
     if whole_module and not fused:
         return left_alone(f"{type(heads[0]).__name__} is not a plain nn.Linear; it runs as it is, with full logits")
-    ours = tells_its_head(model)
+    ours = is_patched_model(model)
     foreign = None if ours else foreign_forward(model)
-    gathering = [gathering_forward(head) for head in heads]  # where tensor parallelism splits them
+    gathering = [gathering_forward(head) for head in heads]  # if tensor parallelism splits them
     for head, over in zip(heads, gathering):
         foreign = foreign or (None if over is not None else overriding_forward(head))
     if foreign is not None:
@@ -90,12 +91,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     if fused:
         check_logits_memory(int(logits_memory), getattr(heads[0], "out_features", 0))
     forward = make_head_forward(fused, int(logits_memory), whole_module, in_fp32)
-    # Looked up there, as the weight of an adapter's wrapper may be computed on access.
+    # Not `heads[0].weight.device`: PEFT may compute the weight of a wrapper on access.
     device = next(heads[0].parameters()).device
     has_bias = not whole_module and heads[0].bias is not None
     try:
         error = probe_head(forward, has_bias, device if device.type != "meta" else torch.device("cpu"))
-    except Exception as failure:  # whatever a device or a compiler raises: the model then trains as it did
+    except Exception as failure:  # of a device or a compiler, of any kind: the model then trains as before
         return left_alone(f"the probe failed: {type(failure).__name__}: {failure}")
     if not error <= TOLERANCE:
         return left_alone("the probe's loss or gradients differ", error)
@@ -120,12 +121,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
 def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = False, in_fp32: bool = False) -> Callable:
     """A head's forward that defers the logits where the model's forward allows it.
 
-    It is a function of `self` alone, so that copies of a patched model are patched models.
+    It is a plain function of `self`, so copies of a patched model are patched models.
 
     Args:
         fused: Whether cross entropy runs fused with the head, or on logits built for it.
-        logits_memory: Bytes the fused operator may spend on a chunk of logits.
-        whole_module: Whether the head is no plain linear, so that its own forward computes the logits, chunk by chunk.
+        logits_memory: Bytes that the fused operator may use for a chunk of logits.
+        whole_module: Whether the head is not a plain linear layer, so that its own forward runs, chunk by chunk.
         in_fp32: Whether the hidden states are cast to fp32 first.
     """
 
@@ -144,7 +145,7 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
 
 
 def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
-    """As [`make_head_forward`], over the forward `gathering` that tensor parallelism has given one head."""
+    """As [`make_head_forward`], for one head whose forward `gathering` comes from tensor parallelism."""
 
     def call_of(self: Any, hidden: torch.Tensor) -> tuple[VocabParallelCall | None, torch.Tensor]:
         return vocab_parallel_call(self, hidden, fused, logits_memory), hidden
@@ -156,7 +157,7 @@ def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int
 
 
 def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
-    """The forward of a head that defers what `call_of` gives a call for, and its input; for the rest it is `native`."""
+    """A head's forward that defers the logits if `call_of` returns a call (with its input), and else runs `native`."""
 
     def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
         call, hidden = call_of(self, hidden)
@@ -175,30 +176,30 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
             return native(self, input)
         if is_sharded(self) and not context.has_labels:
             return native(self, input)
-        pause_compiler()  # until the model's forward ends: neither the wrapper nor its functions can be traced
+        pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
         deferred = defer(self, input)
         if deferred is None and self.training and is_split(self):
             warn_once(
                 "split head",
-                "The LM head is split over processes in a way that the fused cross entropy does not know, so its "
-                "logits are put together. The result is right; it takes the memory of unfused training. Models that "
-                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Said once.)",
+                "The LM head is split over processes in a way that the fused cross entropy does not support, so its "
+                "logits are gathered. The result is right, but takes as much memory as unfused training. Models that "
+                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Shown once.)",
             )
         return native(self, input) if deferred is None else deferred
 
-    never_a_frame(forward)  # compiled as a frame of its own it would never defer
+    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
 
 
 def _has_backward_hooks(head: nn.Module) -> bool:
-    """Whether hooks want the gradient of the head's output, which then has to exist."""
+    """Whether backward hooks need the gradient of the head's output, which must then exist."""
     hooks = torch.nn.modules.module
     everywhere = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
     return bool(head._backward_hooks or head._backward_pre_hooks or everywhere)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:
-    """Runs a stand-in head with `forward` and without it, loss and gradients.
+    """Compares the loss and the gradients of a small head with `forward` and without it.
 
     Args:
         forward: The head's forward to prove.
@@ -209,7 +210,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         The largest difference of the loss and the gradients of hidden states, weight and bias, each relative to the
         largest native value.
     """
-    generator = torch.Generator().manual_seed(0)  # of its own: the training's random numbers stay what they were
+    generator = torch.Generator().manual_seed(0)  # the global random state does not change
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
     target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator)

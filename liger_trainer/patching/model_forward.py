@@ -19,7 +19,7 @@ from liger_trainer.patching.binding import is_bound_by_us
 
 _model_forwards: set[Callable] = set()
 
-# The forwards of Liger's patched models have these. Hugging Face's take any name, and their loss drops it.
+# Arguments of the forwards of Liger's patched models. Hugging Face's accept any name, and their loss ignores these.
 _OPTIONS = (
     "ce_weight",
     "label_smoothing",
@@ -35,9 +35,9 @@ _OPTIONS = (
 def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
-    The logits are deferred in training, and in evaluation where the caller passed `skip_logits` (as the Trainer does
-    for evaluation without metrics, with labels or with a loss of its own) or said that a loss follows
-    ([`loss_follows`]). Everything else (generation, metrics, inference) runs as ever.
+    The logits are deferred in training, and in evaluation if the caller passes `skip_logits` (as the Trainer does for
+    evaluation without metrics, with labels or with its own loss) or uses [`loss_follows`]. Everything else (generation,
+    metrics, inference) does not change.
 
     Args:
         native: The forward of the model's class.
@@ -101,7 +101,7 @@ def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, A
     Args:
         model: The model, whose `loss_function` may be the user's own.
         names: Parameters of its forward.
-        kwargs: What it was called with.
+        kwargs: Its keyword arguments.
     """
     values = {name: kwargs[name] for name in _OPTIONS if name in kwargs and name not in names}
     asked = [name for name, value in values.items() if isinstance(value, torch.Tensor) or value]
@@ -109,7 +109,7 @@ def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, A
         return
     (losses,) = require(LOSS_OPTIONS)
     loss = model.loss_function
-    if loss not in losses.values():  # the user's own may read it from its `**kwargs`
+    if loss not in losses.values():  # a user's own loss may read it from its `**kwargs`
         return
     taken = inspect.signature(loss).parameters
     ignored = ", ".join(f"`{name}`" for name in asked if name not in taken)
@@ -125,21 +125,21 @@ def takes_labels(native: Callable) -> bool:
     return "labels" in inspect.signature(native).parameters
 
 
-def tells_its_head(model: nn.Module) -> bool:
-    """Whether the model's forward is one of [`make_model_forward`], or wraps one."""
+def is_patched_model(model: nn.Module) -> bool:
+    """Whether the model's forward is a result of [`make_model_forward`], or wraps one."""
     return any(layer in _model_forwards for layer in forward_layers(model))
 
 
 def native_forward(model: nn.Module) -> Callable:
-    """The forward that a patched model runs: its class's, or a copy of it that calls a function of ours by a name."""
-    told = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
-    if told is not None:
-        return told.__wrapped__  # type: ignore[attr-defined]
+    """The forward that a patched model runs: its class's, or a copy of that which calls a function of ours."""
+    ours = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
+    if ours is not None:
+        return ours.__wrapped__  # type: ignore[attr-defined]
     return model.__dict__["forward"].__func__ if is_bound_by_us(model) else type(model).forward
 
 
 def forward_layers(model: nn.Module) -> Iterator[Callable]:
-    """The functions of the instance's own forward, outermost first: accelerate wraps ours for mixed precision."""
+    """The nested functions of the instance's own forward, outermost first; accelerate, for one, wraps ours."""
     function: Any = model.__dict__.get("forward")
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -150,11 +150,11 @@ def forward_layers(model: nn.Module) -> Iterator[Callable]:
 
 
 def foreign_forward(model: nn.Module) -> str | None:
-    """Why the model's forward is not ours to take, or None."""
+    """Why the model's forward cannot be replaced, or None."""
     if "forward" not in model.__dict__ or is_bound_by_us(model):
         return None
     for function in forward_layers(model):
-        # Not `__module__`: functools.wraps copies that of the class's forward.
+        # Not `__module__`, which functools.wraps copies from the class's forward.
         where = getattr(function, "__globals__", {}).get("__name__", "?")
         if where == "trl.trainer.utils":
             return "TRL's fused head is already in place"

@@ -11,22 +11,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
-from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch built without distributed
-
-    class DTensor:  # type: ignore[no-redef]
-        """Stands in for the class, so that nothing is an instance of it."""
-
-
-# (casting, offset). In float32 most of these are the same function; the bfloat16 distance tells them apart, and of
-# formulas that agree equally well the first is taken.
+# (casting, offset). In float32 most of these are the same function; the bfloat16 distance distinguishes them, and of
+# formulas that agree equally well the first is used.
 RMS_NORM_FORMULAS = (("llama", 0.0), ("olmo2", 0.0), ("gemma", 1.0), ("none", 0.0))
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -36,7 +29,7 @@ _ANY_SIZE = 64
 
 
 def find_norm(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it looks like a normalisation over its last dimension, else None."""
+    """The finding for `module` if it looks like a normalisation over its last dimension, else None."""
     if type(module).forward is nn.LayerNorm.forward:
         return _find(module, "layer_norm", enabled, probe, _probe_layer_norm)
     if not module._modules and eps_name(module) is not None and not isinstance(module, _NOT_ROW_NORMS):
@@ -120,17 +113,17 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Call
 
 
 def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
-    """`forward` as a function of the input and the parameters, on a stand-in of `module`."""
+    """`forward` as a function of the input and the parameters, on a dummy of `module`."""
 
     def computation(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         given = dict(zip(names if names is not None else ["weight"], parameters))
-        return forward(stand_in(module, {**dict.fromkeys(module._parameters), **given}, {}), x)
+        return forward(dummy_module(module, {**dict.fromkeys(module._parameters), **given}, {}), x)
 
     return computation
 
 
 def _dtype_cases(probe: Probe, original: Callable, ours: Callable, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
-    """Whether ours also equals the original with input and weight of two dtypes, and under autocast."""
+    """Whether ours equals the original also if input and weight differ in dtype, and under autocast."""
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     mixed = all(
         probe.same(original, ours, [half[0], *tensors[1:]], autocast)
@@ -142,7 +135,7 @@ def _dtype_cases(probe: Probe, original: Callable, ours: Callable, tensors: list
 
 
 def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
-    """The size of the last dimension, which `torch.nn.RMSNorm` checks; any size where nothing tells, as for a shard."""
+    """The size of the last dimension, which `torch.nn.RMSNorm` checks; any size if it is unknown, as for a shard."""
     normalized = getattr(module, "normalized_shape", None)
     if isinstance(normalized, tuple) and len(normalized) == 1:
         return normalized[0]
@@ -150,8 +143,8 @@ def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, autocast: bool) -> bool:
-    """Whether the kernel is proved equal for tensors such as these; shards go through the original's own operators."""
-    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+    """Whether the kernel is proved equal for such tensors; DTensors run the original."""
+    if is_dtensor(x) or (weight is not None and is_dtensor(weight)):
         return False
     if not mixed and weight is not None and weight.dtype != x.dtype:
         return False
@@ -174,11 +167,11 @@ def rms_norm_forward(
     """A forward for one kind of RMSNorm; the same function for equal arguments.
 
     Args:
-        original: The class's forward, for what the kernel is not proved equal on.
+        original: The class's forward, which runs for inputs that the proof does not cover.
         argument: Name of the forward's argument.
         eps: Name of the attribute that holds epsilon.
         offset: Added to the weight.
-        casting: Where the result is rounded, as [`liger_trainer.functional.rms_norm`] takes it.
+        casting: Where the result is rounded; see [`liger_trainer.functional.rms_norm`].
         weighted: Whether the module has a weight.
         mixed: Whether input and weight may differ in dtype.
         autocast: Whether autocast may be on.
@@ -200,7 +193,7 @@ def rms_norm_forward(
 
 
 def pending_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that returns its result pending, for one of [`rms_norm_forward`] with a weight."""
+    """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
     options, cases = forward.pending_options  # type: ignore[attr-defined]
     return rms_norm_forward(*options, **cases, pending=True)
 

@@ -1,7 +1,7 @@
-"""The result of a norm that is not computed until something needs it.
+"""The result of a norm that is not computed until a function needs it.
 
-The norms of queries and keys give one, and the rotary function, where it receives two, norms and rotates in one pass.
-To anything else it is the tensor: it is computed once, with the values and the graph it would have had.
+The norms of queries and keys return one. The rotary function, given two, normalises and rotates in one pass; for any
+other function the norm is computed, once, with the values and the graph that it would have had.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _OPERATORS = (
 )
 
 
-# The norms of attentions that are running. An entry is taken out by the call that put it in, so that threads which run
-# different layers (autograd's recompute checkpoints) do not disturb each other.
+# The norms of the attentions that are running. The call that adds an entry removes it, so threads that run different
+# layers (when autograd recomputes checkpoints) do not interfere.
 _awaited: list[nn.Module] = []
 
 
 class PendingNorm(ComputedOnUse):
-    """RMSNorm of `x`, pending.
+    """RMSNorm of `x`, not yet computed.
 
     Args:
-        x: The norm's input; a view of it, once the result was transposed.
+        x: The norm's input, or a view of it after the result was transposed.
         weight: The norm's weight.
         options: epsilon, offset and casting, as [`liger_trainer.functional.rms_norm`] takes them.
-        value: The result where it is not simply that of `x`, as a function without arguments.
+        value: Computes the result if it is not simply the norm of `x`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PendingNorm(ComputedOnUse):
 
     @property
     def is_pending(self) -> bool:
-        """Whether nothing has needed the result yet."""
+        """Whether the result has not been computed yet."""
         return self._result is None
 
     def build(self, for_write: bool = False) -> torch.Tensor:
@@ -60,7 +60,7 @@ class PendingNorm(ComputedOnUse):
         return self._result
 
     def transpose(self, dim0: int, dim1: int) -> Any:
-        """The result transposed, pending too if the normalised dimension stays the last."""
+        """The transposed result; not computed either if the normalised dimension stays the last."""
         last = self.x.dim() - 1
         if not self.is_pending or last in (dim0 % (last + 1), dim1 % (last + 1)):
             return self.build().transpose(dim0, dim1)
@@ -88,9 +88,9 @@ PendingNorm.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def may_pend(module: nn.Module) -> bool:
-    """Whether `module` may return its result pending: its attention awaits it, and no hook would see it.
+    """Whether `module` may return a [`PendingNorm`]: its attention expects one, and there are no hooks.
 
-    Hooks may also act on its parameters before and after (FSDP2, ZeRO-3).
+    Hooks would get the result, and may gather and free parameters around the call (FSDP2, ZeRO-3).
     """
     if not any(awaited is module for awaited in _awaited):
         return False
@@ -100,7 +100,7 @@ def may_pend(module: nn.Module) -> bool:
 
 @functools.cache
 def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
-    """`forward` of a module that awaits the results of its children `names` pending."""
+    """`forward` of a module whose children `names` may return a [`PendingNorm`] meanwhile."""
 
     @functools.wraps(forward)
     def awaiting(self, *args, **kwargs):

@@ -1,8 +1,8 @@
-"""The numerical proof behind every patch: the original forward and ours run side by side on stand-ins.
+"""The numerical proof of every patch: the original forward and ours run side by side on dummy modules.
 
-The model's own parameters are never read: a stand-in has the module's class and plain attributes, and small random
-tensors in the place of its parameters and projections. So a module on the meta device, sharded, quantised or wrapped
-by an adapter is probed like any other, and neither its weights nor the global random state change.
+The model's own parameters are never read. A dummy module has the module's class and plain attributes, and small random
+tensors instead of its parameters and projections. So modules on the meta device, sharded, quantised or wrapped by an
+adapter are probed like any other, and neither their weights nor the global random state change.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 FP32_TOLERANCE = 1e-5
-"""Largest relative difference in float32, values and gradients, at which two forwards count as equal."""
+"""Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
 
-# In bfloat16 the formulas may round at other places. Ours must then be as near to the float32 result as the original
-# is, up to a quarter (the noise of a few hundred samples), or as near as one rounding of the result allows.
+# In bfloat16 the two may round in different places. Ours must be as close to the float32 result as the original, give
+# or take a quarter (the noise of a few hundred samples), or as close as one rounding of the result allows.
 _BF16_SLACK = 1.25
 _BF16_FLOOR = 2.0**-9
 
@@ -45,10 +45,9 @@ class Agreement:
     """How two computations compare.
 
     Args:
-        error: Largest relative float32 difference over outputs and gradients (infinite where one has no counterpart).
-        distance: Largest relative bfloat16 difference between the two, which tells formulas apart that only round
-            differently.
-        reason: Why they do not agree; empty when they do.
+        error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
+        distance: Largest relative bfloat16 difference, which distinguishes formulas that only round differently.
+        reason: Why they do not agree; empty if they do.
     """
 
     error: float
@@ -61,19 +60,19 @@ class Agreement:
         return not self.reason
 
     def explained(self, what: str) -> Agreement:
-        """The same with `what` the original is not as the reason, where the two ran and their values differ."""
+        """This result with the reason that the original computes `what`, if both ran and their values differ."""
         if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE:
             return self
         return dataclasses.replace(self, reason=f"it computes {what} (relative difference {self.error:.1e})")
 
 
 class Probe:
-    """Random tensors of its own generator, and the comparison of two computations on them.
+    """Random tensors from a generator of its own, and the comparison of two computations on them.
 
-    To be used inside its [`isolated`] context.
+    Use it inside its [`isolated`] context.
 
     Args:
-        device: Where the probe runs: the model's accelerator, so that the real kernels are what is proved, or the CPU.
+        device: Where the probe runs: the model's accelerator, so that the real kernels are proved, or the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,13 +81,13 @@ class Probe:
         self.cache: dict[Any, Any] = {}
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """A float32 tensor whose values bfloat16 holds exactly, so that both precisions see the same input."""
+        """A float32 tensor of values that are exact in bfloat16, so that both precisions get the same input."""
         values = torch.randn(shape, generator=self._generator, device="cpu", dtype=torch.float32)
         return values.to(torch.bfloat16).to(self.device, torch.float32)
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Keeps the caller's modes (meta device, no_grad, inference, autocast) out of the probe, and warnings in."""
+        """Turns off the caller's modes (meta device, no_grad, inference, autocast), and hides warnings."""
         kinds = {"cpu", self.device.type}
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -115,7 +114,7 @@ class Probe:
         return _judge(truth, rounded, exact, nearby)
 
     def same(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor], autocast: bool) -> bool:
-        """Whether the two give the same dtypes, and values within bfloat16 rounding, on `tensors` as they are."""
+        """Whether both give the same dtypes, and the same values within bfloat16 rounding, on these `tensors`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             try:
                 expected, got = _run(original, tensors), _run(ours, tensors)
@@ -130,7 +129,7 @@ def _run(computation: Computation, tensors: Sequence[torch.Tensor]) -> list[torc
     outputs = list(result) if isinstance(result, tuple) else [result]
     upstream = []
     for output in outputs:
-        # A fixed wave, so that no output's gradient is a constant that a wrong formula could cancel.
+        # A fixed wave, as a wrong formula could cancel a constant gradient.
         wave = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul(0.7).cos()
         upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
     gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
@@ -187,31 +186,31 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
 
 
-def stand_in(module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module]) -> nn.Module:
-    """A module of the same class and plain attributes, in training mode, without hooks, with what is given inside."""
-    # Not through the class's constructor: that would allocate its real size and draw from the global generator.
-    twin: nn.Module = object.__new__(class_of(module))
+def dummy_module(module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module]) -> nn.Module:
+    """A module of the same class and plain attributes, in training mode, without hooks, with these contents."""
+    # The class's constructor would allocate the real size and draw from the global generator.
+    dummy: nn.Module = object.__new__(class_of(module))
     attributes = {**module.__dict__, **{name: type(module.__dict__[name])() for name in _HOOKS}}
     attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=True)
     attributes.pop("forward", None)
-    twin.__dict__.update(attributes)
-    return twin
+    dummy.__dict__.update(attributes)
+    return dummy
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody has put a hook on `module` itself."""
+    """Whether `module` itself has a hook."""
     return any(getattr(module, name) for name in _HOOKS)
 
 
 class _Projection(nn.Linear):
-    """A linear layer without a matrix product, so that TF32 and reduced-precision settings stay out of the probe."""
+    """A linear layer without a matrix product, so that TF32 and reduced precision do not affect the probe."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return (input.unsqueeze(-2) * self.weight).sum(-1)
 
 
 def projection(weight: torch.Tensor, kind: type[nn.Linear] = _Projection) -> nn.Module:
-    """Stands in for a linear layer of any kind; `weight` is ``(out_features, in_features)``."""
+    """A dummy linear layer; `weight` is ``(out_features, in_features)``."""
     layer: nn.Module = object.__new__(kind)
     nn.Module.__init__(layer)  # not Linear's own, which allocates and draws from the global generator
     layer.__dict__.update(in_features=weight.shape[1], out_features=weight.shape[0])
@@ -220,7 +219,7 @@ def projection(weight: torch.Tensor, kind: type[nn.Linear] = _Projection) -> nn.
 
 
 def identity(module: nn.Module) -> tuple[Any, ...]:
-    """What tells modules of one class apart for the probe: plain attributes, parameter shapes, stateless children."""
+    """A key that is equal for modules with the same proof: class, plain attributes, shapes, stateless children."""
     plain = (bool, int, float, str, type(None))
     attributes = tuple(
         (name, value if isinstance(value, plain) else id(value))
@@ -237,12 +236,12 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`; of one with parametrised weights, which has a class of its own, the one that it had."""
+    """The class of `module`, or the one that it had before its weights were parametrised."""
     return parametrize.type_before_parametrizations(module)
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of `parameter`; of one that DeepSpeed ZeRO-3 has partitioned, and left empty, the shape it had."""
+    """The shape of `parameter`, or the one that it had before ZeRO-3 partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -252,7 +251,7 @@ def is_stateless(module: nn.Module) -> bool:
 
 
 def only_argument(module: nn.Module) -> str | None:
-    """The name of the one argument of the class's forward besides `self`; None if it takes more, or fewer."""
+    """The name of the only argument of the class's forward besides `self`; None if it takes more or none."""
     try:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""Norms of queries and keys that go straight into the rotary function: both in one pass.
+"""Norms of queries and keys whose results go straight into the rotary function: both in one pass.
 
-Where the norms and the rotary function of an attention are proved, its forward runs once on a stand-in, up to the
-rotary function. If what arrives there as q and k are the results of two of its norms, these norms return them pending
-([`PendingNorm`]) while it runs, and the rotary function takes them so. To everything else that the attention might do
-with them they are ordinary tensors, and that is what the norms return to every other caller.
+Once the norms and the rotary function of an attention are proved, its forward runs on a dummy module up to the rotary
+function. If the q and k that arrive there are results of two of its norms, these norms return a [`PendingNorm`] while
+the attention runs, and the rotary function normalises and rotates in one pass. Any other use of such a result computes
+the norm, and other callers of the norms get ordinary tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
-from liger_trainer.patching.probe import Probe, full_shape, stand_in
+from liger_trainer.patching.probe import Probe, dummy_module, full_shape
 from liger_trainer.patching.rope import rotary_globals
 
 _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
 
 
 class _ArrivedError(Exception):
-    """Carries what the rotary function was called with."""
+    """Holds the arguments of the rotary function."""
 
     def __init__(self, q: Any, k: Any) -> None:
         self.q, self.k = q, k
@@ -56,7 +56,7 @@ class _Projection(nn.Module):
 
 
 def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
-    """`findings` with the forwards of attentions and norms replaced where the norms can be fused with the rotation."""
+    """`findings` with other forwards for attentions and norms wherever norms and rotation can be fused."""
     findings = list(findings)
     norms = {id(f.module): f for f in findings if hasattr(f.forward, "pending_options")}
     replaced: dict[int, Finding] = {}
@@ -84,7 +84,7 @@ def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
 def _norms_before(
     module: nn.Module, rotary_name: str, candidates: dict[str, Finding], probe: Probe
 ) -> tuple[str, str] | None:
-    """The names of the two children whose results arrive at the rotary function as q and k; None if that is not so."""
+    """The names of the two norms whose results arrive at the rotary function as q and k, or None."""
     sizes = {full_shape(norm.module._parameters["weight"])[0] for norm in candidates.values()}  # type: ignore[arg-type]
     if len(candidates) < 2 or len(sizes) != 1 or overriding_forward(module) is not None:
         return None
@@ -111,7 +111,7 @@ def _run_to_rotary(
     hidden = torch.ones(1, _LENGTH, _HIDDEN_SIZE)
     try:
         forward(
-            stand_in(module, {}, children),
+            dummy_module(module, {}, children),
             hidden_states=hidden,
             position_embeddings=(table, table),
             attention_mask=None,

@@ -9,27 +9,27 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.nn.mlp import outputs_are_unseen
+from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.gated_mlp import has_hooks_between, twin
+from liger_trainer.patching.gated_mlp import dummy_child, has_hooks_between
 from liger_trainer.patching.probe import (
     Agreement,
     Probe,
+    dummy_module,
     identity,
     is_stateless,
     only_argument,
     projection,
-    stand_in,
 )
 
 _NAMES = ("up_proj", "down_proj")
-_SIZES = (16, 24)  # hidden and intermediate size of the stand-in
+_SIZES = (16, 24)  # hidden and intermediate size of the dummy module
 
 
 def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it is such an MLP, else None: two projections alone say nothing of what is between."""
+    """The finding for `module` if it is such an MLP, else None; two projections alone do not make one."""
     children = {name for name, child in module._modules.items() if child is not None}
     if not children.issuperset(_NAMES) or "gate_proj" in children:
         return None
@@ -60,9 +60,9 @@ def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, Agreem
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-            children = {name: twin(child) for name, child in others.items()}
+            children = {name: dummy_child(child) for name, child in others.items()}
             children |= {name: projection(weight) for name, weight in zip(_NAMES, weights)}
-            return forward(stand_in(module, {}, children), x)
+            return forward(dummy_module(module, {}, children), x)
 
         return computation
 
@@ -78,6 +78,6 @@ def relu_squared_mlp_forward(argument: str) -> Callable:
     def forward(self, x):
         if serves_as_written(x) or has_hooks_between(self, _NAMES):
             return type(self).forward(self, x)
-        return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unseen(self.up_proj)))
+        return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unhooked(self.up_proj)))
 
     return call_like(forward, argument)

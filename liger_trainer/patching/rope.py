@@ -1,8 +1,8 @@
-"""Rotary position embedding: the function an attention's forward calls by its global name.
+"""Rotary position embedding: the function that an attention's forward calls by a global name.
 
-The function is probed against ours. Where they agree, the attention instance gets a copy of its class's forward that
-finds ours under that name: the copy has the same code, defaults and closure, and globals of its own, so the modelling
-module, and with it every other model of the process, stays as it is. Those globals are a snapshot of the module's.
+The function is compared with ours. Where they agree, the attention instance gets a copy of its class's forward in which
+that name refers to our function. The copy has the same code, defaults and closure but its own globals, a snapshot of
+the modelling module's; so the module itself, and every other model in the process, does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
 
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
-    """The verdict on every rotary function that `module`'s forward calls by a global name."""
+    """The finding for every rotary function that `module`'s forward calls by a global name."""
     forward = type(module).forward
     key = ("rope", forward)
     if key not in probe.cache:
@@ -48,7 +48,7 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
             reason = "its forward is decorated in a way that hides the call"
             yield Finding("rope", target, module, reason=reason)
             continue
-        patched = copy  # of several functions, the last forward that is bound calls all of ours
+        patched = copy  # with several functions, the forward that is bound last calls all of ours
         yield Finding("rope", target, module, kernel, patched, agreement.error)
 
 

@@ -1,7 +1,7 @@
 """The proof of a rotary function: which rotation it computes, and our function with its signature.
 
-A rotation is proved layout by layout: what a call looks like on which the two were compared. Any other call runs the
-model's own function.
+A rotation is proved for each layout, the shapes and arguments of a call. Calls with any other layout run the model's
+own function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liger_trainer.patching.probe import Agreement, Probe
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
 
-# What a call looks like: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
+# The layout of a call: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
 Layout = tuple[int, int, bool, bool]
 
 Proof = tuple[str | None, Callable | None, Agreement]
@@ -82,7 +82,7 @@ ROTATIONS = (
 
 
 def arguments_of(function: Callable) -> list[str]:
-    """The names of a function's arguments; none where Python cannot tell."""
+    """The names of a function's arguments; empty if it has no signature."""
     try:
         return list(inspect.signature(_call(function)).parameters)
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ def arguments_of(function: Callable) -> list[str]:
 
 
 def _call(function: Callable) -> Callable:
-    # Hugging Face's kernels library makes such a function a module, whose forward has the signature.
+    # Hugging Face's kernels library turns such a function into a module; its forward has the signature.
     return function.forward if isinstance(function, nn.Module) else function
 
 
@@ -99,7 +99,7 @@ def _refused(reason: str) -> Proof:
 
 
 def prove_rotation(function: Callable, probe: Probe) -> Proof:
-    """The verdict on a rotary function of q, k, cos and sin, or of q, k and complex factors."""
+    """The proof for a rotary function of q, k, cos and sin, or of q, k and complex factors."""
     arguments = arguments_of(function)
     if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
         return _prove_complex(function, arguments[2], probe)
@@ -142,7 +142,7 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
 
 
 def _is_usual(layout: Layout, rotation: Rotation, default: int | None) -> bool:
-    """Whether a model calls its function so: on tables of the batch's length, and the width the rotation has."""
+    """Whether models use this layout: tables with a row for each sequence, as wide as the rotation needs."""
     _, dim, full_width, full_batch = layout
     return full_batch and full_width == (rotation.table != "narrow") and default in (None, dim)
 
@@ -152,7 +152,7 @@ def _layouts() -> Iterator[Layout]:
         for full_batch in (True, False):
             yield 4, 1, full_width, full_batch
             yield 4, 2, full_width, full_batch
-        # Without a batch the dimension says nothing; a function that takes none is called with its default.
+        # Without a batch the dimension has no meaning; a function without that argument is called with its default.
         yield 3, 1, full_width, True
         yield 3, 2, full_width, True
 
@@ -187,7 +187,7 @@ def _compare(
 
 
 def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """`function` of q and k alone: the tables are not trained, and have q's dtype."""
+    """`function` of q and k only; the tables have q's dtype and no gradient."""
     return lambda q, k: function(q, k, cos.to(q.dtype), sin.to(q.dtype))
 
 
@@ -225,14 +225,14 @@ def rotary_function(
 
     Args:
         original: The model's function.
-        rotation: What it computes.
-        default_dim: Its `unsqueeze_dim` where the call does not say.
+        rotation: The rotation that it computes.
+        default_dim: Its default for `unsqueeze_dim`.
         dim_position: Where `unsqueeze_dim` comes among the arguments after `sin`; None if there is no such argument.
         proven: The layouts on which the two agree.
-        mixed: What tables of another dtype than q give: ``"promoted"`` as torch does, ``"kept"`` in q's dtype, or None
-            to let the original run.
+        mixed: The dtype of the result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"kept"``
+            for q's dtype, or None to run the original.
         precise: Compute in float32 and round once, as the original does. On an accelerator the kernel does so anyway,
-            and this is only tried where the plain call does not agree.
+            and this is tried only if the plain call does not agree.
     """
 
     def rotary(q, k, cos, sin, *args, **kwargs):
@@ -251,7 +251,7 @@ def rotary_function(
         return rotation(q, k, cos, sin, dim, precise or (mixed == "kept" and cos.dtype != q.dtype))
 
     def of_pending(q, k, cos, sin, *args, **kwargs):
-        """The same of norms that are still to be computed: with them in one pass, if the call is the usual one."""
+        """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""
         pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and not args and not kwargs
         if pending and q.is_pending and k.is_pending and q.options == k.options:
             layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
@@ -300,7 +300,7 @@ def _with(factors: torch.Tensor, function: Callable, *args: int) -> Callable:
 def complex_rotary_function(original: Callable, name: str, dim: int, proven: frozenset[str]) -> Callable:
     """As [`rotary_function`], for an original of q, k and complex factors called `name`, with heads in dimension `dim`.
 
-    A real table (what casting a model leaves of a complex buffer) runs the original.
+    A real table, as a complex buffer becomes when the model is cast, runs the original.
     """
 
     def rotary(q, k, *args, **kwargs):

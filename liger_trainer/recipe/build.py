@@ -1,48 +1,82 @@
-"""The trainer of a recipe, from its arguments, model, tokenizer and data."""
+"""The trainer of a recipe, built from its arguments, model, tokenizer and data, and checked before it trains."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from jinja2 import TemplateError
 
-from liger_trainer.recipe import Recipe
 from liger_trainer.recipe.data import text_blocks
-from liger_trainer.recipe.experts import with_experts_in_4_bits
-from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.model import model_kwargs, model_source
-from liger_trainer.recipe.model_config import model_class
+from liger_trainer.recipe.experts import adapted_in_4_bits, check_adapted_experts, count_experts
+from liger_trainer.recipe.file import RecipeError, accelerate_config, first_line
+from liger_trainer.recipe.load import Recipe
+from liger_trainer.recipe.model import config_of, load_model, lora_advice, model_kwargs, model_source
 from liger_trainer.recipe.rewards import load_reward_functions
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PreTrainedTokenizerBase, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def build_trainer(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
 ) -> Trainer:
-    """The trainer that `recipe` says, ready to train.
+    """Builds the trainer of `recipe` and checks it.
 
     Args:
         recipe: The recipe.
-        tokenizer: As `load_tokenizer` gives it.
+        tokenizer: The tokenizer from `load_tokenizer`.
         train: Rows to train on.
         evaluation: Rows to evaluate on, or None.
-        resumed: Whether the run goes on from a checkpoint.
-    """
-    if recipe.recipe.trainer == "causal_lm":
-        return _build_causal_lm(recipe, tokenizer, train, evaluation, resumed)
-    from trl import get_peft_config
+        resumed: Whether the run continues from a checkpoint.
 
+    Returns:
+        A trainer that is ready to train.
+
+    Raises:
+        RecipeError: for anything in the recipe, the model or the data that the trainer or the checks refuse.
+    """
+    build = _build_causal_lm if recipe.recipe.trainer == "causal_lm" else _build_trl
+    try:
+        trainer = build(recipe, tokenizer, train, evaluation, resumed)
+    except RecipeError:
+        raise
+    except UnpicklingError as error:
+        raise RecipeError(
+            f"{recipe.source}: the weights of {recipe.model.model_name_or_path!r} cannot be read: a weights file is "
+            "damaged, or holds more than tensors. Copy it again, or save it as safetensors."
+        ) from error
+    except TemplateError as error:
+        raise template_error(recipe, error) from error
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        raise RecipeError(f"{recipe.source}: {first_line(error)}{lora_advice(error, recipe)}") from error
+    check_vocabulary(trainer, tokenizer)
+    check_targets(recipe, trainer)
+    check_prompts(recipe, trainer, train)
+    check_adapted(recipe, trainer)
+    check_optimizer(recipe, trainer)
+    check_adapted_experts(recipe, trainer.model)
+    check_launch(recipe, trainer)
+    _watch_routers(recipe, trainer)
+    _narrow_logs(trainer)
+    return trainer
+
+
+def _build_trl(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
+) -> Trainer:
     args: Any = recipe.training
-    model: Any = model_source(recipe, tokenizer, resumed)
-    model, peft_config = with_experts_in_4_bits(recipe, model, get_peft_config(_with_task_type(recipe)))
+    model, peft_config = _model_and_adapters(recipe, tokenizer, resumed)
     if isinstance(model, str):
-        # Without a device map of its own, ORPO and CPO would spread the model over the devices.
-        kwargs = {"device_map": None, **model_kwargs(recipe), **(args.model_init_kwargs or {})}
-        args.model_init_kwargs = kwargs
+        # Without a device map, ORPO and CPO would spread the model over the devices.
+        args.model_init_kwargs = {"device_map": None, **model_kwargs(recipe), **(args.model_init_kwargs or {})}
     if hasattr(args, "chat_template_path"):
         args.chat_template_path = chat_template(args.chat_template_path)
     functions = load_reward_functions(recipe.more)
@@ -57,23 +91,69 @@ def build_trainer(
     )
 
 
+def _build_causal_lm(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
+) -> Trainer:
+    """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
+    from transformers import default_data_collator
+
+    model, peft_config = _model_and_adapters(recipe, tokenizer, resumed)
+    if isinstance(model, str):
+        model = load_model(recipe, model)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, peft_config)
+    return recipe.kind.trainer_class(
+        model=model,
+        args=recipe.training,
+        train_dataset=text_blocks(train, tokenizer, recipe),
+        eval_dataset=None if evaluation is None else text_blocks(evaluation, tokenizer, recipe),
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+
+
+def _model_and_adapters(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool
+) -> tuple[Any, PeftConfig | None]:
+    """The model, or where to load it from, and the configuration of the adapters that the trainer is to add.
+
+    Raises:
+        RecipeError: for 4-bit experts and a `chat_template_path`; TRL would train the tokens that it adds with its own
+            adapters.
+    """
+    from trl import get_peft_config
+
+    scored = recipe.recipe.trainer == "reward"
+    adapters = dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
+    source, peft_config = model_source(recipe, tokenizer, resumed), get_peft_config(adapters)
+    if not isinstance(source, str) or peft_config is None or not recipe.model.load_in_4bit:
+        return source, peft_config
+    if not count_experts(config_of(recipe, source)):
+        return source, peft_config
+    if (template := getattr(recipe.training, "chat_template_path", None)) is not None:
+        raise RecipeError(
+            f"{recipe.source}: `chat_template_path` is {template!r}, but tokens that it adds would not be trained with "
+            "experts in 4 bits; leave it out for the tokenizer's own template."
+        )
+    options = getattr(recipe.training, "model_init_kwargs", None) or {}
+    model = load_model(recipe, source, **{**options, "device_map": {"": "cpu"}})
+    return adapted_in_4_bits(recipe, model, peft_config), None
+
+
 def _processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any) -> PreTrainedTokenizerBase | None:
-    """None, with which TRL loads the model's processor, where that may have to be more than a tokenizer."""
+    """The tokenizer, or None if the model may need a whole processor, which TRL then loads."""
     ours = recipe.recipe.tokenizer_name_or_path or recipe.recipe.tokenizer_vocab_size
     pictures = {"image", "images"} & set(train.column_names or ())
     return tokenizer if ours or (recipe.recipe.trainer != "sft" and not pictures) else None
 
 
-def _with_task_type(recipe: Recipe) -> Any:
-    scored = recipe.recipe.trainer == "reward"
-    return dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
-
-
 def chat_template(name: str | None) -> str | None:
-    """``chat_template_path``, where the bare name of one of the templates that TRL ships is good too.
+    """``chat_template_path``, which may also be the name of a template that TRL ships.
 
     Raises:
-        RecipeError: if a .jinja file is named that is not there.
+        RecipeError: if it names a .jinja file that does not exist.
     """
     import trl
 
@@ -87,37 +167,8 @@ def chat_template(name: str | None) -> str | None:
     return name
 
 
-def _build_causal_lm(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
-) -> Trainer:
-    """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
-    from transformers import AutoConfig, default_data_collator
-    from trl import get_peft_config
-
-    from liger_trainer.trainers.trainer import LigerTrainer
-
-    model: Any = model_source(recipe, tokenizer, resumed)
-    model, peft_config = with_experts_in_4_bits(recipe, model, get_peft_config(recipe.model))
-    if isinstance(model, str):
-        trusted = recipe.get("trust_remote_code")
-        config = AutoConfig.from_pretrained(model, revision=recipe.model.model_revision, trust_remote_code=trusted)
-        model = model_class(config).from_pretrained(model, trust_remote_code=trusted, **model_kwargs(recipe))
-    if peft_config is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, peft_config)
-    return LigerTrainer(
-        model=model,
-        args=recipe.training,
-        train_dataset=text_blocks(train, tokenizer, recipe),
-        eval_dataset=None if evaluation is None else text_blocks(evaluation, tokenizer, recipe),
-        data_collator=default_data_collator,
-        processing_class=tokenizer,
-    )
-
-
 def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer with ids the model has no row for: on a GPU they would end in a device-side assert.
+    """Refuses a tokenizer with more ids than the embedding has rows; on a GPU that fails in a device-side assert.
 
     Raises:
         RecipeError: if there are more tokens than rows.
@@ -126,24 +177,42 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise RecipeError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; take the model's "
+            f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; use the model's "
             "own tokenizer, or set `vocab_size` in `model_config` to at least the number of tokens."
         )
 
 
-def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
-    """Refuses prompts without a token, and a chat template that fails for the first one; both end a step otherwise.
+def check_targets(recipe: Recipe, trainer: Trainer) -> None:
+    """Refuses data whose rows all have at most one token: there is no next token to learn.
 
     Raises:
-        RecipeError: saying which.
+        RecipeError: if no row has two tokens.
+    """
+    rows: Any = trainer.train_dataset
+    if not hasattr(rows, "data") or "input_ids" not in rows.column_names:  # streamed, or tokenised later
+        return
+    import pyarrow.compute as pc
+
+    longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py()
+    if longest is not None and longest < 2:
+        raise RecipeError(
+            f"{recipe.source}: no row has more than {longest} token, so there is nothing to learn; check the data."
+        )
+
+
+def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
+    """Refuses prompts without tokens, and a chat template that fails on the first prompt; both would fail in a step.
+
+    Raises:
+        RecipeError: naming the column or the template.
     """
     row = next(iter(train)) if recipe.kind.data == "prompt" else {}
     prompt = row.get("prompt")
     processor: Any = trainer.processing_class
     empty = isinstance(prompt, str) and hasattr(train, "data") and "" in train.unique("prompt")
     if empty and not processor(text="")["input_ids"]:
-        raise RecipeError("The column `prompt` holds empty text, of which the tokenizer makes no token; remove it.")
-    if not isinstance(prompt, list) or {"image", "images"} & set(row):  # TRL adds pictures to the turns
+        raise RecipeError("The column `prompt` holds empty text, which has no tokens; remove it.")
+    if not isinstance(prompt, list) or {"image", "images"} & set(row):  # TRL adds the images to the turns
         return
     options = getattr(trainer.args, "chat_template_kwargs", None) or {}
     try:
@@ -155,34 +224,16 @@ def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
 def template_error(recipe: Recipe, error: Exception) -> RecipeError:
     """The error for a chat template that fails on the data."""
     return RecipeError(
-        f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It is that of "
-        "`chat_template_path`, or else the tokenizer's."
+        f"{recipe.source}: the chat template cannot be applied to the data: {first_line(error)} It comes from "
+        "`chat_template_path` or, without one, from the tokenizer."
     )
 
 
-def check_targets(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses rows of one token or none, which have no next token to learn and train nothing.
-
-    Raises:
-        RecipeError: if there are no others.
-    """
-    rows: Any = trainer.train_dataset
-    if not hasattr(rows, "data") or "input_ids" not in rows.column_names:  # streamed, or prepared as batches are made
-        return
-    import pyarrow.compute as pc
-
-    longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py()
-    if longest is not None and longest < 2:
-        raise RecipeError(
-            f"{recipe.source}: no row has more than {longest} token, so there is nothing to learn; check the data."
-        )
-
-
 def check_adapted(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses names of what LoRA shall adapt or train that are not in the model; PEFT leaves them out.
+    """Refuses names of LoRA targets that are not in the model; PEFT would ignore them.
 
     Raises:
-        RecipeError: naming them.
+        RecipeError: naming the missing ones.
     """
     if not recipe.model.use_peft:
         return
@@ -208,10 +259,54 @@ def check_optimizer(recipe: Recipe, trainer: Trainer) -> None:
     """Refuses an optimizer that is not installed, or lacks an argument it needs.
 
     Raises:
-        RecipeError: saying which.
+        RecipeError: naming the optimizer and the reason.
     """
     optim: Any = trainer.args.optim
+    model: Any = trainer.model
     try:
-        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # type: ignore[arg-type]
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     except (ImportError, ValueError) as error:
         raise RecipeError(f"{recipe.source}: `optim` is {optim.value!r}: {first_line(error)}") from error
+
+
+def check_launch(recipe: Recipe, trainer: Trainer) -> None:
+    """Warns if the recipe is written for a model that is split over GPUs, and this one is not."""
+    name = recipe.recipe.accelerate_config
+    if name is None:
+        return
+    meant = yaml.safe_load(accelerate_config(name).read_text(encoding="utf-8")).get("distributed_type")
+    split = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled}
+    if not split.get(meant, True):
+        logger.warning(
+            "%s is written for `accelerate_config: %s`, but the model is not split here; start it on GPUs with "
+            "`liger-trainer train`, or with `accelerate launch --config_file` and that configuration.",
+            *(recipe.source, name),
+        )
+
+
+def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
+    """Adds the callback of ``router_balance``, before all others, so that every reporter sees its numbers.
+
+    Raises:
+        RecipeError: if the model has no experts.
+    """
+    if not recipe.recipe.router_balance:
+        return
+    from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
+
+    model: Any = trainer.model
+    if not any(experts_of(model)):
+        raise RecipeError(
+            f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has {NO_EXPERTS}; leave it out."
+        )
+    trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
+
+
+def _narrow_logs(trainer: Trainer) -> None:
+    """Replaces the Trainer's progress bar by our log lines."""
+    from transformers import ProgressCallback
+
+    from liger_trainer.callbacks.log_lines import LogLinesCallback
+
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LogLinesCallback())

@@ -1,4 +1,4 @@
-"""Values of a recipe that have the right type and still cannot be meant."""
+"""Checks of values that have the right type: their ranges, and keys that must agree."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is given
+_AT_LEAST: dict[str, float] = {  # the smallest allowed value
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "max_length": 2,  # a token has a target only where another follows it
+    "max_length": 2,  # a token has a target only if another follows it
     "max_completion_length": 1,
     "num_generations": 2,
     "num_generations_eval": 1,
@@ -47,9 +47,9 @@ _AT_LEAST: dict[str, float] = {  # the smallest value of a number, where it is g
     "label_smoothing": 0,
     "router_aux_loss_coef": 0,
 }
-_SEED = (0, 2**32 - 1)  # what NumPy takes
+_SEED = (0, 2**32 - 1)  # the range that NumPy accepts
 _ABOVE_ZERO = ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps", "save_steps", "eval_steps")
-_ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks at in the first step
+_ONE_OF: dict[str, tuple[Any, ...]] = {  # TRL checks these in the first step
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "importance_sampling_level": ("token", "sequence"),
@@ -57,10 +57,10 @@ _ONE_OF: dict[str, tuple[Any, ...]] = {  # what TRL states in words, and looks a
 
 
 def check_ranges(values: Mapping[str, Any], source: Path) -> None:
-    """Checks numbers against the range in which training with them can be meant.
+    """Checks numbers against the range in which training makes sense.
 
     Args:
-        values: All keys of a recipe, of the right types; None is good everywhere.
+        values: All keys of a recipe, with values of the right types; None is always allowed.
         source: The file, for the messages.
 
     Raises:
@@ -73,7 +73,7 @@ def check_ranges(values: Mapping[str, Any], source: Path) -> None:
 
 
 def _allowed(key: str, value: Any) -> str | None:
-    """What `key` may hold, where `value` is not that."""
+    """What `key` may hold, if `value` is not allowed; else None."""
     if key in _AT_LEAST and not value >= _AT_LEAST[key]:
         return f"{_AT_LEAST[key]} or more"
     if key in _ABOVE_ZERO and not value > 0:
@@ -81,7 +81,7 @@ def _allowed(key: str, value: Any) -> str | None:
     if key in ("seed", "data_seed") and not _SEED[0] <= value <= _SEED[1]:
         return f"from {_SEED[0]} to {_SEED[1]}"
     if key == "test_split_size" and not 0 <= value < 1:
-        return "a share of the data, 0 or more and below 1"
+        return "a fraction of the data, 0 or more and below 1"
     if key == "optim_args" and any(part.count("=") != 1 for part in value.split(",")):
         return "pairs such as 'beta1=0.9, beta2=0.95'"
     if key in ("adam_beta1", "adam_beta2") and not 0 <= value < 1:
@@ -98,12 +98,12 @@ def _allowed(key: str, value: Any) -> str | None:
 
 
 def target_modules(names: Any) -> Any:
-    """`lora_target_modules` for PEFT: TRL makes a pattern of a list with one name, which no whole name would match."""
+    """`lora_target_modules` for PEFT: TRL turns a list of one name into a pattern, which must match whole paths."""
     return [names] if isinstance(names, str) and re.fullmatch(r"[\w.]+", names) else names
 
 
 def _pattern_problem(names: Any) -> str | None:
-    """What is wrong with the regular expression that PEFT takes a single name for; None where nothing is."""
+    """What is wrong with a single name, which PEFT reads as a regular expression; None if nothing is."""
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str):
         return None
@@ -115,12 +115,11 @@ def _pattern_problem(names: Any) -> str | None:
 
 
 def check_agreement(values: Mapping[str, Any], source: Path) -> None:
-    """Checks keys that stand for one thing against each other.
+    """Checks that keys agree with each other.
 
     Raises:
-        RecipeError: for `reward_weights` that are not as many as `reward_funcs`, for a quantised model without
-            adapters, for what does not go together with `expert_parallel_size`, and for dropout in adapters of
-            parameters.
+        RecipeError: if `reward_weights` and `reward_funcs` differ in number, for a quantised model without adapters,
+            for keys that exclude `expert_parallel_size`, and for dropout in adapters of parameters.
     """
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
@@ -139,8 +138,8 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
         raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")
     if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
         raise RecipeError(
-            f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has none in adapters of parameters, and "
-            "`lora_target_parameters` names some. Set `lora_dropout: 0.0`."
+            f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has no dropout in adapters of parameters, "
+            "which `lora_target_parameters` names. Set `lora_dropout: 0.0`."
         )
     if values.get("lora_target_modules") and not values.get("use_peft"):
         logger.warning(
@@ -151,19 +150,19 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
 
 
 def check_schedule(training: TrainingArguments, source: Path) -> None:
-    """Checks that the learning rate's schedule can be made, which the Trainer does after all else.
+    """Checks that the learning rate schedule can be built; the Trainer builds it last.
 
     Raises:
-        RecipeError: if `lr_scheduler_kwargs` is not what `lr_scheduler_type` takes.
+        RecipeError: if `lr_scheduler_type` does not accept `lr_scheduler_kwargs`.
     """
     import torch
     from transformers import get_scheduler
 
     kind: Any = training.lr_scheduler_type
     options: Any = training.lr_scheduler_kwargs  # a mapping by now
-    stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
+    dummy = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], training.learning_rate)
     try:
-        get_scheduler(kind, stand_in, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
+        get_scheduler(kind, dummy, num_warmup_steps=1, num_training_steps=10, scheduler_specific_kwargs=options)
     except (TypeError, ValueError) as error:
         raise RecipeError(
             f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
@@ -172,7 +171,7 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
 
 
 def check_generation(training: TrainingArguments, source: Path) -> None:
-    """Refuses names in `generation_kwargs` that transformers would keep and never read; vLLM refuses its own.
+    """Refuses names in `generation_kwargs` that transformers would silently ignore; vLLM checks its own.
 
     Raises:
         RecipeError: naming the first.
@@ -183,31 +182,31 @@ def check_generation(training: TrainingArguments, source: Path) -> None:
     for name in () if getattr(training, "use_vllm", False) else asked:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "give those of `transformers.GenerationConfig`."
-            raise RecipeError(f"{source}: `generation_kwargs` has {name!r}, which no generation reads; {hint}")
+            hint = f"did you mean {near[0]!r}?" if near else "give fields of `transformers.GenerationConfig`."
+            raise RecipeError(f"{source}: `generation_kwargs` has {name!r}, which generation does not use; {hint}")
 
 
 def split_obstacle(values: Mapping[str, Any]) -> str | None:
-    """The key that does not go together with `expert_parallel_size`, why, and what to do; None where there is none."""
+    """A key that excludes `expert_parallel_size`, why, and what to do; None if there is none."""
     for key in ("load_in_4bit", "load_in_8bit"):
         if values.get(key):
-            return f"`{key}` is true: experts that are split are not quantised. Set one of them to its default."
+            return f"`{key}` is true: split experts cannot be quantised. Set one of them to its default."
     names = values.get("lora_target_parameters")
     if values.get("use_peft") and names:
         return (
-            f"`lora_target_parameters` is {names}: PEFT has no adapters on parameters that are split. Leave it out for "
-            "adapters on linear layers alone (`lora_target_modules`), or set `expert_parallel_size: 1`."
+            f"`lora_target_parameters` is {names}: PEFT has no adapters on split parameters. Leave it out for "
+            "adapters on linear layers only (`lora_target_modules`), or set `expert_parallel_size: 1`."
         )
     if values.get("use_vllm"):
         return (
-            "`use_vllm` is true: TRL would hand vLLM the weights of one process alone. Set `use_vllm: false`, or "
+            "`use_vllm` is true: TRL would give vLLM the weights of one process only. Set `use_vllm: false`, or "
             "`expert_parallel_size: 1` and `accelerate_config: fsdp2`."
         )
     return None
 
 
 def generation_advice(error: Exception, values: Mapping[str, Any]) -> str:
-    """What to change where TRL says that batches cannot be divided into groups of generations; else nothing."""
+    """What to change if TRL says that batches cannot be divided into groups of generations; else empty."""
     batch = "`per_device_{0}_batch_size` ({1}) times the processes"
     if "divisible by num_generations" in str(error):
         rounds = values["steps_per_generation"] or values["gradient_accumulation_steps"]

@@ -1,30 +1,102 @@
-"""A mixture of experts in 4 bits, of a recipe with `load_in_4bit`.
+"""Experts of a recipe's model: split over processes (``expert_parallel_size``), or in 4 bits (``load_in_4bit``).
 
-transformers loads the model into the host's memory, with its linear layers in 4 bits and its experts as they are;
-adapters are made; and the experts go to the device weight by weight, in 4 bits. So the device never holds them in 16.
+In 4 bits, transformers loads the model into host memory with 4-bit linear layers and unquantised experts; adapters are
+added; then the experts move to the device one weight at a time, in 4 bits, so the device never holds them in 16 bits.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe import Recipe
 from liger_trainer.recipe.file import RecipeError
-from liger_trainer.recipe.model import count_experts, model_kwargs, splits_of_launch
-from liger_trainer.recipe.model_config import model_class
+from liger_trainer.recipe.load import Recipe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig
 
 TRAINERS = ("sft", "causal_lm")
-"""Those that are given a model with adapters as it is. Others would make a second adapter of it as the reference, for
-which PEFT finds no weights in 4 bits, or are not tried."""
+"""Trainers that accept a model with adapters. Others would add a second adapter as the reference, for which PEFT does
+not find 4-bit weights, or have not been tried."""
+
+
+def count_experts(config: PreTrainedConfig) -> int:
+    """Routed experts per layer of a model of `config`; 0 for a dense model."""
+    names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
+    return next((count for count in (getattr(text, name, None) for name in names) if count), 0)
+
+
+def can_split_experts(config: PreTrainedConfig) -> bool:
+    """Whether transformers can send tokens to experts on other processes, in a model of `config`."""
+    plan = getattr(config.get_text_config(), "base_model_ep_plan", None) or {}
+    return "ep_dispatch_experts" in plan.values()
+
+
+def check_expert_parallel(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Checks that this launch can split the experts of `config` over `expert_parallel_size` processes.
+
+    Raises:
+        RecipeError: if it cannot.
+    """
+    size = recipe.recipe.expert_parallel_size
+    check_expert_count(recipe.source, size, config)
+    if (way := splits_of_launch()) is not None:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, which splits the whole model, but the launch splits "
+            f"it with {way}; launch it with `--accelerate_config ddp`, or set `expert_parallel_size: 1`."
+        )
+    expert_parallel_config(recipe)
+
+
+def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> None:
+    """Checks that `size` processes can share the experts of a model of `config`.
+
+    Raises:
+        RecipeError: if they cannot.
+    """
+    text, experts = config.get_text_config(), count_experts(config)
+    given = f"{source}: `expert_parallel_size` is {size}, but"
+    if not experts:
+        raise RecipeError(
+            f"{given} the configuration of the model ({text.model_type}) names no experts; leave it out for a dense "
+            "model."
+        )
+    if not can_split_experts(config):
+        raise RecipeError(
+            f"{given} transformers cannot split the experts of this model ({text.model_type}): its configuration has "
+            "no plan for that; set `expert_parallel_size: 1` and `accelerate_config: fsdp2`."
+        )
+    if experts % size:
+        raise RecipeError(f"{given} the model has {experts} experts a layer; it must be a divisor of {experts}.")
+
+
+def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
+    """The ``distributed_config`` with which `from_pretrained` splits the model over the processes of this launch.
+
+    Raises:
+        RecipeError: if that many processes cannot share the experts.
+    """
+    size, processes = recipe.recipe.expert_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if processes % size:
+        raise RecipeError(
+            f"{recipe.source}: `expert_parallel_size` is {size}, but the number of processes is {processes}; launch a "
+            f"multiple of {size}: `liger-trainer train RECIPE --accelerate_config ddp --num_processes {size}`."
+        )
+    return {"fsdp_size": processes, "ep_size": size}
+
+
+def splits_of_launch() -> str | None:
+    """The library that splits the model in this launch; None if none does."""
+    from accelerate.utils import parse_flag_from_env
+
+    ways = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+    return next((way for flag, way in ways.items() if parse_flag_from_env(flag)), None)
 
 
 def check_loading_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig) -> None:
-    """Checks that a recipe with `load_in_4bit` can quantise the experts of a model of `config`, if it has any.
+    """Checks that ``load_in_4bit`` can quantise the experts of a model of `config`, if it has any.
 
     Raises:
         RecipeError: if it cannot.
@@ -39,53 +111,29 @@ def check_loading_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig
         )
     if (way := splits_of_launch()) is not None:
         raise RecipeError(
-            f"{given}, which are not split in 4 bits, but the launch splits the model with {way}; launch it on one "
+            f"{given}, which cannot be split in 4 bits, but the launch splits the model with {way}; launch it on one "
             "GPU, or with `--accelerate_config ddp`."
         )
 
 
-def with_experts_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig | None) -> tuple[Any, PeftConfig | None]:
-    """What a trainer is given in the place of `model` and `peft_config` where `recipe` wants experts in 4 bits.
+def adapted_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig) -> Any:
+    """Adds adapters to a model in host memory, and moves it to the device with its experts in 4 bits.
 
-    That is a model with new adapters, and no configuration of some: all but them, embedding, head, norms and routers is
-    in 4 bits. Else it is what is given.
-
-    Raises:
-        RecipeError: for a `chat_template_path`, as TRL trains the tokens that it adds with adapters of its own making.
+    Adapters, embedding, LM head, norms and routers are not quantised.
     """
-    from transformers import AutoConfig
-
-    if not isinstance(model, str) or peft_config is None or not recipe.model.load_in_4bit:
-        return model, peft_config
-    trusted = recipe.get("trust_remote_code")
-    config = AutoConfig.from_pretrained(model, revision=recipe.model.model_revision, trust_remote_code=trusted)
-    if not count_experts(config):
-        return model, peft_config
-    if (template := getattr(recipe.training, "chat_template_path", None)) is not None:
-        raise RecipeError(
-            f"{recipe.source}: `chat_template_path` is {template!r}, but tokens that it adds would not be trained with "
-            "experts in 4 bits; leave it out for the tokenizer's own template."
-        )
-    kwargs = {**model_kwargs(recipe), **(getattr(recipe.training, "model_init_kwargs", None) or {})}
-    loading = {**kwargs, "trust_remote_code": trusted, "device_map": {"": "cpu"}}
-    return _adapted(recipe, model_class(config).from_pretrained(model, **loading), peft_config), None
-
-
-def _adapted(recipe: Recipe, model: Any, peft_config: PeftConfig) -> Any:
     from peft import get_peft_model
 
     from liger_trainer.patching.moe.quantized_experts import quantize_experts, stacked_weights
 
     adapted, device = get_peft_model(model, peft_config), recipe.training.device
-    if any(stacked_weights(adapted)):  # those in lists of linear layers are in 4 bits
+    if any(stacked_weights(adapted)):  # experts that are lists of linear layers are in 4 bits already
         quantize_experts(adapted, recipe.model.bnb_4bit_quant_type, recipe.model.use_bnb_nested_quant, device)
-    # accelerate asks here where a quantised model is.
-    model.hf_device_map = {"": device}
+    model.hf_device_map = {"": device}  # where accelerate looks for the device of a quantised model
     return adapted.to(device)
 
 
 def check_adapted_experts(recipe: Recipe, model: Any) -> None:
-    """Checks that adapters on experts in 4 bits run in our operator, as PEFT's own forward is wrong for such weights.
+    """Checks that adapters on 4-bit experts run in our operator; PEFT's own forward is wrong for such weights.
 
     Raises:
         RecipeError: if they do not.
@@ -96,7 +144,7 @@ def check_adapted_experts(recipe: Recipe, model: Any) -> None:
     left = adapted_experts_left_to_peft(model)
     if left is not None:
         raise RecipeError(
-            f"{recipe.source}: the adapters on {class_of(left).__name__} in 4 bits run in our operator alone, which is "
-            "switched off or not proved for them (`kernel_report: true` says which). Leave `use_liger_kernel` and "
-            "`liger_kernel_config` as they are, or set `load_in_4bit: false`."
+            f"{recipe.source}: the adapters on {class_of(left).__name__} in 4 bits run only in our operator, which is "
+            "switched off or not proved for them (`kernel_report: true` says which). Keep the defaults of "
+            "`use_liger_kernel` and `liger_kernel_config`, or set `load_in_4bit: false`."
         )

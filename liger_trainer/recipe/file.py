@@ -1,4 +1,4 @@
-"""Finding and reading recipe files, and finding the configurations of accelerate that they name."""
+"""Finds and reads recipe files, and finds the accelerate configurations that they name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from liger_trainer.errors import UserError
 
 LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
-"""The line that makes a recipe runnable as Python; to YAML it is a key, which is dropped."""
+"""The line that makes a recipe runnable as Python; to YAML it is a key, which `read_recipe` drops."""
 
 
 class RecipeError(UserError):
@@ -24,10 +24,7 @@ class TrainingError(RecipeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says first, as a sentence; some go on for pages.
-
-    A first line that ends in a colon goes on to the end of its sentence.
-    """
+    """The first line of a library's error as a sentence; if it ends in a colon, up to the end of that sentence."""
     lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
     text = lines[0]
     for line in lines[1:6] if text.endswith(":") else []:
@@ -38,18 +35,18 @@ def first_line(error: BaseException) -> str:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that come with the package: name to file."""
+    """The recipes in the package: name to file."""
     return packaged_files("liger_trainer.recipes", "*.yaml")
 
 
 def packaged_files(package: str, pattern: str) -> dict[str, Path]:
-    """Name to file of what matches `pattern` in a folder of the package, in a source tree as in an installed wheel."""
+    """The files that match `pattern` in a folder of the package, by name, in a source tree or an installed wheel."""
     module: Any = importlib.import_module(package)
     return {file.stem: file for file in sorted(file for place in module.__path__ for file in Path(place).glob(pattern))}
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe given by its path or, for a shipped one, by its bare name.
+    """The file of a recipe, given by its path or by the name of a shipped recipe.
 
     Raises:
         RecipeError: if there is no such file and no such recipe.
@@ -66,7 +63,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def accelerate_config(name: str) -> Path:
-    """The file of an accelerate configuration given by its path or, for a shipped one, by its bare name.
+    """The file of an accelerate configuration, given by its path or by the name of a shipped one.
 
     Raises:
         RecipeError: if there is no such file and no such configuration.
@@ -76,16 +73,16 @@ def accelerate_config(name: str) -> Path:
     shipped = shipped_configs()
     if name in shipped:
         return shipped[name]
-    raise RecipeError(f"`accelerate_config` is {name!r}, which is no file; the shipped ones are {', '.join(shipped)}.")
+    raise RecipeError(f"`accelerate_config` is {name!r}, which is not a file; shipped are {', '.join(shipped)}.")
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The accelerate configurations that come with the package: name to file."""
+    """The accelerate configurations in the package: name to file."""
     return packaged_files("liger_trainer.configs", "accelerate/*.yaml")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, where a key that stands twice is an error and not the last of the two."""
+    """YAML's safe loader, but a duplicate key is an error; YAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -93,9 +90,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 continue
             if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key `{key.value}` stands there twice", problem_mark=key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key `{key.value}` appears twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -104,7 +99,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """The keys and values of a recipe file.
 
     Raises:
-        RecipeError: if it cannot be read, is not YAML, has a key twice, or is not a mapping.
+        RecipeError: if it cannot be read, is not YAML, has a duplicate key, or is not a mapping.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -1,27 +1,34 @@
-"""Recipes: one flat YAML file says what to train, on what, and how.
+"""Reads a recipe: one flat YAML file, and command-line options of the same names, which win over it.
 
-A recipe's keys are the fields of `RecipeArguments`, TRL's `ScriptArguments`, `DatasetMixtureConfig` and `ModelConfig`,
-the trainer's own arguments (such as `LigerDPOConfig`), and for some trainers a few more (`recipe_trainers.TRAINERS`).
-Command-line options have the same names and win over the file.
+The keys are declared in `schema`. Each value is checked against the type of its field here, and against its range and
+the other keys in `checks`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
+import io
+import types
+import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from liger_trainer.recipe.checks import generation_advice, target_modules
+from liger_trainer.recipe.checks import check_agreement, check_ranges, generation_advice, target_modules
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
-from liger_trainer.recipe.trainers import TRAINERS, TrainerKind, argument_classes
-from liger_trainer.recipe.values import check_values
+from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
+from liger_trainer.recipe.smoke import shrink
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+    from argparse import Action
 
-    from liger_trainer.configs.recipe_arguments import CausalLMArguments, RecipeArguments, RewardArguments
+    from transformers import TrainingArguments
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+    from liger_trainer.recipe.schema import CausalLMArguments, RecipeArguments, RewardArguments
 
 _SHARED_WITH_WARM_START = (
     *("model_name_or_path", "model_config", "model_family", "model_revision", "trust_remote_code"),
@@ -32,16 +39,16 @@ _SHARED_WITH_WARM_START = (
 
 @dataclasses.dataclass
 class Recipe:
-    """A recipe, read and checked.
+    """A recipe that has been read and checked.
 
     Args:
         source: The file it came from.
-        recipe: Trainer, model and data choices that are ours.
+        recipe: The keys of our own: trainer, model and data.
         data: TRL's choice of one dataset.
         mixture: TRL's mixture of datasets.
         model: TRL's model and LoRA arguments.
         training: The trainer's arguments.
-        more: Further arguments of this trainer: `CausalLMArguments`, `RewardArguments` or None.
+        more: Further keys of this trainer, or None.
         warm_start: The supervised recipe that runs first.
     """
 
@@ -60,18 +67,207 @@ class Recipe:
         return TRAINERS[self.recipe.trainer]
 
     def get(self, name: str) -> Any:
-        """An argument that some trainers have among their own and some in `more`; None for one that has it nowhere."""
+        """A key that is declared in `more` for some trainers and in `training` for others; None if in neither."""
         return getattr(self.more, name, getattr(self.training, name, None))
 
 
-def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Checked values with the defaults that a machine without an accelerator needs: no pinned memory.
+def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
+    """Reads and checks a recipe.
 
-    There `use_cpu` is true: without it, processes of one launch that find no accelerator would not join a group, and
-    each of them would train the whole recipe on its own.
+    Args:
+        name: Path of a YAML file, or the name of a shipped recipe.
+        overrides: Command-line options, which win over the file.
+        smoke: Whether to shrink it to a few steps of a tiny random model of the same family on generated data, offline.
 
     Raises:
-        RecipeError: if the recipe itself asks for bf16, fp16 or offloading where there is no accelerator.
+        RecipeError: for any mistake; the message names the key, the file and what is allowed.
+    """
+    source = find_recipe(name)
+    values, given = check_values(read_recipe(source), overrides, source)
+    if smoke:
+        values = shrink(values, given)
+    recipe = build_recipe(values, source)
+    if recipe.recipe.warm_start is not None:
+        recipe.warm_start = _build_warm_start(recipe.recipe.warm_start, values, source, smoke)
+    return recipe
+
+
+def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> tuple[dict[str, Any], set[str]]:
+    """Checks every key and value of a recipe against its field.
+
+    Args:
+        values: The file's keys and values.
+        overrides: Command-line options, such as ``["--max_steps", "10"]``; they win.
+        source: The file, for the messages.
+
+    Returns:
+        All fields with their values, and the names that `overrides` set.
+
+    Raises:
+        RecipeError: for an unknown key, a value of the wrong type or out of range, and keys that contradict each other.
+    """
+    trainer = _trainer_of(values, overrides, source)
+    classes = argument_classes(trainer)
+    parser, actions = _parser(classes)
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    converted = {}
+    for key, value in values.items():
+        if key not in actions:
+            raise _unknown(key, list(actions), str(source), trainer)
+        try:
+            converted[key] = _convert(value, hints[key], actions[key])
+        except ValueError as error:
+            raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {error}.") from error
+    parser.set_defaults_with_config(**converted)
+
+    # argparse prints its usage to stderr before it calls error(); the message alone is enough.
+    with contextlib.redirect_stderr(io.StringIO()):
+        namespace, rest = parser.parse_known_args(list(overrides))
+    if rest:
+        if rest[0].startswith("-"):
+            key = rest[0].lstrip("-").split("=")[0].replace("-", "_")
+            raise _unknown(key, list(actions), "On the command line", trainer)
+        raise RecipeError(f"On the command line: {rest[0]!r} follows no option; options are `--key value`.")
+    written = {option.split("=")[0].lstrip("-").replace("-", "_") for option in overrides if option.startswith("--")}
+    given = {name for name in actions if name in written or f"no_{name}" in written}
+    checked = vars(namespace)
+    check_ranges(checked, source)
+    check_agreement(checked, source)
+    return checked, given
+
+
+def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
+    """Builds a recipe's dataclasses from all its checked values.
+
+    Raises:
+        RecipeError: if the dataclasses refuse a value or a combination.
+    """
+    values = _fit_to_device(values, source)
+    if values["eval_strategy"] == "no":
+        values["eval_on_start"] = False  # without evaluation, there is none at the start either
+    built: list[Any] = []
+    for cls in argument_classes(values["trainer"]):
+        chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}
+        try:
+            built.append(cls(**chosen))
+        except (ValueError, TypeError, ImportError) as error:
+            reason = " ".join(str(error).split())  # one line
+            raise RecipeError(f"{source}: {reason}{generation_advice(error, values)}") from error
+    recipe = Recipe(source, *built)
+    recipe.model.lora_target_modules = target_modules(recipe.model.lora_target_modules)
+    return recipe
+
+
+def _trainer_of(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> str:
+    """The value of ``trainer``, which decides what the other keys are."""
+    trainer = values.get("trainer", "sft")
+    for position, option in enumerate(overrides):
+        if option == "--trainer" and position + 1 < len(overrides):
+            trainer = overrides[position + 1]
+        elif option.startswith("--trainer="):
+            trainer = option.split("=", 1)[1]
+    if trainer not in tuple(TRAINERS):  # a list, for example, cannot be looked up in a dict
+        raise RecipeError(f"{source}: `trainer` is {trainer!r}; it must be one of {', '.join(map(repr, TRAINERS))}.")
+    return trainer
+
+
+def _parser(classes: Sequence[Any]) -> tuple[TrlParser, dict[str, Action]]:
+    """A command-line parser for the fields of `classes`, and the argument of each field."""
+    from trl import TrlParser
+
+    actions: dict[str, Action] = {}
+
+    class Parser(TrlParser):
+        def add_argument(self, *flags: Any, **settings: Any) -> Action:
+            action = super().add_argument(*flags, **settings)
+            if action.nargs == "?" and action.const is True and action.type is str:
+                action.type = _switch
+            actions.setdefault(action.dest, action)  # `--no_x` has the same name and comes after `--x`
+            return action
+
+        def error(self, message: str) -> typing.NoReturn:
+            raise RecipeError(f"On the command line: {message}.")
+
+    return Parser(tuple(classes), allow_abbrev=False, add_help=False), actions
+
+
+def _switch(text: str) -> bool | str:
+    """The value of a text option that is true if no value follows, such as transformers' `fsdp`."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _convert(value: Any, hint: Any, action: Action) -> Any:
+    """`value` as its field needs it; text is read as on the command line.
+
+    Raises:
+        ValueError: saying what the field takes, if `value` does not fit.
+    """
+    if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
+        value = [value]
+    if action.choices is not None and value is not None and value not in action.choices:
+        raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
+    if _fits(value, hint) or (action.type is _switch and isinstance(value, (bool, list))):
+        return value
+    if str in _alternatives(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and callable(action.type):
+        with contextlib.suppress(Exception):
+            return action.type(value)
+    raise ValueError(_type_name(hint))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value already has the type of its field."""
+    for option in _alternatives(hint):
+        origin = typing.get_origin(option) or option
+        if option is Any or (option is type(None) and value is None):
+            return True
+        if origin is Literal and value in typing.get_args(option):
+            return True
+        if not isinstance(origin, type):
+            continue
+        if dataclasses.is_dataclass(origin) and isinstance(value, dict):
+            return True
+        if origin is float and isinstance(value, int) and not isinstance(value, bool):
+            return True
+        if isinstance(value, bool) and origin is not bool:
+            continue
+        if isinstance(value, origin):
+            inner = typing.get_args(option)
+            return not (isinstance(value, list) and inner) or all(_fits(item, inner[0]) for item in value)
+    return False
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _type_name(hint: Any) -> str:
+    names = []
+    for option in _alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            names.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
+        elif isinstance(option, type) and issubclass(option, Enum):
+            names.append("one of " + ", ".join(repr(choice.value) for choice in option))
+        elif option is not type(None):
+            names.append(option.__name__ if isinstance(option, type) else str(option).replace("typing.", ""))
+    return " or ".join(names)
+
+
+def _unknown(key: str, valid: Sequence[str], where: str, trainer: str) -> RecipeError:
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"; did you mean `{near[0]}`?" if near else "."
+    return RecipeError(f"{where}: unknown key `{key}` for `trainer: {trainer}`{hint}")
+
+
+def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Checked values with the defaults for a machine without an accelerator: no pinned memory, and `use_cpu`.
+
+    Without `use_cpu`, the processes of a launch that find no accelerator would not join a process group, and each would
+    train the whole recipe on its own.
+
+    Raises:
+        RecipeError: if the recipe asks for bf16, fp16 or offloading and there is no accelerator.
     """
     import torch
 
@@ -92,61 +288,14 @@ def fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return {**values, "use_cpu": True}
 
 
-def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
-    """The dataclasses of a recipe from all its checked values.
-
-    Raises:
-        RecipeError: where the dataclasses refuse a value or a combination.
-    """
-    values = fit_to_device(values, source)
-    if values["eval_strategy"] == "no":
-        values["eval_on_start"] = False  # a command line that switches evaluation off means the file's first one too
-    built = []
-    for cls in argument_classes(values["trainer"]):
-        chosen = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}
-        try:
-            built.append(cls(**chosen))
-        except (ValueError, TypeError, ImportError) as error:
-            reason = " ".join(str(error).split())  # one line
-            raise RecipeError(f"{source}: {reason}{generation_advice(error, values)}") from error
-    recipe = Recipe(source, *built)  # type: ignore[arg-type]
-    recipe.model.lora_target_modules = target_modules(recipe.model.lora_target_modules)
-    return recipe
-
-
-def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
-    """Reads and checks a recipe.
-
-    Args:
-        name: Path of a YAML file, or the bare name of a shipped recipe.
-        overrides: Command-line options that win over the file.
-        smoke: Shrink it to a few steps of a tiny random model of the same family on generated data, offline.
-
-    Raises:
-        RecipeError: for anything wrong with it; the message names the key, the file and what is allowed.
-    """
-    source = find_recipe(name)
-    values, given = check_values(read_recipe(source), overrides, source)
-    if smoke:
-        from liger_trainer.recipe.smoke import shrink
-
-        values = shrink(values, given)
-    recipe = build_recipe(values, source)
-    if recipe.recipe.warm_start is not None:
-        recipe.warm_start = _build_warm_start(recipe.recipe.warm_start, values, source, smoke)
-    return recipe
-
-
 def _build_warm_start(own: Mapping[str, Any], values: Mapping[str, Any], source: Path, smoke: bool) -> Recipe:
     shared = sorted(set(own) & {*_SHARED_WITH_WARM_START, "trainer", "output_dir", "warm_start"})
     if shared:
-        raise RecipeError(f"{source}: `warm_start` sets `{shared[0]}`, which is that of the recipe; leave it out.")
+        raise RecipeError(f"{source}: `warm_start` sets `{shared[0]}`, which it takes from the recipe; leave it out.")
     source = Path(f"{source}: warm_start")
     folder = str(Path(str(values["output_dir"])) / "warm_start")
     inherited = {key: values[key] for key in _SHARED_WITH_WARM_START if values.get(key) is not None}
     checked, given = check_values({**inherited, "output_dir": folder, "trainer": "sft", **own}, [], source)
     if smoke:
-        from liger_trainer.recipe.smoke import shrink
-
         checked = shrink(checked, given | {"output_dir"})
     return build_recipe(checked, source)

@@ -1,206 +1,137 @@
-"""The model of a recipe: found, checked, or made new."""
+"""The model of a recipe: its configuration, checked, and the model, loaded or new."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
-import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe import Recipe
+from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.model_config import check_causal, make_config, model_class, read_config
+from liger_trainer.recipe.load import Recipe
+from liger_trainer.recipe.published_configs import PUBLISHED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-
-def check_weights(folder: str, given: str) -> None:
-    """Checks that the files of weights in `folder` are whole; a name on the Hub, whose files are checked, holds none.
-
-    Raises:
-        RecipeError: naming the file that is not.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass  # which reads its header and compares it with its length
-        except SafetensorError as error:
-            raise RecipeError(
-                f"{given}: {str(file)!r} is damaged or no safetensors file: {first_line(error)} Copy it again."
-            ) from error
-
-
-def is_quantised(recipe: Recipe) -> bool:
-    """Whether the base model is to be quantised by bitsandbytes as it is loaded."""
-    return bool(recipe.model.load_in_4bit or recipe.model.load_in_8bit)
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_ADVICE = (
+    "A local folder must hold a config.json; a name on the Hub needs the network, and `HF_TOKEN` with access where it "
+    "is private or gated."
+)
 
 
 def check_model(recipe: Recipe) -> None:
-    """Checks, before any data is loaded, that the model is named once and its configuration can be read.
-
-    It also checks that bitsandbytes is there where the model is to be quantised, that experts can be, and that the
-    processes of this launch can share the experts where they are to be split.
+    """Checks, before any data is loaded, that exactly one model is named and that this launch can train it.
 
     Raises:
-        RecipeError: if it is not.
+        RecipeError: if bitsandbytes is missing, the configuration or the weights cannot be read, the model is not a
+            causal language model, or its experts cannot be split or quantised as the recipe asks.
     """
-    name, config = recipe.model.model_name_or_path, recipe.recipe.model_config
+    name, settings = recipe.model.model_name_or_path, recipe.recipe.model_config
     if is_quantised(recipe) and importlib.util.find_spec("bitsandbytes") is None:
         key = "load_in_4bit" if recipe.model.load_in_4bit else "load_in_8bit"
         raise RecipeError(
             f"{recipe.source}: `{key}: true` needs bitsandbytes, which is not installed. Install it with `pip install "
             "'liger-trainer[qlora]'`, or set the key to false for a base in its own dtype."
         )
-    if (name is None) == (config is None):
+    if (name is None) == (settings is None):
         raise RecipeError(
             f"{recipe.source}: give either `model_name_or_path` or `model_config`, not {'both' if name else 'neither'}."
         )
-    if config is not None:
+    if settings is not None:
         given = f"{recipe.source}: `model_config`"
-        found = make_config(config, given)
+        config = make_config(settings, given)
     else:
         given = f"`model_name_or_path`: {name!r}"
-        trusted = recipe.get("trust_remote_code")
-        found = read_config(str(name), "`model_name_or_path`", recipe.model.model_revision, trusted)
+        config = base_config(recipe)
         check_weights(str(name), given)
     if recipe.recipe.trainer != "reward":
-        check_causal(found, given)
+        check_causal(config, given)
     if recipe.recipe.expert_parallel_size > 1:
-        _check_experts(recipe, found)
+        check_expert_parallel(recipe, config)
     if recipe.model.load_in_4bit:
-        from liger_trainer.recipe.experts import check_loading_in_4_bits
-
-        check_loading_in_4_bits(recipe.source, recipe.recipe.trainer, found)
+        check_loading_in_4_bits(recipe.source, recipe.recipe.trainer, config)
 
 
-def _check_experts(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Checks that the experts of `config` can be split over `expert_parallel_size` of the processes."""
-    size = recipe.recipe.expert_parallel_size
-    check_expert_count(recipe.source, size, config)
-    if (way := splits_of_launch()) is not None:
-        raise RecipeError(
-            f"{recipe.source}: `expert_parallel_size` is {size}, which splits the whole model, but the launch splits "
-            f"it with {way}; launch it with `--accelerate_config ddp`, or set `expert_parallel_size: 1`."
-        )
-    expert_parallel_config(recipe)
+def base_config(recipe: Recipe) -> PreTrainedConfig:
+    """The configuration of ``model_name_or_path``."""
+    name, revision = str(recipe.model.model_name_or_path), recipe.model.model_revision
+    return read_config(name, "`model_name_or_path`", revision, recipe.get("trust_remote_code"))
 
 
-def splits_of_launch() -> str | None:
-    """With what this launch splits a model; None where it does not."""
-    from accelerate.utils import parse_flag_from_env
-
-    ways = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
-    return next((way for flag, way in ways.items() if parse_flag_from_env(flag)), None)
-
-
-def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> None:
-    """Checks that `size` processes can share the experts of a model of `config`.
+def check_weights(folder: str, given: str) -> None:
+    """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none.
 
     Raises:
-        RecipeError: if they cannot.
+        RecipeError: naming the first damaged file.
     """
-    text, experts = config.get_text_config(), count_experts(config)
-    given = f"{source}: `expert_parallel_size` is {size}, but"
-    if not experts:
-        raise RecipeError(
-            f"{given} the configuration of the model ({text.model_type}) names no experts; leave it out for a dense "
-            "model."
-        )
-    if not can_split_experts(config):
-        raise RecipeError(
-            f"{given} transformers cannot split the experts of this model ({text.model_type}): its configuration has "
-            "no plan for that; set `expert_parallel_size: 1` and `accelerate_config: fsdp2`."
-        )
-    if experts % size:
-        raise RecipeError(f"{given} the model has {experts} experts a layer; it must be a divisor of {experts}.")
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass  # opening it reads the header and compares it with the file size
+        except SafetensorError as error:
+            raise RecipeError(
+                f"{given}: {str(file)!r} is damaged or not a safetensors file: {first_line(error)} Copy it again."
+            ) from error
 
 
-def count_experts(config: PreTrainedConfig) -> int:
-    """Routed experts of a layer of a model of `config`; 0 where it names none."""
-    names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
-    return next((count for count in (getattr(text, name, None) for name in names) if count), 0)
+def is_quantised(recipe: Recipe) -> bool:
+    """Whether bitsandbytes quantises the base model as it is loaded."""
+    return bool(recipe.model.load_in_4bit or recipe.model.load_in_8bit)
 
 
-def can_split_experts(config: PreTrainedConfig) -> bool:
-    """Whether transformers brings tokens to experts of other processes, in a model of `config`."""
-    plan = getattr(config.get_text_config(), "base_model_ep_plan", None) or {}
-    return "ep_dispatch_experts" in plan.values()
+def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str | PreTrainedModel:
+    """The name or folder to load the model from, or a new model that needs no loading.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: The model's tokenizer.
+        resumed: Whether the run continues from a checkpoint.
+    """
+    if recipe.model.model_name_or_path is not None:
+        return recipe.model.model_name_or_path
+    if recipe.kind.from_folder or is_quantised(recipe) or recipe.recipe.expert_parallel_size > 1:
+        return saved_new_model(recipe, tokenizer, resumed)
+    return new_model(recipe, tokenizer)
 
 
-def lora_advice(error: Exception, recipe: Recipe) -> str:
-    """What `lora_target_modules` may name, where PEFT says that it names nothing; else nothing."""
-    import torch
-    from transformers import AutoConfig
+def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
+    """The folder in ``output_dir`` with the new model of ``model_config``; a resumed run uses the one it started with.
 
-    if "arget modules" not in str(error) or not recipe.model.use_peft:
-        return ""
-    trusted = recipe.get("trust_remote_code")
-    if recipe.recipe.model_config is not None:
-        config: Any = AutoConfig.for_model(**recipe.recipe.model_config)
-    else:
-        config = read_config(str(recipe.model.model_name_or_path), "`model_name_or_path`", "main", trusted)
-    with torch.device("meta"):
-        model = model_class(config).from_config(config, trust_remote_code=trusted)
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
-    return f" `lora_target_modules` is {recipe.model.lora_target_modules}; its linear layers are {', '.join(names)}."
-
-
-def attention(recipe: Recipe) -> str | None:
-    """``attn_implementation``; ``"auto"`` is flash attention where its package and a GPU are there, else SDPA."""
-    import torch
-
-    asked = recipe.model.attn_implementation
-    if asked != "auto":
-        return asked
-    half = recipe.model.dtype in ("bfloat16", "float16")
-    flash = half and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    chosen = "flash_attention_2" if flash and not recipe.training.use_cpu else "sdpa"
-    logger.info("`attn_implementation: auto` takes %s.", chosen)
-    return chosen
-
-
-def model_kwargs(recipe: Recipe) -> dict[str, Any]:
-    """What ``from_pretrained`` gets beside the name."""
-    from trl import get_quantization_config
-
-    kwargs: dict[str, Any] = {
-        "revision": recipe.model.model_revision,
-        "dtype": recipe.model.dtype,
-        "attn_implementation": attention(recipe),
-    }
-    quantization = get_quantization_config(recipe.model)
-    if quantization is not None:
-        kwargs["quantization_config"] = quantization
-    if recipe.recipe.expert_parallel_size > 1:
-        kwargs["distributed_config"] = expert_parallel_config(recipe)
-    return kwargs
-
-
-def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
-    """How `from_pretrained` splits the model over the processes of this launch, with ``expert_parallel_size``.
+    It is saved because a reference model is loaded from the policy's source, and because models are quantised and
+    split as they are loaded.
 
     Raises:
-        RecipeError: if that many processes cannot share the experts.
+        RecipeError: if a resumed run finds no such folder.
     """
-    size, processes = recipe.recipe.expert_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if processes % size:
-        raise RecipeError(
-            f"{recipe.source}: `expert_parallel_size` is {size}, but the number of processes is {processes}; launch a "
-            f"multiple of {size}: `liger-trainer train RECIPE --accelerate_config ddp --num_processes {size}`."
-        )
-    return {"fsdp_size": processes, "ep_size": size}
+    from accelerate import PartialState
+
+    folder = Path(str(recipe.training.output_dir)) / "initial_model"
+    state = PartialState()
+    if not resumed and state.is_main_process:
+        unfinished = folder.with_name("initial_model.unfinished")
+        for stale in (folder, unfinished):
+            shutil.rmtree(stale, ignore_errors=True)
+        new_model(recipe, tokenizer).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    state.wait_for_everyone()
+    if not folder.is_dir():
+        raise RecipeError(f"The model that the run started with is no longer in {str(folder)!r}; start the run again.")
+    return str(folder)
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model with random weights from ``model_config``; the tokenizer gives the vocabulary where that is not set."""
+    """A model with random weights from ``model_config``; the vocabulary is the tokenizer's unless it is set."""
     import torch
     from transformers import AutoConfig
 
@@ -217,42 +148,169 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     return model_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
 
 
-def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str | PreTrainedModel:
-    """The name or the folder that the model is loaded from, or a new one that need not be.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: Of the model.
-        resumed: Whether the run goes on from a checkpoint.
-    """
-    if recipe.model.model_name_or_path is not None:
-        return recipe.model.model_name_or_path
-    if recipe.kind.from_folder or is_quantised(recipe) or recipe.recipe.expert_parallel_size > 1:
-        return saved_new_model(recipe, tokenizer, resumed)
-    return new_model(recipe, tokenizer)
+def load_model(recipe: Recipe, source: str, **overrides: Any) -> Any:
+    """Loads the model from a name or folder; `overrides` are keyword arguments that win over the recipe's."""
+    kwargs = {**model_kwargs(recipe), "trust_remote_code": recipe.get("trust_remote_code"), **overrides}
+    return model_class(config_of(recipe, source)).from_pretrained(source, **kwargs)
 
 
-def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
-    """The folder in ``output_dir`` that holds the model of ``model_config``; a resumed run takes the one it had.
+def config_of(recipe: Recipe, source: str) -> PreTrainedConfig:
+    """The configuration of the model in `source`, as `model_source` gives it."""
+    from transformers import AutoConfig
 
-    A trainer with a reference model loads it from where the policy came from, and a model is quantised, and
-    split, as it is loaded.
+    trusted = recipe.get("trust_remote_code")
+    return AutoConfig.from_pretrained(source, revision=recipe.model.model_revision, trust_remote_code=trusted)
+
+
+def model_kwargs(recipe: Recipe) -> dict[str, Any]:
+    """Keyword arguments of ``from_pretrained``."""
+    from trl import get_quantization_config
+
+    kwargs: dict[str, Any] = {
+        "revision": recipe.model.model_revision,
+        "dtype": recipe.model.dtype,
+        "attn_implementation": attention(recipe),
+    }
+    quantization = get_quantization_config(recipe.model)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    if recipe.recipe.expert_parallel_size > 1:
+        kwargs["distributed_config"] = expert_parallel_config(recipe)
+    return kwargs
+
+
+def attention(recipe: Recipe) -> str | None:
+    """``attn_implementation``; ``"auto"`` is flash attention if its package and a GPU are available, else SDPA."""
+    import torch
+
+    asked = recipe.model.attn_implementation
+    if asked != "auto":
+        return asked
+    half = recipe.model.dtype in ("bfloat16", "float16")
+    flash = half and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    chosen = "flash_attention_2" if flash and not recipe.training.use_cpu else "sdpa"
+    logger.info("`attn_implementation: auto` takes %s.", chosen)
+    return chosen
+
+
+def lora_advice(error: Exception, recipe: Recipe) -> str:
+    """The names that `lora_target_modules` may have, if `error` is PEFT's for names not found; else empty."""
+    import torch
+
+    if "arget modules" not in str(error) or not recipe.model.use_peft:
+        return ""
+    settings = recipe.recipe.model_config
+    config = base_config(recipe) if settings is None else make_config(settings, f"{recipe.source}: `model_config`")
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, trust_remote_code=recipe.get("trust_remote_code"))
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    return f" `lora_target_modules` is {recipe.model.lora_target_modules}; its linear layers are {', '.join(names)}."
+
+
+def make_config(settings: Mapping[str, Any], given: str) -> PreTrainedConfig:
+    """The configuration that ``model_config`` describes; messages start with `given`.
 
     Raises:
-        RecipeError: if a resumed run finds none.
+        RecipeError: if it is not a valid configuration.
     """
-    from accelerate import PartialState
+    from transformers import AutoConfig
 
-    folder = Path(str(recipe.training.output_dir)) / "initial_model"
-    state = PartialState()
-    if not resumed and state.is_main_process:
-        unfinished = folder.with_name("initial_model.unfinished")
-        for stale in (folder, unfinished):
-            shutil.rmtree(stale, ignore_errors=True)
-        new_model(recipe, tokenizer).save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
-    state.wait_for_everyone()
-    if not folder.is_dir():
-        raise RecipeError(f"The model that the run began with is not in {str(folder)!r} any more; start the run again.")
-    return str(folder)
+    _check_sizes(settings, given)
+    try:
+        return AutoConfig.for_model(**settings)
+    except Exception as error:  # each configuration class has its own checks and errors
+        raise RecipeError(f"{given}: {first_line(error)}") from error
+
+
+def read_config(name: str, key: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the model `name`, which the user gave as `key`.
+
+    Raises:
+        RecipeError: if there is no such folder, no such model on the Hub, or its configuration is wrong.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
+        if not Path(name).exists():
+            raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise RecipeError(f"{key}: the folder {name!r} holds no config.json.")
+    given = f"{key}: {name!r}"
+    try:
+        if Path(name).exists():
+            _check_sizes(PreTrainedConfig.get_config_dict(name)[0], given)
+        else:
+            _reach_hub(name, revision)
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except RecipeError:
+        raise
+    except Exception as error:  # each configuration class has its own checks and errors
+        advice = _ADVICE
+        if "custom code" in str(error):
+            advice = "Read that code, and set `trust_remote_code: true` to run it."
+        raise RecipeError(f"{given} cannot be loaded: {first_line(error)} {advice}") from error
+
+
+def published_config(name: str, revision: str = "main") -> PreTrainedConfig | None:
+    """The packaged configuration of a model that the shipped recipes name; None for any other model."""
+    if name not in PUBLISHED or revision != "main" or Path(name).exists():
+        return None
+    return make_config(PUBLISHED[name], name)
+
+
+def _check_sizes(settings: Mapping[str, Any], given: str) -> None:
+    """Refuses sizes that are not positive whole numbers; configuration classes do not check them."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value, f"{given}: `{key}`")
+        elif key in _SIZES and value is not None and not (type(value) is int and value >= 1):
+            raise RecipeError(f"{given}: `{key}` is {value!r}; it must be a whole number, 1 or more.")
+
+
+def _reach_hub(name: str, revision: str) -> None:
+    """Asks the Hub for a configuration that is not in the cache; transformers would retry for 20 seconds.
+
+    Raises:
+        ConnectionError: if the Hub does not answer.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    try:
+        with contextlib.suppress(HfHubHTTPError):  # the Hub answered; transformers explains its error
+            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    except Exception as error:  # errors of the HTTP library below
+        raise ConnectionError(f"the Hub cannot be reached: {first_line(error)}") from error
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The auto class for `config`; for a multimodal configuration that of the whole model, not of its text part."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    multimodal = config.get_text_config() is not config
+    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def check_causal(config: PreTrainedConfig, given: str) -> None:
+    """Checks that `config` describes a causal language model, which predicts each token from those before it.
+
+    Raises:
+        RecipeError: for an encoder, with or without a decoder; its tokens would learn to copy those after them.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    if config.is_encoder_decoder:
+        kind, wrong = "an encoder with a decoder", type(config) not in AutoModelForCausalLM._model_mapping
+    else:
+        masked = type(config) in AutoModelForMaskedLM._model_mapping
+        kind, wrong = "an encoder", masked and getattr(config, "is_decoder", None) is False
+    if wrong:
+        raise RecipeError(
+            f"{given}: `model_type` {config.model_type!r} is {kind}, but this trainer needs a causal language model, "
+            "whose tokens see only those before them. Use one, such as a Llama or a Qwen."
+        )

@@ -1,4 +1,4 @@
-"""Where a run writes: nothing of the user's is overwritten, and a run that was killed goes on from where it was."""
+"""``output_dir``: the user's files are never overwritten, and a killed run continues from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from liger_trainer.recipe import Recipe
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
+from liger_trainer.recipe.load import Recipe
 from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
 from liger_trainer.trainers.checkpoints.whole import CheckpointWriteError, complete_checkpoints, out_of_room, room_in
 
@@ -20,30 +20,30 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def owned_folder(recipe: Recipe) -> Iterator[None]:
-    """Makes ``output_dir``, where it is not there, and keeps other runs from writing there meanwhile.
+    """Creates ``output_dir`` if necessary, and keeps other runs from writing to it.
 
-    One that it has made and that stays empty, as after an error in the recipe, is removed.
+    A folder that it has created and that is still empty at the end, as after an error in the recipe, is removed.
 
     Raises:
-        RecipeError: if another run is writing there, or nobody can.
+        RecipeError: if another run is writing there, or the folder cannot be created or written to.
     """
     folder = Path(str(recipe.training.output_dir))
-    made = False
+    created = False
     try:
         if folder.exists() and not folder.is_dir():
             raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
-        made = not folder.exists()
+        created = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except RecipeError:
         raise
     except (OSError, ValueError) as error:  # a name too long, no permission; a NUL in the name
         raise RecipeError(
-            f"`output_dir` {str(folder)!r} cannot be made: {getattr(error, 'strerror', error)}; give another one."
+            f"`output_dir` {str(folder)!r} cannot be created: {getattr(error, 'strerror', error)}; give another one."
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
     with contextlib.ExitStack() as held:
-        if made:
+        if created:
             held.callback(_remove_empty, folder)
         try:
             held.enter_context(owned(folder))
@@ -53,20 +53,20 @@ def owned_folder(recipe: Recipe) -> Iterator[None]:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it holds something, or another process was first
+    with contextlib.suppress(OSError):  # it is not empty, or another process has removed it
         folder.rmdir()
 
 
 def prepare_output_dir(recipe: Recipe) -> str | None:
-    """Decides where the run starts from, and refuses a folder that holds something else.
+    """Finds the checkpoint to resume from, and refuses a folder with other files.
 
     Returns:
-        The checkpoint to resume from, or None to start at the beginning. ``resume_from_checkpoint: true`` takes the
-        last complete checkpoint in ``output_dir``, and starts at the beginning where there is none yet.
+        The checkpoint to resume from, or None to start from the beginning. ``resume_from_checkpoint: true`` takes the
+        last complete checkpoint in ``output_dir``, or None if there is none yet.
 
     Raises:
-        RecipeError: if ``output_dir`` is not empty and neither resuming nor overwriting was asked for, or if the
-            checkpoint to resume from is not one.
+        RecipeError: if ``output_dir`` is not empty and the recipe asks neither to resume nor to overwrite, or if the
+            checkpoint to resume from is not a checkpoint.
     """
     from accelerate import PartialState
 
@@ -77,8 +77,8 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
     if not wanted and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
         if not recipe.recipe.overwrite_output_dir:
             raise RecipeError(
-                f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten unasked. Add "
-                "`--resume_from_checkpoint true` to go on with the run in it, `--output_dir` with another folder, or "
+                f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten. Add "
+                "`--resume_from_checkpoint true` to continue the run in it, `--output_dir` with another folder, or "
                 "`--overwrite_output_dir true` to delete its checkpoints and start again."
             )
         state.wait_for_everyone()
@@ -86,7 +86,7 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
             for path in folder.glob("checkpoint-*"):
                 if re.fullmatch(r"checkpoint-\d+", path.name):
                     shutil.rmtree(path)
-    state.wait_for_everyone()  # nobody writes before everybody has looked
+    state.wait_for_everyone()  # no process writes before all have looked
     return resume
 
 
@@ -97,13 +97,13 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
     if asked in (True, "true", "True"):
         found = complete_checkpoints(folder)
         if not found:
-            logger.warning("There is no complete checkpoint in %s yet; the run starts at the beginning.", folder)
+            logger.warning("There is no complete checkpoint in %s yet; the run starts from the beginning.", folder)
             return None
         logger.warning("Resuming from %s.", found[-1])
         return str(found[-1])
     if not (Path(asked) / "trainer_state.json").is_file():
         raise RecipeError(
-            f"`resume_from_checkpoint` is {asked!r}, which is no checkpoint (it holds no trainer_state.json). "
+            f"`resume_from_checkpoint` is {asked!r}, which is not a checkpoint (it has no trainer_state.json). "
             "Give one, or true for the last one in `output_dir`."
         )
     return asked
@@ -111,10 +111,10 @@ def _resume(recipe: Recipe, folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def room_for(folder: str) -> Iterator[None]:
-    """Around what writes to `folder`: a disk without room is told as such, and how to make some.
+    """Reports a full disk, in code that writes to `folder`, as one error that says how to continue.
 
     Raises:
-        TrainingError: for any library's error that means so; the formats of checkpoints have errors of their own.
+        TrainingError: for every library's error of a full disk; checkpoint formats have errors of their own.
     """
     try:
         yield
@@ -127,6 +127,6 @@ def room_for(folder: str) -> Iterator[None]:
             "" if isinstance(error, CheckpointWriteError) else f" `output_dir` is {folder!r}: {room_in(Path(folder))}."
         )
         raise TrainingError(
-            f"Writing failed: {first_line(error)}{room} With more room, `--resume_from_checkpoint true` goes on from "
+            f"Writing failed: {first_line(error)}{room} With more room, `--resume_from_checkpoint true` continues from "
             "the last complete checkpoint; with another `--output_dir`, its path does."
         ) from error

@@ -1,4 +1,4 @@
-"""Data and a tokenizer that need no network: text that every Python carries, a task to align on, and a trained BPE."""
+"""Data and a tokenizer that need no network: text that ships with Python, a task to align on, and a trained BPE."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ SORTING_KINDS = ("demonstrations", "preferences", "prompts")
 def sorting(kind: str) -> DatasetDict:
     """Digits to sort, a task that is learned in seconds: ``"7391<"`` asks for 1379, and ``"7391>"`` for 9731.
 
-    The demonstrations are of mixed quality: half of them sort the wrong way round. A model that imitates them sorts,
-    but takes no notice of what was asked, and alignment has something to teach.
+    Half of the demonstrations sort in the wrong direction. A model that imitates them sorts, but ignores the direction,
+    which alignment then teaches.
 
     Args:
         kind: ``"demonstrations"`` (prompt and completion), ``"preferences"`` (prompt, chosen and rejected) or
             ``"prompts"`` (prompt and solution).
 
     Returns:
-        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: every choice of four different
-        digits of 1 to 9 in every order. The rows are the same for every kind.
+        The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: four different digits from 1 to 9 in
+        every order. All kinds have the same rows.
     """
     import random
     from itertools import permutations
@@ -84,11 +84,11 @@ def train_tokenizer(
 
     Args:
         texts: Training text.
-        vocab_size: Size of the vocabulary, the 256 bytes and the special tokens included.
-        extra_special_tokens: Further tokens that must be one id each; they come right after the five of our own.
+        vocab_size: Size of the vocabulary, including the 256 bytes and the special tokens.
+        extra_special_tokens: Further tokens with one id each, directly after our own five.
 
     Raises:
-        ValueError: if `vocab_size` does not hold the bytes and the special tokens.
+        ValueError: if `vocab_size` is too small for the bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The reward functions a recipe names."""
+"""The reward functions and reward models of a recipe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.model import check_weights, read_config
+from liger_trainer.recipe.schema import RewardArguments
 
 _ALLOWED = (
     "Write `package.module:function`, such as `liger_trainer.rewards:accuracy`; a name without a colon is a reward "
@@ -20,15 +22,14 @@ _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")  #
 
 
 def load_reward_functions(arguments: Any) -> list[Any]:
-    """What `reward_funcs` names: functions, checked and with their `reward_options`; reward models by their names.
+    """The functions in `reward_funcs`, checked and with their `reward_options`, and reward models by their names.
 
     Args:
-        arguments: `RewardArguments`; anything else names none.
+        arguments: `RewardArguments`; any other arguments have no reward functions.
 
     Raises:
-        RecipeError: if a module or function cannot be found, or an option is none of the function's.
+        RecipeError: if a module or function cannot be found, or a function does not take an option.
     """
-    from liger_trainer.configs.recipe_arguments import RewardArguments
     from liger_trainer.trainers.checks.reward_functions import checked_reward_function
 
     if not isinstance(arguments, RewardArguments):
@@ -38,7 +39,7 @@ def load_reward_functions(arguments: Any) -> list[Any]:
         options = (arguments.reward_options or {}).get(name)
         if ":" not in name:
             if options:
-                raise RecipeError(f"`reward_options` holds {name!r}, which is a reward model and takes none.")
+                raise RecipeError(f"`reward_options` holds {name!r}, which is a reward model and takes no options.")
             functions.append(name)
             continue
         function = _import(name)
@@ -48,15 +49,11 @@ def load_reward_functions(arguments: Any) -> list[Any]:
 
 
 def check_reward_models(arguments: Any) -> None:
-    """Checks, before anything is loaded, that the reward models of `reward_funcs` are there.
+    """Checks, before anything is loaded, that the reward models in `reward_funcs` exist.
 
     Raises:
-        RecipeError: if one is not; a function written with a dot is taken for one.
+        RecipeError: if one does not; a function written with a dot counts as a reward model.
     """
-    from liger_trainer.configs.recipe_arguments import RewardArguments
-    from liger_trainer.recipe.model import check_weights
-    from liger_trainer.recipe.model_config import read_config
-
     names = arguments.reward_funcs or [] if isinstance(arguments, RewardArguments) else []
     for name in names:
         if ":" in name:
@@ -73,7 +70,7 @@ def check_reward_models(arguments: Any) -> None:
 def _check_call(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     named = [key for key, item in parameters.items() if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
     unknown = [key for key in options if key not in named]
@@ -93,9 +90,9 @@ def _check_call(name: str, function: Callable[..., Any], options: Mapping[str, A
 def _import(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not attribute or "/" in module_name or module_name.endswith(".py"):
-        raise RecipeError(f"`reward_funcs`: {name!r} is no module and function. {_ALLOWED}")
+        raise RecipeError(f"`reward_funcs`: {name!r} is not a module and function. {_ALLOWED}")
     here = str(Path.cwd())
-    if here not in sys.path:  # last, so that nothing there takes the place of an installed package
+    if here not in sys.path:  # last, so that nothing there hides an installed package
         sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
@@ -104,9 +101,9 @@ def _import(name: str) -> Callable[..., Any]:
         if missing is not None and not f"{module_name}.".startswith(f"{missing}."):
             raise RecipeError(f"`reward_funcs`: importing {module_name!r} failed: {error}.") from error
         raise RecipeError(
-            f"`reward_funcs`: {name!r} names no module that can be imported (looked in {here} too): {error}. {_ALLOWED}"
+            f"`reward_funcs`: {name!r} names no module that can be imported (not even from {here}): {error}. {_ALLOWED}"
         ) from error
-    except (Exception, SystemExit) as error:  # a script may end the process
+    except (Exception, SystemExit) as error:  # a script may call sys.exit()
         raise RecipeError(f"`reward_funcs`: importing {module_name!r} raised {error!r}.") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

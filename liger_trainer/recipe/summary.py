@@ -1,4 +1,4 @@
-"""What a run shows at its end: losses, speed, memory, the loss curve, and the saved model put to use."""
+"""The summary of a finished run: losses, speed, memory, the loss curve, and text from the saved model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe import Recipe
+from liger_trainer.recipe.load import Recipe
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-MEASURES = {  # what TRL's trainers log, and its name in the summary
+MEASURES = {  # keys that TRL's trainers log, with their names in the summary
     "reward": "mean reward",
     "rewards/accuracies": "preference acc.",
     "accuracy": "preference acc.",
@@ -22,7 +22,7 @@ MEASURES = {  # what TRL's trainers log, and its name in the summary
 
 
 def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Prints the summary of a finished run and draws its loss curve; for the main process."""
+    """Prints the summary of a finished run and draws its loss curve; call it on the main process."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -69,12 +69,12 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
 
 
 def _values(history: list[dict[str, Any]], key: str) -> list[float]:
-    """What was logged as `key`; the Trainer logs None for what is not finite."""
+    """The values logged as `key`, without None, which the Trainer logs for values that are not finite."""
     return [entry[key] for entry in history if entry.get(key) is not None]
 
 
 def measured(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What alignment is about, from its first to its last value: of the evaluations, or of the training logs."""
+    """First and last value of each alignment measure, in evaluations or, with fewer than two, in training logs."""
     lines = []
     for key, name in MEASURES.items():
         values = _values(history, f"eval_{key}")
@@ -87,7 +87,7 @@ def measured(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draws the loss, and what else the summary measures, over steps into `path`; None where nothing was logged."""
+    """Draws the loss and the measures of the summary over steps into `path`; returns None if nothing was logged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +113,7 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
-    """``sample_prompts`` with what the model in `folder`, loaded afresh, writes after each."""
+    """``sample_prompts``, each with its continuation by the model loaded from `folder`."""
     prompts = recipe.recipe.sample_prompts
     if not prompts:
         return []

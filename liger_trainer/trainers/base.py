@@ -1,4 +1,9 @@
-"""What every Liger trainer adds to the Hugging Face trainer below it."""
+"""What every Liger trainer adds to the Hugging Face trainer that it extends.
+
+A trainer is a class such as ``LigerTrainer(LigerTrainerMixin, Trainer)``; those over TRL add `trl_mixin.py`. The order
+of this file: the construction, with its checks; the kernels; the loss; the step; saving; and the batches.
+Checkpoints (`checkpoints/`) and evaluation (`evaluating.py`) are mixins of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.utils.versions import require_version
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
@@ -27,12 +31,11 @@ from liger_trainer.compat.deepspeed import PARTITIONED_PARAMETERS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import (
     BATCH_CHECKS,
-    GUARD_BEFORE_CLIPPING,
     LOGGED_LOSS,
     META_WEIGHTS,
+    NON_FINITE_GUARD,
     PROMPT_TOKENS,
 )
-from liger_trainer.compat.trl import OFFLOADING
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import in_charge
@@ -53,55 +56,54 @@ from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
-from liger_trainer.trainers.offloading import PartialOffload, check_offloading
+from liger_trainer.trainers.offloading import step_offloading
 
 logger = logging.getLogger("liger_trainer")
 
-require_version("transformers>=5.19", "The Liger trainers need it: `pip install 'transformers>=5.19,<6'`.")
+require(NON_FINITE_GUARD)
 
-require(GUARD_BEFORE_CLIPPING)
-
-# Where every process holds all gradients, so that their norms are the model's.
+# In these, every process has all gradients, so the norms that it computes are those of the model.
 _WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
 def wants_kernels(args: TrainingArguments) -> bool:
     """Whether a Liger trainer with these arguments uses the kernels.
 
-    Our own arguments say so by `use_liger_kernel`. With Hugging Face's own, whose flag is off unless it is set, taking
-    a Liger trainer is the wish.
+    Our argument classes have `use_liger_kernel` on by default, so it decides. In Hugging Face's it is off by default;
+    there, choosing a Liger trainer is enough to ask for the kernels.
     """
     return args.use_liger_kernel if isinstance(args, KernelFlags) else True
 
 
 def own_arguments(args: TrainingArguments) -> TrainingArguments:
-    """`args` whose `use_liger_kernel` a Liger trainer may set: a copy of Hugging Face's own, where the flag is a wish.
+    """`args`, or a copy of Hugging Face's own, whose `use_liger_kernel` a Liger trainer may set.
 
-    With the flag set by us, a stock trainer that is given the same object next would get kernels nobody asked for.
+    Without the copy, a stock trainer that is given the same object next would run kernels that nobody asked for.
     """
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
 class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
-    """Kernels in the model from construction on, the callbacks, and checks of what goes in.
+    """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
         kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
     """
 
     kernel_report: KernelReport | None = None
-    _takes_parts_of_sequences = True  # whether the loss is right on a part whose labels come as `shift_labels`
+    _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
-    _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch, where it has ids
+    _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch; None if it has no ids
 
     def _finish_init(self) -> None:
         """To be called at the end of `__init__`."""
-        check_launch(self, self._takes_parts_of_sequences)
-        available(META_WEIGHTS)  # each a method that we override: where the Trainer has none, ours is never called
+        # Methods that we override: if the Trainer no longer has one, ours is never called.
+        available(META_WEIGHTS)
         available(BATCH_CHECKS)
         available(PROMPT_TOKENS)
         if self.is_deepspeed_enabled:
             require(PARTITIONED_PARAMETERS)
+        check_launch(self, self._takes_parts_of_sequences)
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
@@ -122,36 +124,18 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
                 self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
         elif any(bound_modules(self.model)):
             logger.warning(
-                "`use_liger_kernel` is off, but the model carries kernels from before, which stay and run; "
-                "`liger_trainer.revert_liger_kernel(model)` takes them out."
+                "`use_liger_kernel` is off, but the model already has kernels, which stay and run; "
+                "`liger_trainer.revert_liger_kernel(model)` removes them."
             )
         z_loss_coef = getattr(self.args, "router_z_loss_coef", 0.0)
         check_router_losses(self, z_loss_coef)
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
-        self._set_up_offloading()
-
-    def _set_up_offloading(self) -> None:
-        """TRL's activation offloading of the wanted fraction; around a step where the trainer below has none."""
-        self._offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if not getattr(self.args, "activation_offloading", False):
-            return
-        get_act_offloading_ctx_manager, *_ = require(OFFLOADING)
-        fraction = getattr(self.args, "activation_offloading_fraction", 1.0)
-        trainer: Any = self
-        if hasattr(trainer, "maybe_activation_offload_context"):  # TRL's own, which its training step enters
-            if fraction < 1:
-                context = trainer.maybe_activation_offload_context
-                trainer.maybe_activation_offload_context = PartialOffload(context, fraction)
-            return
-        check_offloading(self.args)
-        assert isinstance(self.model, nn.Module)
-        context = get_act_offloading_ctx_manager(self.model)
-        self._offloading = PartialOffload(context, fraction) if fraction < 1 else context
+        self._offloading = step_offloading(self)
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
-        """The user's callback of this class or a new one, put first: what it adds to a log reaches all reporters."""
+        """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""
         callbacks: list[TrainerCallback] = self.callback_handler.callbacks
         own = next((callback for callback in callbacks if isinstance(callback, cls)), None)
         if own is not None:
@@ -184,7 +168,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _move_model_to_device(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-        if name is not None and getattr(model, "hf_device_map", None) is None:  # offloaded weights are there too
+        if name is not None and getattr(model, "hf_device_map", None) is None:  # which offloaded weights have
             raise ValueError(
                 f"`model` has parameters on the meta device, such as {name!r}, which hold no data to train. Load the "
                 "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
@@ -193,10 +177,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
-        with (
-            memory_advice(self),
-            in_charge(self),
-        ):  # the Trainer would otherwise apply the liger-kernel package, or miss it
+        # Without `in_charge` the Trainer would apply the liger-kernel package, or fail because it is not installed.
+        with memory_advice(self), in_charge(self):
             return super().train(*args, **kwargs)
 
     def compute_loss(
@@ -206,12 +188,12 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The trainer's own loss; a step whose labels are all ignored gives a zero that backpropagates.
+        """The trainer's own loss; if all labels of a step are ignored, a zero that backpropagates.
 
-        In training the z-loss of the routers is added, where `router_z_loss_coef` is above 0.
+        In training, the z-loss of the routers is added if `router_z_loss_coef` is above 0.
         """
         if num_items_in_batch is not None:
-            # In the stock Trainer such a step is 0 / 0.
+            # The stock Trainer divides 0 by 0 in such a step.
             num_items_in_batch = (
                 num_items_in_batch.clamp(min=1)
                 if isinstance(num_items_in_batch, torch.Tensor)
@@ -228,11 +210,11 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             return result
         z_loss = mean_z_loss(z_losses)
         self._z_loss.observe(z_loss)
-        coefficient = self.args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)  # type: ignore[attr-defined]
+        coefficient = getattr(self.args, "router_z_loss_coef", 0.0) / loss_divisor(self, num_items_in_batch)
         return with_z_loss(result, coefficient * z_loss)
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
-        """Tells the fused loss the gradient it is going to get, so that its backward has nothing left to rescale."""
+        """Tells the fused loss the gradient that its backward will receive, so that it need not rescale there."""
         assert isinstance(self.model, nn.Module)
         if not self.model.training or not self.args.use_liger_kernel:
             return contextlib.nullcontext()
@@ -241,7 +223,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         return expected_loss_gradient(process_scale(self, num_items) / num_items)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch; the guard is shown its loss."""
+        """Trains on one micro-batch; the guard looks at its loss."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
         with self._offloading:
@@ -251,13 +233,13 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        # Clipping by a norm that is NaN makes every gradient NaN: the guard looks before it.
+        # Clipping by a norm that is NaN makes every gradient NaN, so the guard looks before that.
         if self._guard is None or getattr(self.optimizer, "scaler", None) is not None:
             return super()._clip_grad_norm(model)
         total_norm = self._guard.observe_gradients(model)
         if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
             return super()._clip_grad_norm(model)
-        # What clip_grad_norm_ does, without its second pass over the gradients for the norms.
+        # As clip_grad_norm_, without computing the norms a second time.
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
         return total_norm
 
@@ -267,7 +249,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         loss = logs.get("loss")
         not_finite = isinstance(loss, float) and not math.isfinite(loss)
         if not_finite and self.is_in_train and available(LOGGED_LOSS):
-            # The Trainer sets its sum of losses back by subtracting it from itself, and NaN - NaN is NaN.
+            # The Trainer resets its sum of losses by subtracting it from itself, and NaN - NaN is NaN.
             self._tr_loss.zero_()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -277,7 +259,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             NonFiniteError: before anything is written, if a parameter is not finite; not with `non_finite="off"`.
         """
         if self._guard is not None:
-            # All processes save a checkpoint, or a model that is split. A whole one is the same on each of them.
+            # All processes take part in saving a checkpoint or a split model. A whole model is the same on each.
             split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
             assert isinstance(self.model, nn.Module)
             self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
@@ -292,7 +274,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
         assert isinstance(self.model, nn.Module)
-        if self.model.training and not isinstance(inputs, Mapping):  # rows of prompts, to which a policy has answered
+        if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
             self._count([prepared])
         return prepared
 
@@ -301,7 +283,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         self._labelled_share.count(batches, self.state.global_step + 1)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        # The data loader moves its batches to the device: the collator is the last place where ids are on the CPU.
+        # The data loader moves its batches to the device; the collator is the last place where ids are on the CPU.
         collator = self.data_collator
         self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model))
         try:

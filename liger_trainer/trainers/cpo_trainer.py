@@ -35,7 +35,7 @@ class LigerCPOTrainer(PairMixin, CPOTrainer):
         return self.loss_type in ("ipo", "simpo")
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
-        """What TRL takes of one forward on all pairs, with the means of the logits in place of the logits."""
+        """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""
         if not self._fused:
             return super().concatenated_forward(model, batch)
         pairs = forward_pairs(self, model, batch, self.pad_token_id)

@@ -26,7 +26,7 @@ _IGNORE_INDEX = -100
 
 
 class _LogitsForHiddenStates(nn.Module):
-    """Stands for a model where TRL asks its backbone for hidden states, and gives the logits, deferred, instead."""
+    """Wraps a model so that its backbone, which TRL asks for hidden states, returns deferred logits instead."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _divergence_loss(
     temperature: float = 1.0,
     **biases_scales_and_softcaps: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """TRL's `_chunked_divergence_loss` of logits, deferred ones knowing their head, scale and soft-cap."""
+    """TRL's `_chunked_divergence_loss`, but of logits; deferred ones have their own head, scale and soft-cap."""
     mask = completion_mask != 0
     labels = torch.zeros_like(completion_mask).masked_fill(~mask, _IGNORE_INDEX)
     found = divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch, _IGNORE_INDEX)
@@ -58,7 +58,7 @@ def _divergence_loss(
 
 
 class _Distillation(DistillationTrainer):
-    """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
+    """TRL's trainer, except that a teacher given by name gets the kernels when it is loaded, and the loss is ours."""
 
     @functools.wraps(DistillationTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The loss of an evaluation: the mean over the batches that have one."""
+"""The loss of an evaluation: the mean over the batches whose loss is finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("liger_trainer")
 
 
 class EvaluatingMixin(_Base):
-    """Put before a Trainer: batches without a finite loss, as one without a label, are left out of the mean."""
+    """Comes before a Trainer: leaves batches without a finite loss, such as one without labels, out of the mean."""
 
     _without_loss: torch.Tensor | int = 0  # batches of this evaluation, counted on the device
     _evaluated = 0
@@ -31,21 +31,21 @@ class EvaluatingMixin(_Base):
         """Evaluates; see [`~transformers.Trainer.evaluation_loop`]."""
         self._without_loss, self._evaluated = 0, 0
         filters = self.args.logging_nan_inf_filter
-        self.args.logging_nan_inf_filter = True  # which leaves them out, unless there are no others
+        self.args.logging_nan_inf_filter = True  # leaves them out, unless there are no others
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
             self.args.logging_nan_inf_filter = filters
         if left_out := int(self._without_loss):
             logger.warning(
-                "%s of the %s batches evaluated here have no finite loss, and the mean is over the others: all of "
+                "%s of the %s batches evaluated here have no finite loss, so the mean is over the others: all of "
                 "their labels are -100, or the model's numbers overflow.",
                 *(left_out, self._evaluated),
             )
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """One batch; see [`~transformers.Trainer.prediction_step`]. Without a label its loss is not a number."""
+        """One batch; see [`~transformers.Trainer.prediction_step`]. The loss of a batch without labels is NaN."""
         labelled = _labelled(inputs, self.model)
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
@@ -57,7 +57,7 @@ class EvaluatingMixin(_Base):
 
 
 def _labelled(inputs: Any, model: Any) -> torch.Tensor | None:
-    """Whether any token of a batch has a label; None where the labels are not those of its tokens."""
+    """Whether any token of a batch has a label; None if the labels are not those of its tokens."""
     first = first_label(model)
     if not isinstance(inputs, Mapping) or first is None:
         return None

@@ -1,9 +1,10 @@
-"""TRL's fused-head contract on top of our head, for every TRL trainer that installs one.
+"""TRL's interface of a fused LM head, implemented with ours, for every TRL trainer that installs one.
 
-TRL's trainers call ``model(**inputs, labels=labels, fused_lm_head=True)`` and take per-token statistics instead of
-logits; all of their loss code builds on those. [`own_fused_head`] puts our implementation where a trainer's `__init__`
-installs TRL's. Ours runs the model's own forward without labels and takes the statistics from the logits it returns,
-which the patched head defers: soft-cap, scale, adapters and shards are those of the forward, not a list of names.
+TRL's trainers call ``model(**inputs, labels=labels, fused_lm_head=True)`` and get per-token statistics instead of
+logits, on which all of their loss code builds. [`own_fused_head`] substitutes our implementation where a trainer's
+`__init__` installs TRL's. Ours runs the model's own forward without labels and computes the statistics from the
+deferred logits that it returns. So soft-cap, scale, adapters and shards are those of the forward, whatever they are
+called in a configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_ours
-from liger_trainer.patching.model_forward import forward_layers, native_forward, tells_its_head
+from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
@@ -38,10 +39,10 @@ _, FusedCausalLMOutput = require(FUSED_HEAD)
 
 
 class _AdapterGuard(type):
-    """Makes a class that answers ``isinstance`` for TRL's class of adapter layers while a Liger trainer is built.
+    """The metaclass of a class that answers ``isinstance`` in place of PEFT's `BaseTunerLayer`.
 
-    By it TRL refuses an adapter on the head. Ours trains one, so in the thread that builds it nothing is an instance;
-    other threads get TRL's answer.
+    TRL uses that class to refuse an adapter on the head, which our head can train. So, while a thread builds a Liger
+    trainer, nothing is an instance in that thread; other threads get PEFT's answer.
     """
 
     owner: int
@@ -53,11 +54,11 @@ class _AdapterGuard(type):
 
 @contextlib.contextmanager
 def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -> Iterator[None]:
-    """While a trainer of TRL's `module` is being built by this thread, it installs our head instead of TRL's.
+    """While this thread builds a trainer of TRL's `module`, that trainer installs our head instead of TRL's.
 
     Args:
         module: Such as `trl.trainer.sft_trainer`.
-        add_fused_lm_head: Called as TRL's function of that name. Trainers built by other threads get TRL's.
+        add_fused_lm_head: Called in place of TRL's function of that name; other threads keep TRL's.
     """
     owner = threading.get_ident()
     names: dict[str, Any] = vars(module)
@@ -78,7 +79,7 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
 
 
 def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
-    """Gives `model` a forward that understands `fused_lm_head=True`; any other call is the forward it had.
+    """Gives `model` a forward that understands `fused_lm_head=True`; any other call runs the forward that it had.
 
     Args:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
@@ -131,13 +132,15 @@ def _fused_forward(
 
 
 def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
-    """What a call without the flag runs, and the model's own forward for one with it: both take the model first.
+    """The forward for a call without the flag, and the model's own forward for one with it.
+
+    Both take the model as their first argument.
 
     Raises:
         ValueError: for a forward that is not a method.
     """
     for layer in forward_layers(model):
-        if layer in _fused_over:  # an earlier trainer's of the same model, in what accelerate has put around it
+        if layer in _fused_over:  # installed by an earlier trainer of this model; accelerate may have wrapped it
             return _fused_over[layer]
     inner = getattr(model.forward, "__func__", None)
     if inner is None:
@@ -146,7 +149,7 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
             "fused head cannot wrap it. Give the trainer the model as it was loaded."
         )
     # Where our head took the model's forward, the fused forward tells the head about the call itself.
-    return inner, native_forward(model) if tells_its_head(model) else inner
+    return inner, native_forward(model) if is_patched_model(model) else inner
 
 
 def fused_output(
@@ -162,15 +165,15 @@ def fused_output(
 
     Args:
         logits: `(B, S, V)`, deferred or not.
-        outputs: Of the model's own forward, for the auxiliary loss of a mixture of experts.
+        outputs: The outputs of the model's own forward, for the auxiliary loss of a mixture of experts.
         text_config: The configuration of the language model.
         labels: `(B, S)`, the tokens themselves; the statistics are then `(B, S - 1)`.
         shift_labels: `(B, S)`, the next token of each; the statistics are then `(B, S)`.
-        num_items_in_batch: What the summed loss is divided by; the number of labels by default.
+        num_items_in_batch: Divides the summed loss; the number of labels by default.
         options: What the trainer asks of the head.
 
     Raises:
-        ValueError: where neither kind of labels is given.
+        ValueError: if neither kind of labels is given.
     """
     target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
     statistics = token_statistics(logits, target, options)
@@ -199,5 +202,5 @@ def _next_token_labels(
         return shift_labels
     if labels is None:
         raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`; neither was given.")
-    # Shifting the labels leaves the hidden states as they lie; the last position has none.
+    # Shifting the labels, not the hidden states, avoids a copy of the latter. The last position has no label.
     return F.pad(labels, (0, 1), value=ignore_index)[:, 1:]

@@ -27,7 +27,7 @@ ForwardRedirection, _, _trl_init, *_ = require(GKD)
 
 
 class _GKD(GKDTrainer):
-    """TRL's trainer, which loads a teacher given by its name with the kernels in it."""
+    """TRL's trainer, except that a teacher given by name gets the kernels when it is loaded."""
 
     @functools.wraps(GKDTrainer.__init__)  # type: ignore[misc]  # LigerTRLMixin reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, computed inside the wrapped student's forward, where its sharded head is whole."""
+        """TRL's loss, computed inside the forward of the wrapped student, where FSDP has gathered a sharded head."""
         student = self.accelerator.unwrap_model(model)
         compute = functools.partial(super().compute_loss, return_outputs=return_outputs)
 
@@ -86,16 +86,16 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
         reduction: str = "batchmean",
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """TRL's loss, from one operator over both heads where both models deferred their logits.
+        """TRL's loss, computed by one operator over both heads if both models have deferred their logits.
 
         Args:
             student_logits: `(batch, length, V)`.
-            teacher_logits: Likewise; no gradient.
+            teacher_logits: The same shape; no gradient.
             labels: `(batch, length)`, -100 where a token does not count.
             beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
             temperature: Divides the logits of both.
             reduction: As in TRL; all but "batchmean" build the logits.
-            num_items_in_batch: Divides the sum, whatever the reduction.
+            num_items_in_batch: Divides the sum, regardless of `reduction`.
         """
         deferred = isinstance(student_logits, DeferredLogits) or isinstance(teacher_logits, DeferredLogits)
         if not deferred or labels is None or (num_items_in_batch is None and reduction != "batchmean"):

@@ -21,21 +21,20 @@ else:
 
 @dataclass
 class FusedLabelSmoother(LabelSmoother):
-    """`LabelSmoother` by one `cross_entropy`, which the fused head computes without building the logits.
+    """`LabelSmoother` as one `cross_entropy`, which the fused head computes without building the logits.
 
-    Both are, with e the smoothing, V classes and n the number of items,
-    ``((1 - e) * sum_i nll_i + e / V * sum_i sum_v -logp_iv) / n`` over the labels that are not ignored. A batch without
-    labels gives a zero that backpropagates.
+    Both compute ``((1 - e) * sum_i nll_i + e / V * sum_i sum_v -logp_iv) / n`` over the labels that are not ignored,
+    with smoothing e, V classes and n items. A batch without labels gives a zero that backpropagates.
 
-    Where a batch has `shift_labels`, the next token of each, they are the labels: of a sequence that context
-    parallelism spreads over processes, the next token of a part's last one is in another part.
+    If a batch has `shift_labels`, the next token of each position, those are the labels: where context parallelism
+    splits a sequence over processes, the next token of the last position is on another process.
     """
 
     _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     @contextlib.contextmanager
     def of_batch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, losses are of the batch `inputs`."""
+        """Inside, the losses are those of the batch `inputs`."""
         self._shifted = inputs.get("shift_labels")
         try:
             yield
@@ -64,7 +63,7 @@ class FusedLabelSmoother(LabelSmoother):
         if shift_labels and self._shifted is not None:
             labels = self._shifted
         elif shift_labels:
-            # The labels are shifted instead of the logits, whose slice would be a copy.
+            # Shifting the labels, not the logits, avoids a copy of the latter.
             labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
         labels = labels.reshape(-1).to(logits.device)
         loss = F.cross_entropy(

@@ -1,4 +1,4 @@
-"""What the Trainer does to the loss of a micro-batch on its way to the optimizer's step."""
+"""How the Trainer scales the loss of a micro-batch, so that terms which we add are scaled alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ require(LOSS_SCALE)
 
 
 def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
-    """What a term of one micro-batch is to be divided by: the accumulation steps, unless the Trainer does that."""
+    """The divisor for a term of one micro-batch: the accumulation steps, or 1 if the Trainer divides by them."""
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         by_items = trainer.model_accepts_loss_kwargs and num_items is not None
@@ -22,7 +22,7 @@ def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
 
 
 def process_scale(trainer: Any, num_items: torch.Tensor | int | None) -> int:
-    """What the Trainer multiplies a loss by, as it was divided by the labels of all processes.
+    """The factor by which the Trainer multiplies a loss that was divided by the labels of all processes.
 
     Processes that share their batches (tensor parallelism) count as one.
     """

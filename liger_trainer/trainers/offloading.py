@@ -1,7 +1,8 @@
-"""Offloading activations: where it cannot be, and a part of what autograd saves while the rest waits where it is."""
+"""Offloading of activations: all that autograd saves for the backward, or a fraction of it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import TrainingArguments
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import PARTIAL_OFFLOADING
+from liger_trainer.compat.trl import OFFLOADING
 
 require(PARTIAL_OFFLOADING)
 
@@ -20,21 +22,41 @@ def check_offloading(args: TrainingArguments) -> None:
     """Checks that there is a device to offload from.
 
     Raises:
-        ValueError: for `activation_offloading` in training on the CPU.
+        ValueError: for `activation_offloading` where training runs on the CPU.
     """
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
         raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
 
 
-class PartialOffload(saved_tensors_hooks):
-    """Hands a fraction of what autograd saves to hooks that offload, and keeps the rest.
+def step_offloading(trainer: Any) -> contextlib.AbstractContextManager:
+    """The context that a training step is to run in: TRL's activation offloading, of the fraction that is asked for.
 
-    Which tensors is decided by error diffusion over their bytes, in the order in which they are saved: what is moved is
-    spread evenly over the forward, is the same at every step, and misses the fraction by half of the largest tensor at
-    most. A tensor and its views share one decision. Parameters are not counted, as the offloading hooks leave them.
+    The trainers of TRL that offload by themselves get a context that does nothing; theirs is reduced to the fraction.
+    """
+    args = trainer.args
+    if not getattr(args, "activation_offloading", False):
+        return contextlib.nullcontext()
+    get_act_offloading_ctx_manager, *_ = require(OFFLOADING)
+    fraction = getattr(args, "activation_offloading_fraction", 1.0)
+    of_trl = getattr(trainer, "maybe_activation_offload_context", None)  # which TRL's training step enters
+    if of_trl is not None:
+        if fraction < 1:
+            trainer.maybe_activation_offload_context = PartialOffload(of_trl, fraction)
+        return contextlib.nullcontext()
+    check_offloading(args)
+    context = get_act_offloading_ctx_manager(trainer.model)
+    return PartialOffload(context, fraction) if fraction < 1 else context
+
+
+class PartialOffload(saved_tensors_hooks):
+    """Passes a fraction of what autograd saves for the backward to hooks that offload it; the rest stays on the device.
+
+    Tensors are chosen by error diffusion over their bytes, in the order in which they are saved. The choice is spread
+    evenly over the forward, is the same at every step, and misses the fraction by at most half of the largest tensor.
+    A tensor and its views share one decision. Parameters do not count; the offloading hooks leave them alone.
 
     Args:
-        offload: The hooks, such as TRL's `OffloadActivations`; they are entered and left with this context.
+        offload: The hooks, such as TRL's `OffloadActivations`; entered and left with this context.
         fraction: Of the bytes, between 0 and 1.
     """
 
@@ -44,8 +66,8 @@ class PartialOffload(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
-        self._due = 0.0  # bytes that should have been moved by now, less those that were
-        self._moved: Any = WeakTensorKeyDictionary()  # whether, by tensor
+        self._due = 0.0  # bytes that should have been offloaded so far, less those that were
+        self._moved: Any = WeakTensorKeyDictionary()  # whether a tensor is offloaded
         self.offload.__enter__()
         super().__enter__()
 
@@ -59,7 +81,7 @@ class PartialOffload(saved_tensors_hooks):
             return self.offload.pack_hook(tensor)
         if whole not in self._moved:
             self._moved[whole] = self._is_due(tensor.nbytes)
-        # Detached: an output that its own graph refers to would live until the garbage collector runs.
+        # Detached: an output that its own graph references would stay until the garbage collector runs.
         return self.offload.pack_hook(tensor) if self._moved[whole] else tensor.detach()
 
     def _is_due(self, size: int) -> bool:
@@ -69,5 +91,5 @@ class PartialOffload(saved_tensors_hooks):
         return due
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        # The offloading hooks pack a tensor as a key, never as a tensor.
+        # What the offloading hooks have packed is a key, never a tensor.
         return packed if isinstance(packed, torch.Tensor) else self.offload.unpack_hook(packed)

@@ -32,10 +32,10 @@ class LigerORPOTrainer(PairMixin, ORPOTrainer):
     padding_value: int  # TRL's
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
-        """What TRL takes of one forward on all pairs, with the means of the logits in place of the logits."""
+        """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""
         if not self._fused:
             return super().concatenated_forward(model, batch)
         pairs = forward_pairs(self, model, batch, self.padding_value)
-        # The loss of the chosen sequences is that of the prompt too (Hong et al. 2024, arXiv:2403.07691).
+        # The loss of the chosen sequences includes the prompt (Hong et al. 2024, arXiv:2403.07691).
         nll = pairs.chosen_nll(pairs.is_token)
         return pairs.results(pairs.completion_log_probs(average=True), pairs.mean_logits[:, :-1], nll)

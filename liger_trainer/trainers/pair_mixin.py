@@ -32,11 +32,11 @@ class PairForward:
     """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones.
 
     Attributes:
-        log_probs: `(2B, L - 1)`, fp32, of the token after each position; carries the gradient.
+        log_probs: `(2B, L - 1)`, fp32, of the token after each position; differentiable.
         mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position.
-        is_token: `(2B, L - 1)`, bool, whether the token after a position is one, and not padding.
-        is_completion: `(2B, L - 1)`, bool, whether it is one of the completion.
-        aux_loss: The load-balancing loss of a mixture of experts that computes one.
+        is_token: `(2B, L - 1)`, bool, whether the position after this one is not padding.
+        is_completion: `(2B, L - 1)`, bool, whether it is part of the completion.
+        aux_loss: The load-balancing loss, if the model is a mixture of experts that computes one.
     """
 
     log_probs: torch.Tensor
@@ -51,7 +51,7 @@ class PairForward:
         return total / self.is_completion.sum(-1) if average else total
 
     def chosen_nll(self, of: torch.Tensor) -> torch.Tensor:
-        """Mean negative log-likelihood of the chosen sequences' tokens where the mask `of` `(2B, L - 1)` says so.
+        """Mean negative log-likelihood of the chosen sequences, over the tokens in the mask `of` `(2B, L - 1)`.
 
         Without such a token it is a zero that backpropagates, where TRL's is NaN.
         """
@@ -59,11 +59,13 @@ class PairForward:
         return -log_probs.masked_fill(~of, 0.0).sum() / of.sum().clamp(min=1)
 
     def results(self, log_probs: torch.Tensor, mean_logits: torch.Tensor, nll: torch.Tensor) -> tuple:
-        """What `concatenated_forward` returns; TRL only takes the mean of the logits, so here it is.
+        """What `concatenated_forward` returns, with the means of the logits in place of the logits.
+
+        TRL takes nothing but the mean from them. It unpacks the tuple by position, in this order.
 
         Args:
             log_probs: `(2B,)`.
-            mean_logits: `(2B, ...)`, at the positions that TRL's mean is over.
+            mean_logits: `(2B, ...)`, at the positions over which TRL takes the mean.
             nll: The loss of the chosen sequences.
         """
         means = (half.mean() for half in mean_logits.chunk(2))
@@ -74,7 +76,7 @@ class PairForward:
 def forward_pairs(
     trainer: ORPOTrainer | CPOTrainer, model: nn.Module, batch: dict[str, Any], padding_value: int
 ) -> PairForward:
-    """One forward of `model`, which carries the fused head, on the pairs of `batch` as `trainer` puts them together."""
+    """One forward of `model`, which has the fused head, on the pairs of `batch` as `trainer` concatenates them."""
     pairs = trainer.concatenated_inputs(
         batch, is_encoder_decoder=False, padding_value=padding_value, device=trainer.accelerator.device
     )
@@ -98,10 +100,10 @@ def forward_pairs(
 
 
 class PairMixin(_Base):
-    """Installs the fused head, for which these trainers of TRL have no place of their own, and checks the pairs."""
+    """Installs the fused head, which these trainers of TRL do not have, and checks the pairs."""
 
     _fused = False
-    """Whether the model answers with statistics; otherwise TRL's own `concatenated_forward` runs on its logits."""
+    """Whether the model returns statistics; otherwise TRL's own `concatenated_forward` runs on its logits."""
 
     def _finish_init(self) -> None:
         if wants_fused_head(self.args) and not self.is_encoder_decoder:
@@ -111,7 +113,7 @@ class PairMixin(_Base):
         super()._finish_init()
 
     def _averages(self) -> bool:
-        """Whether the loss takes the average over a completion's tokens, which 0 / 0 is without any."""
+        """Whether the loss averages over the tokens of a completion, and so cannot take one without tokens."""
         return True
 
     def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
         if args is None or isinstance(args, SFTConfig):
             return super()._configured(args, model)
-        values = args.to_dict()  # as TRL takes `TrainingArguments` over
+        values = args.to_dict()  # as TRL converts `TrainingArguments`
         values["hub_token"] = args.hub_token  # to_dict hides it
         values["use_liger_kernel"] = wants_kernels(args)
         return cls.config_class(**values)
@@ -71,10 +71,10 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
 
 class OnePassModel:
-    """Stands for `model` in one computation of TRL's SFT loss.
+    """A wrapper of `model` for one computation of TRL's SFT loss, in which TRL calls it twice and it runs once.
 
-    With label smoothing or a `compute_loss_func`, TRL's loss is that of the model's logits, and its metrics come from a
-    second forward with the fused head. Here the statistics are taken from the logits of the first.
+    With label smoothing or a `compute_loss_func`, TRL computes the loss from the model's logits, and its metrics from a
+    second forward with the fused head. This computes those statistics from the logits of the first forward.
 
     Args:
         model: What the trainer calls, with its wrappers.
@@ -96,7 +96,7 @@ class OnePassModel:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's outputs; with `fused_lm_head` those of TRL's fused head."""
+        """The model's outputs; with `fused_lm_head`, those of TRL's fused head."""
         given = {"labels": labels, "shift_labels": shift_labels}
         if not fused_lm_head:
             outputs = self._model(*args, **kwargs, **{key: value for key, value in given.items() if value is not None})
@@ -104,7 +104,7 @@ class OnePassModel:
             return outputs
         of_labels = labels if shift_labels is None else shift_labels
         if self._logits is None or self._changed or of_labels is None or of_labels.shape != self._logits.shape[:-1]:
-            return self._model(*args, fused_lm_head=True, **given, **kwargs)  # virtual tokens of PEFT, for one
+            return self._model(*args, fused_lm_head=True, **given, **kwargs)  # such as with PEFT's virtual tokens
         with torch.no_grad():
             return fused_output(
                 self._logits, self._outputs, self._text_config, labels, shift_labels, None, self._options
@@ -114,7 +114,7 @@ class OnePassModel:
         logits = outputs.logits
         self._outputs = outputs
         if isinstance(logits, DeferredLogits):
-            # Not a view of them: what a loss function does to its logits in place is not done to these.
+            # Derived, not a view: what a loss function does to its logits in place must not change these.
             self._logits = logits.derive(logits.meta, detached=True) if logits.recordable else None
         else:
             self._logits, self._version = logits.detach(), logits._version

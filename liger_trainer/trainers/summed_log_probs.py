@@ -1,9 +1,9 @@
-"""Log-probabilities whose negated sum has a gradient that the host knows to be one number.
+"""Log-probabilities whose negated sum has a gradient that the host knows to be a single number.
 
-Autograd expands the gradient of a sum to the shape of the summand, so its strides say that it is one number. But the
-last position is dropped and TRL negates the log-probabilities before it sums them, and torch's gradients of both write
-the number out to every position. Only the values then tell, and reading them makes the host wait for the device. Here
-the two operations keep the gradient expanded.
+Autograd expands the gradient of a sum to the shape of the summand, so its strides show that it is one number. But the
+last position is dropped, and TRL negates the log-probabilities before it sums them; torch's gradients of both
+operations write the number to every position. Then only the values show it, and reading them makes the host wait for
+the device. Here the two operations leave the gradient expanded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _CLONES = (torch.clone, torch.Tensor.clone)  # DistributedDataParallel clones th
 
 
 class SummedLogProbs(torch.Tensor):
-    """Log-probabilities `(B, S)`, a plain tensor but for the strides of the gradient of their negation."""
+    """Log-probabilities `(B, S)`: a plain tensor, except that the gradient of their negation stays expanded."""
 
     @classmethod
     def of(cls, log_probs: torch.Tensor, length: int) -> torch.Tensor:
-        """The first `length` positions of `log_probs` `(B, S)`; the others must have no label."""
+        """The first `length` positions of `log_probs` `(B, S)`; the other positions must have no label."""
         return _SignedPart.apply(log_probs, 1.0, length).as_subclass(cls)
 
     @classmethod
@@ -37,12 +37,12 @@ class SummedLogProbs(torch.Tensor):
             return result.as_subclass(cls) if func in _CLONES else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a plain tensor: `torch.load` refuses classes that it does not know.
+        # Pickled as a plain tensor, since `torch.load` refuses classes that it does not know.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class _SignedPart(torch.autograd.Function):
-    """``sign * tensor[:, :length]``. An expanded gradient stays so, dropped positions included: they have no label."""
+    """``sign * tensor[:, :length]``. An expanded gradient stays expanded; the dropped positions have no label."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sign: float, length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the trainers with a teacher share: its kernels, and when the heads of both models are compared as one."""
+"""What the trainers with a teacher share: the teacher's kernels, and when one operator compares both heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
 class TeacherMixin(LigerTRLMixin):
-    """Put before a TRL trainer that takes a `teacher_model` as its second argument.
+    """Comes before a TRL trainer that takes a `teacher_model` as its second argument.
 
     Attributes:
         teacher_kernel_report (`KernelReport`): What was patched in the teacher; None with the kernels off.
@@ -37,10 +37,10 @@ class TeacherMixin(LigerTRLMixin):
     ) -> None:
         if teacher_model is None:
             raise ValueError(
-                "`teacher_model` is None; give the model whose next-token distributions are to be learnt, or its name."
+                "`teacher_model` is None; give the model whose next-token distributions are to be learned, or its name."
             )
         config = self._configured(args, model)
-        # The teacher needs them before accelerate or DeepSpeed gets it, and TRL's `__init__` does both.
+        # The teacher needs them before accelerate or DeepSpeed wraps it, which happens in TRL's `__init__`.
         self._teacher_kernels = kernel_mapping_of(config) if wants_kernels(config) else None
         self._teacher_name = teacher_model if isinstance(teacher_model, str) else None
         if isinstance(teacher_model, nn.Module):
@@ -53,9 +53,9 @@ class TeacherMixin(LigerTRLMixin):
         return teacher
 
     def _compares_heads(self) -> bool:
-        """Whether the divergence is ours: both models defer their logits, or an adapter on the head computes them.
+        """Whether the divergence is ours: both models defer their logits, or the student's head has an adapter.
 
-        Where a head was left alone, TRL's own code does better than logits that are built.
+        If a head was not patched, TRL's own code is better than ours on logits that are built.
         """
         if not wants_kernels(self.args) or not kernel_config_of(self.args).linear_cross_entropy:
             return False
@@ -65,7 +65,7 @@ class TeacherMixin(LigerTRLMixin):
         return all(_defers(self.accelerator.unwrap_model(model)) for model in (self.model, self.teacher_model))
 
     def _expected_gradient(self, num_items: Any) -> contextlib.AbstractContextManager:
-        # The divergence is divided by `num_items` before it is returned; what is left is the Trainer's own division.
+        # The divergence is already divided by `num_items`; only the Trainer's own division remains.
         assert isinstance(self.model, nn.Module)
         if not self.model.training or not self.args.use_liger_kernel:
             return contextlib.nullcontext()

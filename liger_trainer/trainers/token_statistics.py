@@ -1,4 +1,4 @@
-"""What a TRL loss needs of the LM head: per label, its log-probability, and statistics of its distribution."""
+"""What a TRL loss needs from the LM head: for each label its log-probability, and statistics of its distribution."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _KERNEL_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsOptions:
-    """What a trainer asks of its LM head, for every call alike.
+    """What a trainer asks of its LM head in every call.
 
     Args:
         outputs: TRL's names of the statistics, among the fields of [`TokenStatistics`].
         temperature: Divides the logits.
-        uniform_gradient: Whether the trainer's own loss weighs all labels alike. While it is computed, the gradients at
-            the head are then computed in the forward, and recomputed for any other loss.
-        retain_memory: Bytes of logits that are kept for the backward of any other loss; one chunk by default.
+        uniform_gradient: Whether the trainer's own loss weighs all labels alike. If so, the gradients of the head are
+            computed in the forward of that loss, and recomputed in the backward of any other.
+        retain_memory: Bytes of logits to save for the backward of any other loss; one chunk by default.
         ignore_index: Label of the positions to leave out.
     """
 
@@ -47,18 +47,18 @@ class StatisticsOptions:
 
     @property
     def expected_grad(self) -> float | torch.Tensor | None:
-        """The upstream gradient to expect for the summed loss, while the trainer computes a uniform one; else None."""
+        """The gradient to expect for the summed loss while the trainer computes its own, uniform one; else None."""
         return expected_gradient("sum") if self.uniform_gradient else None
 
 
 class TokenStatistics(NamedTuple):
-    """Per-label statistics, each shaped as the labels and zero where a label is ignored; None where not asked for.
+    """Per-label statistics in the shape of the labels, zero where a label is ignored; None if not asked for.
 
     Attributes:
-        log_probs: fp32, carries a gradient.
-        entropy: fp32, carries a gradient too.
-        log_sum_sq_probs: fp32, the logarithm of the sum of the squared probabilities, without gradient.
-        mean_logits: fp32, mean of the logits over the vocabulary, after the temperature, without gradient.
+        log_probs: fp32, differentiable.
+        entropy: fp32, differentiable.
+        log_sum_sq_probs: fp32, the logarithm of the sum of the squared probabilities, not differentiable.
+        mean_logits: fp32, mean of the logits over the vocabulary, after the temperature, not differentiable.
         is_top1: bool, whether the label is the most likely token.
     """
 
@@ -70,7 +70,7 @@ class TokenStatistics(NamedTuple):
 
 
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
-    """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building the logits where they are deferred."""
+    """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building logits that are deferred."""
     outputs, temperature, ignore_index = options.kernel_outputs, options.temperature, options.ignore_index
     found: Any
     logits = without_owner(logits)

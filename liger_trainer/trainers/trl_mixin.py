@@ -1,4 +1,4 @@
-"""What the Liger trainers over TRL share: TRL builds its trainer as ever, and takes its LM head from us."""
+"""What the Liger trainers over TRL share: TRL builds its own trainer, but with our LM head instead of its fused one."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def wants_fused_head(args: TrainingArguments) -> bool:
 
 
 class LigerTRLMixin(LigerTrainerMixin):
-    """Put before a TRL trainer in the bases of a class; the class says where that trainer comes from.
+    """Comes before a TRL trainer in the bases of a class, which says where that trainer comes from.
 
     Attributes:
-        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction; None where
-            it has none.
-        config_class: The Liger configuration, made where `args` are missing.
+        trl_module: TRL's module of the trainer, whose `add_fused_lm_head` is ours during the construction; None if TRL
+            has no fused head there.
+        config_class: The Liger configuration, built if `args` is None.
     """
 
     trl_module: ModuleType | None = None
     _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
-    _statistics: StatisticsOptions | None = None  # what TRL asked of the policy's head; None where the head is TRL's
+    _statistics: StatisticsOptions | None = None  # what TRL asks of the policy's head; None if the head is TRL's
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
         config = given.arguments["args"] = own_arguments(self._configured(given.arguments.get("args"), model))
         check_loss_type(config)
-        check_offloading(config)  # TRL's own says an AttributeError
+        check_offloading(config)  # TRL would raise an AttributeError
         wants = wants_kernels(config)
         head = self._own_fused_head(config)
-        # TRL warns about `use_liger_kernel`, which to it means the liger-kernel package, and switches its head off.
+        # For TRL, `use_liger_kernel` means the liger-kernel package: it would warn, and switch its fused head off.
         config.use_liger_kernel = False
         try:
             with head, split_models_resume(config, model), _older_names():
@@ -77,14 +77,14 @@ class LigerTRLMixin(LigerTrainerMixin):
             return super().evaluate(*args, **kwargs)
 
     def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
-        """What TRL's `__init__` runs in: with our head in the place of TRL's, where one is wanted and TRL has one."""
+        """The context for TRL's `__init__`: ours in the place of TRL's fused head, if wanted and if TRL has one."""
         if self.trl_module is None or not wants_fused_head(config):
             return contextlib.nullcontext()
         return own_fused_head(self.trl_module, self._add_fused_lm_head)
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
-        """`args`, or the configuration that TRL's trainer would make for itself."""
+        """`args`, or the configuration that TRL's trainer would build for itself."""
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
             return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
@@ -103,7 +103,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         cast_lm_head_to_fp32: bool = False,
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
-        """TRL's `add_fused_lm_head`, called by its `__init__` for the policy, adapters included, and the reference."""
+        """Replaces TRL's function of that name, which its `__init__` calls for the policy and for a reference model."""
         assert isinstance(self.model, nn.Module)
         is_policy = without_adapters(self.model) is model
         config = kernel_config_of(self.args)
@@ -114,7 +114,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         if is_policy:
             self._statistics = options
             self._apply_kernels(self.model)
-        else:  # a reference model, which computes its log-probabilities as the policy does
+        else:  # a reference model, which must compute log-probabilities as the policy does
             check_reference(self.model, model, self.processing_class)
             apply_liger_kernel(model, config)
         if cast_lm_head_to_fp32:
@@ -122,14 +122,14 @@ class LigerTRLMixin(LigerTrainerMixin):
         install_fused_forward(model, options)
 
     def _weighs_labels_alike(self) -> bool:
-        """Whether the gradient of the loss to the log-probabilities is one number for all labels."""
+        """Whether the gradient of the loss with respect to the log-probabilities is the same for all labels."""
         return False
 
 
 @contextlib.contextmanager
 def _older_names() -> Iterator[None]:
-    """Where TRL switches checkpointing off and on by names that transformers has newer ones for, which users cannot."""
-    # `catch_warnings` would take away what is set meanwhile, and forget what has been shown.
+    """Hides warnings that users cannot avoid: TRL uses older names of transformers' checkpointing arguments."""
+    # `catch_warnings` would discard filters that are set in the meantime, and forget which warnings were shown.
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     added = warnings.filters[0]
@@ -141,7 +141,7 @@ def _older_names() -> Iterator[None]:
 
 
 def _check_whole_head(model: Any) -> None:
-    """Raises ValueError for a head in fp32 that tensor parallelism splits: TRL has overwritten its forward."""
+    """Raises ValueError for a head in fp32 that tensor parallelism splits, since TRL replaces the head's forward."""
     size = getattr(model, "tp_size", None) or 1
     if size > 1:
         raise ValueError(
@@ -152,9 +152,9 @@ def _check_whole_head(model: Any) -> None:
 
 
 def _release_fp32_head(model: Any, base: Any) -> None:
-    """Takes out the forward that TRL has given a head in fp32; ours does the same, and knows adapters.
+    """Removes the forward that TRL has given to a head in fp32; ours computes the same, and supports adapters.
 
-    Assigning the head to `model`, TRL has also registered it a second time where `model` is PEFT's wrapper of `base`.
+    If `model` is PEFT's wrapper of `base`, TRL has registered the head on the wrapper as well.
     """
     base.lm_head.__dict__.pop("forward", None)
     if model is not base:

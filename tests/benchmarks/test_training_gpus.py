@@ -109,7 +109,7 @@ def test_commands():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["training", "--accelerate_config", "fsdp9"], "no file; the shipped ones are"),
+        (["training", "--accelerate_config", "fsdp9"], "not a file; shipped are"),
         (["longest", "--gpus", "2"], "`longest` runs on one GPU"),
         (["longest", "--length", "8,16"], "give `--length` one number"),
     ],

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
@@ -64,6 +65,28 @@ def test_throughput_reaches_reporters_and_history(tmp_path):
     ]
     assert trainer.state.log_history[-1]["train_tokens_per_second"] > 0
     assert throughput._run_tokens == 4 * 2 * 2 * 6  # steps x micro-batches x rows x tokens that are not padding
+
+
+class Reducing(LoggedMetricsCallback):
+    """Counts the calls in which a callback may reduce over processes."""
+
+    def __init__(self):
+        self.steps = []
+
+    def metrics(self, args, state):
+        self.steps.append(state.global_step)
+        return {"mine": 1.0}
+
+
+def test_a_log_of_the_users_reduces_nothing(tmp_path):
+    """One process may log alone: a collective in it would wait for the others for ever."""
+    reporter, reducing = Reporter(), Reducing()
+    trainer = Trainer(tiny(), arguments(tmp_path), train_dataset=rows(), callbacks=[reporter])
+    trainer.callback_handler.callbacks.insert(0, reducing)
+    trainer.train()
+    trainer.log({"loss": 1.0})
+    assert reducing.steps == [2, 4]
+    assert ["mine" in log for log in reporter.logs] == [True, True, False, False]
 
 
 def test_throughput_counts_batches_and_leaves_evaluation_out(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from liger_trainer.cli import main, train
+from liger_trainer.recipe.build import check_launch
 from liger_trainer.recipe.file import RecipeError, shipped_configs
-from liger_trainer.recipe.run import _check_launch
 
 NAMES = ("single_gpu", "ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 TYPES = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}
@@ -108,7 +108,7 @@ def test_the_configuration_that_a_recipe_names(gpus, monkeypatch, tmp_path, coun
 )
 def test_a_recipe_for_a_split_model_warns_where_it_is_not(caplog, name, is_split, warns):
     recipe = SimpleNamespace(recipe=SimpleNamespace(accelerate_config=name), source="mine.yaml")
-    _check_launch(recipe, SimpleNamespace(is_fsdp_enabled=is_split, is_deepspeed_enabled=False))
+    check_launch(recipe, SimpleNamespace(is_fsdp_enabled=is_split, is_deepspeed_enabled=False))
     assert ("mine.yaml is written for `accelerate_config: fsdp2`" in caplog.text) == warns
 
 
@@ -117,4 +117,4 @@ def test_a_recipe_with_an_unknown_configuration_is_told_so_in_a_smoke_run_too(gp
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("trainer: causal_lm\naccelerate_config: zero4\nmodel_config: {model_type: llama}\n")
     assert main(["train", str(recipe), "--smoke"]) == 2
-    assert "'zero4', which is no file; the shipped ones are ddp" in capsys.readouterr().err
+    assert "'zero4', which is not a file; shipped are ddp" in capsys.readouterr().err

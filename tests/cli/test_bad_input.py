@@ -81,7 +81,7 @@ def test_missing_data_file(recipe, capsys):
 
 def test_unknown_kind_of_data_file(recipe, capsys):
     Path("data.xml").write_text("<a/>")
-    assert "give files of one kind out of .json, .jsonl" in refused(capsys, recipe(data_files="data.xml"))
+    assert "give files of one kind: .json, .jsonl" in refused(capsys, recipe(data_files="data.xml"))
 
 
 def test_broken_data_file(recipe, capsys):
@@ -101,7 +101,7 @@ def rows(*values):
 
 def test_columns_that_hold_something_else(recipe, capsys):
     file = recipe(data_files=rows({"text": "a"}, {"text": None}))
-    assert "The column `text` holds nothing (null) in 1 rows" in refused(capsys, file)
+    assert "The column `text` is null in 1 rows" in refused(capsys, file)
     file = recipe(data_files=rows({"text": 5}))
     assert "The column `text` holds int, such as '5' in row 0, not text." in refused(capsys, file)
     file = recipe(trainer="sft", data_files=rows({"messages": "hello"}))
@@ -196,7 +196,7 @@ def test_output_folder_of_the_user_is_not_touched(recipe, capsys):
 
 def test_output_folder_that_cannot_be_written(recipe, capsys, monkeypatch):
     assert "'data.jsonl', which is a file" in refused(capsys, recipe(output_dir="data.jsonl"))
-    assert "'data.jsonl/run' cannot be made" in refused(capsys, recipe(output_dir="data.jsonl/run"))
+    assert "'data.jsonl/run' cannot be created" in refused(capsys, recipe(output_dir="data.jsonl/run"))
     monkeypatch.setattr("os.access", lambda *arguments: False)  # permissions do not bind the administrator
     assert "'run' cannot be written to" in refused(capsys, recipe())
 
@@ -225,7 +225,7 @@ def test_overwriting_deletes_only_checkpoints(recipe):
 
 
 def test_resuming_from_what_is_no_checkpoint(recipe, capsys):
-    assert "is no checkpoint" in refused(capsys, recipe(), "--resume_from_checkpoint", "run/checkpoint-3")
+    assert "is not a checkpoint" in refused(capsys, recipe(), "--resume_from_checkpoint", "run/checkpoint-3")
 
 
 def test_resuming_before_the_first_checkpoint_starts_at_the_beginning(recipe):

@@ -150,8 +150,8 @@ def test_columns_are_renamed(recipe, capsys):
         ("my_rewards:NUMBER", "'my_rewards:NUMBER' is int, not a function. Write `package.module:function`"),
         ("my_rewards:strict", "a function in `reward_funcs` needs `gold`"),
         ("my_rewards:narrow", "'my_rewards:narrow' takes completions, but is called with `prompts` and all columns"),
-        ("my_rewards:", "'my_rewards:' is no module and function. Write `package.module:function`"),
-        ("./my_rewards.py:crash", "'./my_rewards.py:crash' is no module and function."),
+        ("my_rewards:", "'my_rewards:' is not a module and function. Write `package.module:function`"),
+        ("./my_rewards.py:crash", "'./my_rewards.py:crash' is not a module and function."),
         ("my_rewards.crash", "is a reward model: write its Hub id or, for a function, 'my_rewards:crash'."),
         ("liger_trainer.rewards:acuracy", "it has completion_text, accuracy, format, length."),
     ],
@@ -205,7 +205,7 @@ def test_a_negative_beta(recipe, capsys, trainer):
 
 def test_data_of_another_trainer(recipe, capsys):
     message = refused(capsys, recipe("dpo", {"prompt": "a", "completion": "b"}))
-    assert "These are the columns of `trainer: sft`: take other data, or that trainer." in message
+    assert "These are the columns of `trainer: sft`: use other data, or that trainer." in message
     message = refused(capsys, recipe("dpo", {"prompt": "a", "question": "b"}))
     assert 'Rename one with `columns`, such as {"chosen": "question"}.' in message
 
@@ -239,7 +239,8 @@ def test_modules_to_save_that_are_not_there(recipe, capsys):
 def test_generation_options_that_nothing_reads(recipe, capsys, trainer):
     message = refused(capsys, recipe(trainer, SUM, generation_kwargs={"max_new_token": 3}))
     assert (
-        "`generation_kwargs` has 'max_new_token', which no generation reads; did you mean 'max_new_tokens'?" in message
+        "`generation_kwargs` has 'max_new_token', which generation does not use; did you mean 'max_new_tokens'?"
+        in message
     )
 
 
@@ -260,7 +261,7 @@ def test_accuracy_without_answers(recipe, capsys):
 
 def test_warm_start_has_the_models_of_the_recipe(recipe, capsys):
     message = refused(capsys, recipe("dpo", PAIR, warm_start={"dataset_name": "x", "seed": 3}))
-    assert "`warm_start` sets `seed`, which is that of the recipe" in message
+    assert "`warm_start` sets `seed`, which it takes from the recipe" in message
     message = refused(capsys, recipe("dpo", PAIR, warm_start={"max_stepz": 3}))
     assert "mine.yaml: warm_start: unknown key `max_stepz` for `trainer: sft`" in message
 
@@ -269,7 +270,7 @@ def test_a_resumed_run_needs_the_model_it_began_with(recipe, capsys):
     assert main(["train", recipe("dpo", PAIR, save_strategy="steps", save_steps=1)]) == 0
     shutil.rmtree("run/initial_model")
     message = refused(capsys, "mine.yaml", "--max_steps", "2", "--resume_from_checkpoint", "true")
-    assert "The model that the run began with is not in 'run/initial_model' any more" in message
+    assert "The model that the run started with is no longer in 'run/initial_model'" in message
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
@@ -321,4 +322,4 @@ def test_rows_of_two_kinds(recipe, capsys):
 
 def test_prompts_without_a_token(recipe, capsys):
     message = refused(capsys, recipe("grpo", [SUM, {**SUM, "question": ""}]))
-    assert "The column `prompt` holds empty text, of which the tokenizer makes no token; remove it." in message
+    assert "The column `prompt` holds empty text, which has no tokens; remove it." in message

@@ -51,7 +51,7 @@ def test_damaged_weights(base, capsys, trainer, damage):
     file, path = Path("base/model.safetensors"), base(trainer=trainer)
     file.write_bytes(damage(file.read_bytes()))
     message = refused(capsys, path)
-    assert "`model_name_or_path`: 'base': 'base/model.safetensors' is damaged or no safetensors file: " in message
+    assert "`model_name_or_path`: 'base': 'base/model.safetensors' is damaged or not a safetensors file: " in message
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("num_attention_heads", 0)])
@@ -179,13 +179,13 @@ def test_text_that_is_not_utf_8(recipe, capsys, kind):  # noqa: F811
 @pytest.mark.parametrize("share", [1.0, -0.5, 5.0])
 def test_a_share_of_the_data_that_is_none(recipe, capsys, share):  # noqa: F811
     message = refused(capsys, recipe(test_split_size=share, eval_strategy="steps", eval_steps=1))
-    assert f"`test_split_size` is {share}; it must be a share of the data, 0 or more and below 1." in message
+    assert f"`test_split_size` is {share}; it must be a fraction of the data, 0 or more and below 1." in message
 
 
 def test_too_few_rows_to_split(recipe, capsys):  # noqa: F811
     changes = {"test_split_size": 0.5, "eval_strategy": "steps", "eval_steps": 1}
     message = refused(capsys, recipe(data_files=rows({"text": "a"}), **changes))
-    assert "`test_split_size` is 0.5, which cannot be taken of 1 rows: " in message
+    assert "`test_split_size` is 0.5, which cannot be taken from 1 rows: " in message
 
 
 def test_values_that_no_run_can_mean(recipe, capsys):  # noqa: F811
@@ -197,7 +197,7 @@ def test_values_that_no_run_can_mean(recipe, capsys):  # noqa: F811
     smoothed = refused(capsys, recipe(label_smoothing_factor=2.0))
     assert "`label_smoothing_factor` is 2.0; it must be from 0 to 1." in smoothed
     assert "`max_length` is 1; it must be 2 or more." in refused(capsys, recipe(max_length=1))
-    assert "cannot be made: File name too long; give another one." in refused(capsys, recipe(output_dir="x" * 300))
+    assert "cannot be created: File name too long; give another one." in refused(capsys, recipe(output_dir="x" * 300))
 
 
 def test_a_key_that_is_a_list(recipe, capsys):  # noqa: F811
@@ -282,11 +282,11 @@ def test_a_chat_template_that_fails(recipe, capsys, template, words):  # noqa: F
     Path("own.jinja").write_text(template)
     file = rows(*[{"messages": [USER, ASSISTANT]}] * 4)
     message = refused(capsys, recipe(trainer="sft", data_files=file, chat_template_path="own.jinja"))
-    assert f"the chat template cannot be applied to the data: {words} It is that of `chat_template_path`" in message
+    assert f"the chat template cannot be applied to the data: {words} It comes from `chat_template_path`" in message
 
 
 def test_a_name_with_a_nul(recipe, capsys):  # noqa: F811
-    assert "cannot be made: embedded null byte; give another one." in refused(capsys, recipe(output_dir="a\0b"))
+    assert "cannot be created: embedded null byte; give another one." in refused(capsys, recipe(output_dir="a\0b"))
 
 
 def test_rows_without_a_second_token(recipe, capsys):  # noqa: F811
@@ -313,10 +313,10 @@ def test_pickled_weights_that_are_damaged(base, capsys):
     path = base()
     Path("base/model.safetensors").unlink()
     Path("base/pytorch_model.bin").write_bytes(b"garbage" * 50)
-    assert "the weights of 'base' cannot be read: a file of them is damaged" in refused(capsys, path)
+    assert "the weights of 'base' cannot be read: a weights file is damaged" in refused(capsys, path)
 
 
 def test_a_smoke_run_of_a_broken_configuration(base, capsys):
     path = base()
     Path("base/config.json").write_text("{nope")
-    assert "'base/config.json' is no JSON object: " in refused(capsys, path, "--smoke")
+    assert "'base/config.json' is not a JSON object: " in refused(capsys, path, "--smoke")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from accelerate.commands import launch as accelerate_launch
 
-from tests.distributed.accelerate_cases import VOCAB, WRAPPINGS
+from tests import forked
+from tests.distributed.accelerate_cases import VOCAB, WRAPPINGS, Wrapping
 from tests.distributed.matrix_models import build_model
 from tests.distributed.nodes import ROOT, free_port, nodes_of, run_nodes
 from tests.trainers.tiny import tokenizer
@@ -39,7 +46,7 @@ def save_models(folder: Path) -> None:
 
 
 def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = None) -> None:
-    """Runs `tests.distributed.WORKER ARGUMENTS`.
+    """Runs `tests.distributed.WORKER ARGUMENTS`: on accelerators in new processes, else in forked ones.
 
     Args:
         wrapping: A name of `WRAPPINGS`.
@@ -52,22 +59,69 @@ def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = 
     """
     how = WRAPPINGS[wrapping]
     processes = processes or how.processes
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"configs/accelerate/{how.config}.yaml", *how.flags, "--mixed_precision", "no"]
+    flags = ["--config_file", f"configs/accelerate/{how.config}.yaml", *how.flags, "--mixed_precision", "no"]
+    run = _run_on_accelerators if on_gpus() else _run_forked
+    run(how, processes, flags, worker, arguments)
+
+
+def _run_on_accelerators(
+    how: Wrapping, processes: int, flags: list[str], worker: str, arguments: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    if not on_gpus():
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
-            command += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
-    elif processes == 1:  # the Trainer would put a model on every GPU it sees
+    if processes == 1:  # the Trainer would put a model on every GPU it sees
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    nodes = nodes_of(processes) if on_gpus() else [{}]
+    nodes = nodes_of(processes)
     if how.config.startswith("zero") and len(nodes) > 1:
         command += ["--deepspeed_multinode_launcher", "standard"]  # the default one goes to other machines
     command += ["--num_processes", str(processes), "--num_machines", str(len(nodes)), "--machine_rank"]
     rendezvous = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     worker_of = ["-m", f"tests.distributed.{worker}", *arguments]
     run_nodes([([*command, str(rank), *rendezvous, *worker_of], environment | node) for rank, node in enumerate(nodes)])
+
+
+def _run_forked(how: Wrapping, processes: int, flags: list[str], worker: str, arguments: tuple[str, ...]) -> None:
+    if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
+        flags += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
+    start, environment = _launched(processes, flags)
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    done = start(_work, worker, arguments, environment=environment)
+    assert done.returncode == 0, f"{how}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+_launching = threading.Lock()
+
+
+def _launched(processes: int, flags: list[str]) -> tuple[Callable[..., forked.Done], dict[str, str]]:
+    """How `accelerate launch FLAGS` would start its processes, and what it puts into their environment.
+
+    Nothing is started; `tests/cli/test_launch.py` runs the command itself.
+    """
+    found: list[tuple[Callable[..., forked.Done], dict[str, str]]] = []
+
+    def popen(command: list[str], env: dict[str, str]) -> mock.Mock:
+        found.append((forked.run, env))
+        return mock.Mock(returncode=0)
+
+    def torchrun(arguments: argparse.Namespace) -> None:
+        count = int(arguments.nproc_per_node)
+        found.append((functools.partial(forked.torchrun, processes=count), dict(os.environ)))
+
+    parser = accelerate_launch.launch_command_parser()
+    flags = [*flags, "--num_processes", str(processes), "--main_process_port", str(free_port()), "worker.py"]
+    with (
+        _launching,  # the environment is changed meanwhile
+        mock.patch.object(accelerate_launch.subprocess, "Popen", popen),
+        mock.patch("torch.distributed.run.run", torchrun),
+    ):
+        before = dict(os.environ)
+        accelerate_launch.launch_command(parser.parse_args(flags))
+    ((start, environment),) = found
+    return start, {name: value for name, value in environment.items() if before.get(name) != value}
+
+
+def _work(worker: str, arguments: tuple[str, ...]) -> None:
+    importlib.import_module(f"tests.distributed.{worker}").main(*arguments)
 
 
 def launch_all(folder: Path, *arguments: Any, **options: Any) -> None:

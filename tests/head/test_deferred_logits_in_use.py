@@ -226,10 +226,10 @@ def test_gradient_of_the_logits_asked_for_too_late(head, hidden, caplog):
             warn_once._said.clear()
             early, late = defer(head, hidden), defer(head, hidden)
             ask(early)
-            assert not [record for record in caplog.records if "asked for after a loss" in record.message]
+            assert not [record for record in caplog.records if "requested after a loss" in record.message]
             F.cross_entropy(late.view(-1, V), target).backward()
             ask(late)
-            assert "asked for after a loss" in " ".join(record.message for record in caplog.records)
+            assert "requested after a loss" in " ".join(record.message for record in caplog.records)
             caplog.clear()
     early = defer(head, hidden)
     early.retain_grad()

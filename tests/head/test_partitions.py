@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_trainer.head.partitions import lend
+from liger_trainer.head.partitions import on_whole_parameters
 
 
 def test_hooks_of_others_run_on_the_copy_alone():
@@ -16,9 +16,9 @@ def test_hooks_of_others_run_on_the_copy_alone():
     of_deepspeed.__module__ = "deepspeed.runtime.zero.parameter_offload"
     head.register_forward_pre_hook(of_deepspeed)
     head.register_forward_hook(lambda module, args, logits: seen.append(tuple(logits.shape)))
-    twin, passed = lend(head, hidden)
+    copied, passed = on_whole_parameters(head, hidden)
     assert seen == ["gathered"]
-    torch.testing.assert_close(twin(passed), nn.functional.linear(hidden, head.weight, head.bias))
+    torch.testing.assert_close(copied(passed), nn.functional.linear(hidden, head.weight, head.bias))
     assert seen == ["gathered", (3, 6)]
     head(hidden)
     assert seen == ["gathered", (3, 6), "gathered", (3, 6)]

@@ -23,7 +23,7 @@ def counted(name, function, seen):
 def ours(monkeypatch):
     """The names of the functions of ours that have run."""
     seen = []
-    for module, name in ((norms, "rms_norm"), (rotations, "rope"), (gated_mlp, "outputs_are_unseen")):
+    for module, name in ((norms, "rms_norm"), (rotations, "rope"), (gated_mlp, "outputs_are_unhooked")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name), seen))
     return seen
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels.lora import lora as operators
-from liger_trainer.kernels.lora import nf4_matmul as matmul
+from liger_trainer.kernels.lora import nf4
 from tests.quantised import library, quantise
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -27,21 +27,21 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3")
 @pytest.fixture(autouse=True)
 def installed():
     library()
-    matmul.free_buffers()
+    nf4.free_buffers()
 
 
 @pytest.fixture
 def fused(monkeypatch):
     """The numbers of layers of the operator's calls on models, whose hidden size nothing else has."""
     calls = []
-    native = operators.operators.lora_linears
+    native = operators._lora_linears
 
     def counting(x, weights, *rest):
         if x.shape[-1] >= 64:
             calls.append(len(weights))
         return native(x, weights, *rest)
 
-    monkeypatch.setattr(operators.operators, "lora_linears", counting)
+    monkeypatch.setattr(operators, "_lora_linears", counting)
     return calls
 
 
@@ -185,12 +185,12 @@ def test_nothing_floating_of_a_base_is_kept_and_the_buffer_goes_with_the_model()
     with saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
         loss = model(**batch).loss
     loss.backward()
-    (buffer,) = matmul._buffers.values()
+    (buffer,) = nf4._buffers.values()
     assert buffer.memory.numel() == largest
     assert largest not in kept  # which activations and adapters do not have either
     del model, loss, buffer
     gc.collect()
-    assert not matmul._buffers
+    assert not nf4._buffers
 
 
 def test_a_generation_s_steps_run_bitsandbytes_own_products(fused):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.patching.probe import Probe, identity, only_argument, projection, stand_in
+from liger_trainer.patching.probe import Probe, dummy_module, identity, only_argument, projection
 from tests.patching import toys
 
 
@@ -59,12 +59,12 @@ def test_more_rounding_than_the_original_is_refused_and_less_is_not(probe):
     assert probe.compare(rounding_thrice, product, tensors).equal
 
 
-def test_stand_in_shares_nothing_that_can_be_changed():
+def test_a_dummy_module_shares_nothing_that_can_be_changed():
     module = toys.Norm()
     module.register_forward_hook(lambda *args: 1 / 0)
     module.eval()
     weight = torch.zeros(3)
-    twin = stand_in(module, {"weight": weight}, {})
+    twin = dummy_module(module, {"weight": weight}, {})
     assert type(twin) is toys.Norm
     assert twin.training
     assert twin.weight is weight

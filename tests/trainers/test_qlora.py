@@ -28,8 +28,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
 def test_losses_are_those_of_trl(kind, folder, tmp_path, monkeypatch):
     """TRL keeps adapters of a quantised model in bf16, so equal is equal but for their rounding."""
-    calls, native = [], operators.operators.lora_linears
-    monkeypatch.setattr(operators.operators, "lora_linears", lambda *args: calls.append(1) or native(*args))
+    calls, native = [], operators._lora_linears
+    monkeypatch.setattr(operators, "_lora_linears", lambda *args: calls.append(1) or native(*args))
     quantised = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

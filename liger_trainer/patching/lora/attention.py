@@ -1,8 +1,8 @@
 """LoRA layers for queries, keys and values, which an attention calls on the same hidden states: one operator.
 
-The attention's forward runs once on a stand-in. If its first calls of `q_proj`, `k_proj` and `v_proj` are on its hidden
-states, one of each, then, while it runs, the first of its LoRA layers among them computes the others too, and they hand
-out what is theirs if they get the same unchanged tensor. Where one of them has a hook, each is called on its own.
+The attention's forward runs once on a dummy module. If it calls each of `q_proj`, `k_proj` and `v_proj` first on its
+hidden states, then the first of its LoRA layers among them that is called computes the results of all, and the others
+return theirs if they are given the same, unchanged tensor. If one of them has a hook, each computes its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import adapted_layers
-from liger_trainer.patching.probe import Probe, stand_in
+from liger_trainer.patching.probe import Probe, dummy_module
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -35,7 +35,7 @@ class _Group:
         self._results: dict[int, torch.Tensor] = {}
 
     def result(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The result of `module` for `x`; None if it has to compute it."""
+        """The result of `module` for `x`; None if `module` has to compute it."""
         state = version_of(x), torch.is_grad_enabled()
         if module is self.modules[0]:
             layers = adapted_layers(x, *self.modules)
@@ -48,13 +48,13 @@ class _Group:
         return self._results.pop(id(module), None)
 
 
-# The attentions that are running. A group is taken out by the call that put it in, so that threads which run different
-# layers (autograd's recompute checkpoints) do not disturb each other.
+# The attentions that are running. The call that adds a group removes it, so threads that run different layers (when
+# autograd recomputes checkpoints) do not interfere.
 _running: list[_Group] = []
 
 
 def shared_result(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """The result of the LoRA layer `module` for `x`, computed with those of its siblings; None if it is on its own."""
+    """The result of the LoRA layer `module` for `x`, computed together with its siblings'; None if it has none."""
     for group in _running:
         if any(module is each for each in group.modules):
             return group.result(module, x)
@@ -80,7 +80,7 @@ def forward_sharing(forward: Callable, names: tuple[str, ...]) -> Callable:
 
 
 def share_inputs(findings: Iterable[Finding], model: nn.Module, probe: Probe) -> list[Finding]:
-    """`findings` with the forwards of attentions replaced, or added, whose LoRA layers can be computed together."""
+    """`findings` with a forward for every attention whose LoRA layers can be computed together."""
     findings = list(findings)
     adapted = {id(each.module) for each in findings if each.component == "lora" and each.forward is not None}
     places = {id(each.module): place for place, each in enumerate(findings) if each.forward is not None}
@@ -103,7 +103,7 @@ def share_inputs(findings: Iterable[Finding], model: nn.Module, probe: Probe) ->
 
 
 class _CalledError(Exception):
-    """Ends the forward when all have been called."""
+    """Ends the forward once all projections have been called."""
 
 
 class _Recorder(nn.Module):
@@ -119,7 +119,7 @@ class _Recorder(nn.Module):
 
 
 def _order_of_calls(module: nn.Module, probe: Probe) -> tuple[str, ...] | None:
-    """In which order the attention calls its projections on its hidden states; None if it does not."""
+    """The order in which the attention calls its projections on its hidden states; None if it does not."""
     projections: list[Any] = [module._modules[name] for name in _NAMES]
     sizes = tuple((each.in_features, each.out_features) for each in projections)
     key = ("order of calls", type(module).forward, sizes)
@@ -136,7 +136,7 @@ def _run_to_projections(module: nn.Module, sizes: dict[str, tuple[int, int]]) ->
     hidden, table = torch.ones(1, 3, sizes["q_proj"][0]), torch.ones(1, 3, 8)
     try:
         type(module).forward(
-            stand_in(module, {}, children),
+            dummy_module(module, {}, children),
             hidden_states=hidden,
             position_embeddings=(table, table),
             attention_mask=None,

@@ -1,13 +1,13 @@
 """PEFT's LoRA layers: `base_layer(x) + lora_B(lora_A(dropout(x))) * scaling`.
 
-PEFT runs them as separate layers, on a copy of x in the adapters' dtype that is kept for the backward: fp32 in a bf16
-model, as PEFT widens adapters for their optimiser. Ours is one operator that keeps x as it is (`kernels/lora`). In
-gated MLPs that are patched, gate and up are one such operator, and the down projection another (`gated_mlp.py`);
-queries, keys and values are one where an attention computes them of one tensor (`lora_attention.py`). Base layers may
-be plain or bitsandbytes' in 4 bits (`quantized.py`); on any other PEFT's own forward runs.
+PEFT runs them as separate layers on a copy of x in the adapters' dtype, which is saved for the backward: fp32 in a bf16
+model, since PEFT casts adapters to fp32 for the optimizer. Ours is one operator that saves x as it is (`kernels/lora`).
+In patched gated MLPs, gate and up are one such operator and the down projection another (`gated_mlp.py`); queries, keys
+and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain or one
+of bitsandbytes' in 4 bits (`quantized.py`); with any other, PEFT's own forward runs.
 
-The proof runs both forwards on a stand-in in plain linear layers on the CPU, where fp32 products are fp32. Of a base in
-4 bits it also compares what is read of one with what bitsandbytes makes of it.
+The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
+base layer in 4 bits it also compares our dequantised values with bitsandbytes'.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.attention import shared_result
 from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
-from liger_trainer.patching.probe import Agreement, Probe, projection, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
 
-_SIZES = (16, 24, 3)  # input and output features of the stand-in, and the rank of its first adapter
+_SIZES = (16, 24, 3)  # input and output features of the dummy module, and the rank of its first adapter
 
 
 def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 
 
 def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it is one of PEFT's LoRA layers on a linear layer, else None."""
+    """The finding for `module` if it is one of PEFT's LoRA layers on a linear layer, else None."""
     kind = type(module)
     if kind.__module__.startswith("peft.tuners.lora.") and "Linear" in kind.__name__:
         target = f"lora.{kind.__name__}"
@@ -59,7 +59,7 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
 
 
 def _obstacle(module: Any) -> str:
-    """Why no call of `module` would be ours."""
+    """Why `module` is left alone; empty if nothing prevents the proof."""
     if not available(LORA_LAYERS):
         return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     if not is_lora_linear(module):
@@ -99,24 +99,24 @@ def _compare(module: nn.Module, names: list[str], probe: Probe) -> Agreement:
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
-            return forward(_stand_in(module, names, weight, adapters), x)
+            return forward(_dummy(module, names, weight, adapters), x)
 
         return computation
 
     return probe.compare(on(type(module).forward), on(forward), tensors)
 
 
-def _stand_in(module: nn.Module, names: list[str], weight: torch.Tensor, adapters: tuple[torch.Tensor, ...]) -> Any:
-    """`module` with other weights, in the state in which its adapters are used."""
+def _dummy(module: nn.Module, names: list[str], weight: torch.Tensor, adapters: tuple[torch.Tensor, ...]) -> Any:
+    """`module` with other weights, and with its adapters in use."""
     children = {
         "base_layer": _linear(weight),
         "lora_A": nn.ModuleDict({name: _linear(a) for name, a in zip(names, adapters[::2])}),
         "lora_B": nn.ModuleDict({name: _linear(b) for name, b in zip(names, adapters[1::2])}),
         "lora_dropout": nn.ModuleDict({name: nn.Identity() for name in names}),
     }
-    twin = stand_in(module, {}, children)
-    twin.__dict__.update(merged_adapters=[], _disable_adapters=False, _active_adapter=names)
-    return twin
+    dummy = dummy_module(module, {}, children)
+    dummy.__dict__.update(merged_adapters=[], _disable_adapters=False, _active_adapter=names)
+    return dummy
 
 
 def _linear(weight: torch.Tensor) -> nn.Module:

@@ -1,7 +1,7 @@
-"""What one of PEFT's LoRA layers computes at the time of a call, as the operands of our operators.
+"""The current weights of a LoRA layer of PEFT's, as operands of our operators.
 
-PEFT lets a user merge, disable, add and switch adapters, hang hooks on any part, and replace parts. So every call asks
-whether the layer is a plain product with plain adapters; where it is not, its own forward runs.
+Users of PEFT may merge, disable, add and switch adapters, register hooks and replace parts at any time. So every call
+checks whether the layer is a plain product with plain adapters; if it is not, its own forward runs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.nf4 import NF4Weight
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
-from liger_trainer.tiling.summed_linear import LinearOfPiece
+from liger_trainer.tiling.summed_linear import LinearInTile
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_LINEARS = (nn.Linear, LinearOfPiece)  # the latter in a tiled MLP, for gradients of layers that are called
+_LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 
 def is_lora_linear(module: nn.Module) -> bool:
-    """Whether `module` is exactly PEFT's LoRA layer for linear layers, also in 4 bits; subclasses compute otherwise."""
+    """Whether `module` is exactly PEFT's LoRA layer for linear layers, 4 bits included; subclasses may differ."""
     kind = type(module)
     return (kind.__module__, kind.__name__) in _LORA_LINEARS
 
 
 def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | None:
-    """What `modules` compute of `x`, without calling them; None if one must be called, or none has an adapter.
+    """The operands of `modules` for `x`; None if one of the modules must be called, or if none has an adapter.
 
     Dropout masks are drawn here, in the order in which the modules would draw them.
     """
-    if not all(is_unseen(module) for module in modules):
+    if not all(is_unhooked(module) for module in modules):
         return None
     adapted = [is_lora_linear(module) for module in modules]
     if not any(adapted):
@@ -43,7 +43,7 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
 
 def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
-    """What the LoRA layer `module`, which is being called, computes of `x`; None if its own forward must."""
+    """The operands of the LoRA layer `module`, which is being called, for `x`; None if its own forward must run."""
     layers = _layers(x, [module])
     return None if layers is None else layers[0]
 
@@ -63,35 +63,35 @@ def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
 
 
 def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None:
-    """A layer without its adapters, which may have dropout; None if its weight may not be used without calling it."""
+    """A layer without its adapters, which may have dropout; None if it must be called."""
     weight: torch.Tensor | NF4Weight | None = None
     if _is_plain(module, x, _LINEARS):
         weight = module.weight
-    elif is_linear_4bit(module) and is_unseen(module):
+    elif is_linear_4bit(module) and is_unhooked(module):
         weight = nf4_weight_of(module, x, drops)
     return None if weight is None else LoRALayer(weight, module.bias)
 
 
 def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
-    """Whether `module` is a product with a weight that may be used without calling it: no hook, shard, quantisation."""
+    """Whether `module` is a linear layer that need not be called: without hooks, shards or quantisation."""
     return _is_plain(module, x, (nn.Linear,))
 
 
 def _is_plain(module: Any, x: torch.Tensor, classes: tuple[type, ...]) -> bool:
-    if type(module) not in classes or not is_unseen(module):
+    if type(module) not in classes or not is_unhooked(module):
         return False
     return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
 
 
 def active_adapters(module: Any) -> list[str]:
-    """The names of the adapters that take part, in order."""
+    """The names of the active adapters, in order."""
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
-def is_unseen(module: nn.Module) -> bool:
-    """Whether nobody but the caller takes part in a call of `module`.
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether a call of `module` runs nothing but the forward of its class or ours.
 
-    FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers put theirs on all modules.
+    FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
     """
     if nn.modules.module._has_any_global_hook():
         return False
@@ -101,7 +101,7 @@ def is_unseen(module: nn.Module) -> bool:
 
 
 def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a linear layer would multiply `x` with `parameter`, as they are or as autocast casts both."""
+    """Whether a linear layer would multiply `x` by `parameter`, as they are or both cast by autocast."""
     if type(parameter) not in _PLAIN or not parameter.is_floating_point() or parameter.device != x.device:
         return False
     autocast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
@@ -109,7 +109,7 @@ def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def _drops(module: Any) -> bool:
-    """Whether dropout acts before an adapter of `module`."""
+    """Whether an adapter of `module` has active dropout."""
     return any(_is_active(module.lora_dropout[name]) for name in active_adapters(module))
 
 
@@ -127,18 +127,18 @@ def _has_plain_adapters(module: Any, x: torch.Tensor) -> bool:
 
 
 def is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
-    """Whether the adapter `name` of `module` is two plain matrices, which may be used without calling them."""
-    if name in module.lora_variant:  # DoRA and its kin
+    """Whether the adapter `name` of `module` is two plain matrices, which need not be called."""
+    if name in module.lora_variant:  # such as DoRA
         return False
     a, b, dropout = (children[name] for children in (module.lora_A, module.lora_B, module.lora_dropout))
     for matrix in (a, b):
-        if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unseen(matrix):
+        if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unhooked(matrix):
             return False
         weight = matrix.weight
-        # PEFT casts x to the dtype of the adapter, whatever it is.
+        # Of any dtype: PEFT casts x to that of the adapter.
         if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
             return False
-    if not is_unseen(dropout):
+    if not is_unhooked(dropout):
         return False
     return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace and dropout.p < 1)
 

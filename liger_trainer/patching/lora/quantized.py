@@ -1,9 +1,9 @@
-"""Linear layers of bitsandbytes in 4 bits: what one multiplies with at the time of a call, read without calling it.
+"""Linear layers of bitsandbytes in 4 bits: the weight that one multiplies by, read without calling it.
 
-A layer casts its input to its compute dtype. Only where that is the dtype of the products anyway, the activation's or
-autocast's, is its weight handed out; elsewhere the layer itself runs. So it does for a few rows without a gradient, the
-steps of a generation, for which bitsandbytes has products that read the 4 bits directly; but not beside dropout, whose
-masks a checkpoint's forward, which is without a gradient too, has to draw as its backward will.
+A layer casts its input to its compute dtype. If that is not the dtype of the activation, or autocast's, the layer
+itself runs. It also runs for a few rows without a gradient, as in a generation, for which bitsandbytes has products
+that read the 4 bits directly; but not with dropout, because the forward of a checkpoint has no gradient either, and
+must draw the same masks as its recomputation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_linear_4bit(module: nn.Module) -> bool:
 
 
 def nf4_weight_of(module: Any, x: torch.Tensor, drops: bool) -> NF4Weight | None:
-    """The weight that `module` multiplies `x` with; None where the layer must be called, as it computes otherwise.
+    """The weight that `module` multiplies `x` by; None if the layer must be called.
 
     Args:
         module: A layer in 4 bits.
@@ -53,7 +53,7 @@ def nf4_weight_of(module: Any, x: torch.Tensor, drops: bool) -> NF4Weight | None
 
 
 def state_of(module: Any) -> Any:
-    """The quantisation state of a layer; FSDP's copies of its weight lose it, the layer keeps it."""
+    """The quantisation state of a layer; FSDP's copies of its weight lack it, the layer has it."""
     state = getattr(module.weight, "quant_state", None)
     return module.quant_state if state is None else state
 
@@ -68,15 +68,15 @@ def _weight(packed: torch.Tensor, state: Any) -> NF4Weight:
     if state.nested:
         inner = state.state2
         nested = NestedAbsmax(inner.code, inner.absmax, state.offset, inner.blocksize)
-    # Stored in any dtype, as sharding wants it; the bytes are the same. bitsandbytes' own `__torch_function__`, which
-    # only keeps the class, has no part in it: torch.compile does not get through it.
+    # The bytes are stored in any dtype that sharding needs. bitsandbytes' `__torch_function__` only preserves the
+    # class, and torch.compile cannot trace it, so it is left out.
     with torch._C.DisableTorchFunctionSubclass():
         memory = packed.data.view(torch.uint8)
     return NF4Weight(memory, state.absmax, state.code, tuple(state.shape), state.blocksize, nested)
 
 
 def layout_of(module: Any) -> tuple[str, int, bool]:
-    """Type, blocksize and whether scales are quantised too, of a layer that is quantised or will be."""
+    """The type, the block size and whether scales are quantised too, of a layer that is quantised or will be."""
     state, weight = state_of(module), module.weight
     if state is None:
         return weight.quant_type, weight.blocksize, weight.compress_statistics
@@ -84,7 +84,7 @@ def layout_of(module: Any) -> tuple[str, int, bool]:
 
 
 def reads_as_bitsandbytes(layout: tuple[str, int, bool], probe: Probe) -> bool:
-    """Whether ours makes of a small matrix, quantised as `layout` says, the very numbers that bitsandbytes makes."""
+    """Whether ours dequantises a small matrix of this `layout` to exactly the numbers that bitsandbytes gives."""
     library = sys.modules["bitsandbytes.functional"]
     quant_type, blocksize, nested = layout
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,8 +1,8 @@
-"""Experts that transformers has split over processes: how their tokens reach them, and what comes back.
+"""Experts that transformers has split over processes: the exchange of their tokens and results.
 
-`DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives the module that holds them
-a forward which brings it the tokens of the others. In training that is an all-to-all, whose place ours takes
-(`parallel/expert_exchange.py`). The experts themselves run as they do anywhere, on rows with one expert each.
+`DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives their module a forward that
+receives tokens from the other processes. In training that is an all-to-all, which ours replaces
+(`parallel/expert_exchange.py`). The experts themselves run as usual, on rows with one expert each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liger_trainer.patching.finding import Finding
 
 
 def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
-    """The verdict on how the experts of `module` get tokens of other processes; None where no all-to-all brings any."""
+    """The finding for the exchange of tokens between processes in `module`; None without an all-to-all."""
     forward = module.__dict__.get("forward")
     library: Any = sys.modules.get("transformers.distributed.expert_parallel")
     if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
@@ -51,10 +51,10 @@ def run_exchanged(
     num_local_experts: int,
     group: Any,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, of whichever process of `group`.
+    """The weighted sum of each token's experts, on any process of `group`.
 
-    Every process calls it at the same time, with tokens of its own. The gradient of an expert then is the sum over the
-    tokens of all processes. What divides it, where the others are averaged over the processes, is not decided here.
+    Every process calls it at the same time, with its own tokens. The gradient of an expert is the sum over the tokens
+    of all processes; where other gradients are averaged over the processes, the caller has to divide it.
 
     Args:
         experts: Maps rows (R', H), experts of this process (R', 1) and weights (R', 1) to weighted results (R', H).
@@ -68,18 +68,18 @@ def run_exchanged(
         (T, H), in the dtype of the results.
     """
     exchange = plan_exchange(top_k_index, num_local_experts, group)
-    rows, weights = send(as_autocast(hidden), top_k_weights, exchange)  # no more is sent than is multiplied
+    rows, weights = send(as_autocast(hidden), top_k_weights, exchange)  # send no wider dtype than the products use
     ids = exchange.local_ids
-    if len(rows) == 0:  # a row of zeros: so the weights get a gradient, and FSDP its part of a reduction
+    if len(rows) == 0:  # a row of zeros, so that the weights get a gradient and FSDP can reduce it
         rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
         return bring_back(experts(rows, ids.new_zeros(1, 1), weights)[:0], exchange)
     return bring_back(experts(rows, ids, weights), exchange)
 
 
 def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A forward in place of transformers' `original`, which holds the names `held`."""
+    """A forward to replace transformers' `original`, whose closure holds the names `held`."""
     way, style, ep_mesh = held["implementation"], held["self"], held["ep_mesh"]
-    # For tokens that all processes have, transformers' own evaluation needs no sizes and no read of them.
+    # If all processes have the same tokens, transformers' own evaluation needs no sizes, and no sync to read them.
     evaluates_alone = getattr(way, "all_reduce", None) is not None
 
     def forward(
@@ -104,7 +104,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _own_tokens(mesh: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """This process's share of tokens that a tensor-parallel group has in common; its gradients are gathered."""
+    """This process's share of the tokens that a tensor-parallel group shares; their gradients are gathered."""
     if mesh.size() == 1:
         return list(tensors)
     from torch.distributed.tensor import DTensor, Replicate, Shard

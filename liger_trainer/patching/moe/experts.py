@@ -1,11 +1,11 @@
 """Modules of experts whose weights are stacked in 3-D parameters: Qwen3-MoE's, Mixtral's, GPT-OSS's and many more.
 
-transformers' own classes ask a registry which function computes them, by a name in their config. Ours is registered
-there as ``"liger_trainer"``, and a module that it is proved for gets a view of its config which says so. The model's
-config stays as it is, and so does what is saved of it; a forward around the class's own, such as that of expert
-parallelism, ends up at ours. Experts of other classes get a forward bound to the instance.
+transformers' own classes look up the function that computes them in a registry, by a name in their config. Ours is
+registered as ``"liger_trainer"``, and a module for which it is proved gets a view of its config with that name. So the
+model's config does not change, nor does what is saved of it, and a forward around the class's own, such as that of
+expert parallelism, still calls ours. Experts of other classes get a forward bound to the instance.
 
-The proof runs the class's own loop over the experts and ours on the CPU, where fp32 products are fp32.
+The proof compares the class's own loop over the experts with ours on the CPU, where fp32 products are fp32.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ from liger_trainer.patching.binding import (
     overriding_forward,
 )
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.gated_mlp import twin
+from liger_trainer.patching.gated_mlp import dummy_child
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
-from liger_trainer.patching.probe import Agreement, Probe, class_of, full_shape, identity, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
+
+_HAS_REGISTRY = available(EXPERTS)
+if _HAS_REGISTRY:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 _OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
 _REPLACED = (None, "eager", *_OF_TRANSFORMERS, IMPLEMENTATION)
 SIZES = (16, 24)
-"""Hidden and intermediate size of the stand-in."""
+"""Hidden and intermediate size of the dummy module."""
 TOKENS = 256
-"""Of the stand-in, so many that its rounding noise is even."""
+"""Tokens of the probe: enough for an even rounding noise."""
 
-_CHOSEN = 6  # experts that the tokens of the stand-in choose from
+_CHOSEN = 6  # experts that the tokens of the probe choose from
 
 
 def liger_experts_forward(
@@ -55,7 +59,7 @@ def liger_experts_forward(
     """The implementation in transformers' registry.
 
     Raises:
-        ValueError: For a module that [`apply_liger_kernel`] has not proved it for.
+        ValueError: For a module for which [`apply_liger_kernel`] has not proved it.
     """
     config = self.config
     if not isinstance(config, ChosenConfig):
@@ -64,27 +68,21 @@ def liger_experts_forward(
             "unset and call liger_trainer.apply_liger_kernel(model), which proves it equal first."
         )
     of_model = config.model_config._experts_implementation
-    # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits become floating at every read.
+    # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits are dequantised at every read.
     as_written = serves_as_written(hidden_states) and not is_parametrized(self)
     if as_written or (not torch.is_grad_enabled() and of_model == "batched_mm"):
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))
         return theirs(self, hidden_states, top_k_index, top_k_weights)
     return config.forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _choose(module: nn.Module, forward: Callable) -> None:
-    """Binds `forward` to a module that asks transformers' registry."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+if _HAS_REGISTRY:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
-    choose(module, forward)
 
 
 def forward_of_ours(module: Any) -> Callable | None:
-    """The forward of ours that `module` runs, a function of the module; None if it runs another, or one around it."""
+    """Our forward for `module`, a function of the module; None if another forward runs, or one around ours."""
     if getattr(module, "_is_expert_parallel", False):
         return None
     if is_chosen(module):
@@ -93,13 +91,13 @@ def forward_of_ours(module: Any) -> Callable | None:
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it holds the stacked weights of experts and is called with a router's choices."""
+    """The finding for `module` if it has stacked weights of experts and is called with a router's choices."""
     layout = layout_of(module)
     if layout is None:
         return None
     arguments = tuple(inspect.signature(_own_loop(module)).parameters)[1:]
     if len(arguments) == 1:
-        return None  # the block around it decides, see `scaled_experts`
+        return None  # see `scaled_experts`, which looks at the block around it
     target = class_of(module).__name__
     reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
     if reason:
@@ -111,24 +109,24 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     formula, agreement = probe.cache[key]
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
-    bind = _choose if _is_dispatched(module) else bind_forward
+    bind = choose if _is_dispatched(module) else bind_forward
     return Finding(
         "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
     )
 
 
 def _own_loop(module: nn.Module) -> Callable:
-    """The forward that the class was written with, below transformers' choice between implementations."""
+    """The forward that the class was written with, without transformers' choice between implementations."""
     return inspect.unwrap(type(module).forward)
 
 
 def _is_dispatched(module: Any) -> bool:
-    """Whether the class asks transformers' registry."""
+    """Whether the class looks its implementation up in transformers' registry."""
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def _implementation(module: Any) -> str | None:
-    """What the model's config chooses; None where nothing asks it."""
+    """The implementation that the model's config names; None for a class that does not look it up."""
     if not _is_dispatched(module):
         return None
     config = module.config.model_config if is_chosen(module) else module.config
@@ -136,7 +134,7 @@ def _implementation(module: Any) -> str | None:
 
 
 def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, ...]) -> str:
-    """Why ours is not even tried."""
+    """Why `module` is left alone; empty if nothing prevents the proof."""
     if isinstance(layout, str):
         return layout
     if len(arguments) != 3:
@@ -144,7 +142,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
     foreign = overriding_forward(module)
     if foreign is not None and not getattr(module, "_is_expert_parallel", False):
         return f"its forward is already overridden by {foreign}"
-    if _is_dispatched(module) and not available(EXPERTS):
+    if _is_dispatched(module) and not _HAS_REGISTRY:
         return "the installed transformers chooses how experts run in another way"
     chosen = _implementation(module)
     if chosen not in _REPLACED:
@@ -154,7 +152,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
 
 def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[ExpertsFormula | None, Agreement]:
     num_experts = full_shape(declared_weights(module)["down_proj"])[0]
-    num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # of this process
+    num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # those of this process
     hidden, intermediate = SIZES
     chosen = min(num_experts, _CHOSEN)
     scores = probe.randn(TOKENS, chosen).cpu()
@@ -162,14 +160,14 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     shapes = weight_shapes(layout, num_experts, hidden, intermediate)
     tensors = [probe.randn(TOKENS, hidden).cpu(), top_k_weights]
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
-    # Once more with gates and ups of 16 and beyond, as a clamp that nothing reaches does not show.
+    # Again with gates and ups of 16 and more, since a clamp shows only where values reach it.
     large = [tensors[0] * 16, *tensors[1:]]
     children = activations_of(module)
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            norm = {NORM: stand_in(module._modules[NORM], {"weight": parameters[-1]}, {})} if layout.normed else {}
-            experts = stand_in(module, dict(zip(layout.weights, parameters)), {**children, **norm})
+            norm = {NORM: dummy_module(module._modules[NORM], {"weight": parameters[-1]}, {})} if layout.normed else {}
+            experts = dummy_module(module, dict(zip(layout.weights, parameters)), {**children, **norm})
             return forward(experts, x, top_k_index, weights)
 
         return computation
@@ -189,26 +187,28 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
 
 
 def activations_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Twins of the children of experts that hold no numbers of theirs."""
+    """Dummies of the stateless children of experts."""
     left_out = NORM, "parametrizations"
-    return {name: twin(child) for name, child in module._modules.items() if child is not None and name not in left_out}
+    return {
+        name: dummy_child(child)
+        for name, child in module._modules.items()
+        if child is not None and name not in left_out
+    }
 
 
 def _originals(module: Any) -> list[Callable]:
-    """What ours may be equal to: the class's own loop, and what transformers runs in its place.
+    """The computations that ours may equal: the class's own loop, and transformers' implementation instead of it.
 
-    A loop may compute in a wider dtype than they do.
+    The loop may compute in a wider dtype than that one.
     """
     own = [_own_loop(module)]
     if _implementation(module) not in _OF_TRANSFORMERS:
         return own
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     return [*own, ALL_EXPERTS_FUNCTIONS["grouped_mm"]]
 
 
 def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, intermediate: int) -> list[tuple[int, ...]]:
-    """The shapes of `layout.weights` for these sizes, and of a norm's behind them."""
+    """The shapes of `layout.weights` for these sizes, followed by that of a norm's weight."""
     wide = intermediate * (2 if layout.gated else 1)
     projections = [(wide, hidden), (hidden, intermediate)]
     shapes: list[tuple[int, ...]] = [
@@ -221,7 +221,7 @@ def weight_shapes(layout: ExpertsFormula, num_experts: int, hidden: int, interme
 
 @functools.cache
 def experts_forward(formula: ExpertsFormula, arguments: tuple[str, ...]) -> Callable:
-    """The forward, with its arguments named like that; the same function for equal formulas."""
+    """The forward, with these names for its arguments; the same function for equal formulas."""
 
     def forward(self, x, index, weights, adapters=None):
         return formula.run(self, x, index, weights, adapters)

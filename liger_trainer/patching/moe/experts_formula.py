@@ -1,4 +1,4 @@
-"""What a module of experts computes, in the terms of `moe_experts`: read off its parameters, or to be tried out."""
+"""What a module of experts computes, as options of `moe_experts`: read from its parameters, or found by trying."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
 OWN = "the class's activation"
 NORM = "post_expert_norm"
-"""transformers' name for a norm of each expert's result, in front of its routing weight."""
+"""transformers' name for a norm of each expert's result, before it is multiplied by its routing weight."""
 
 
 class ExpertsFormula(NamedTuple):
@@ -27,12 +27,12 @@ class ExpertsFormula(NamedTuple):
     Args:
         first: Name of the first projection's parameter.
         gated: Whether it holds gate and up.
-        transposed: Whether weights lie as (experts, in, out).
+        transposed: Whether weights have the layout (experts, in, out).
         biases: Whether both projections have one.
-        activation: Name of the activation; `OWN` for what transformers' implementations call between the projections.
-        interleaved: Whether gate and up take turns.
+        activation: Name of the activation; `OWN` for the one that transformers' implementations call.
+        interleaved: Whether gate and up alternate.
         limit: Clamps gate and up; None for none.
-        alpha: Multiplies the gate inside SiLU's sigmoid alone, as in GPT-OSS, with 1 added to up; None for neither.
+        alpha: Multiplies the gate inside SiLU's sigmoid only, with 1 added to up, as in GPT-OSS; None for neither.
         normed: Whether `NORM` follows each expert.
     """
 
@@ -75,7 +75,7 @@ class ExpertsFormula(NamedTuple):
             hidden: (T, H).
             top_k_index: (T, k).
             top_k_weights: (T, k).
-            adapters: Of each parameter that has some: they add ``scaling * b @ a`` to it, as it lies.
+            adapters: For each parameter that has some; each adds ``scaling * b @ a`` in the parameter's own layout.
         """
         with kept_in_4_bits(experts, self.weights) as weights:
             weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})
@@ -121,7 +121,7 @@ class ExpertsFormula(NamedTuple):
         return experts._apply_gate if self.gated else experts.act_fn
 
     def _outwards(self, adapters: Sequence[ExpertLoRA]) -> Sequence[ExpertLoRA]:
-        """Adapters of a weight as it lies as those of one that lies as (experts, out, in)."""
+        """Adapters in a weight's own layout, converted to the layout (experts, out, in)."""
         return [ExpertLoRA(b.mT, a.mT, scaling) for a, b, scaling in adapters] if self.transposed else adapters
 
 
@@ -132,7 +132,7 @@ def _normed_sum(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Each choice is a token of its own for `weighted_sum`; torch norms and sums the results."""
+    """As `_sum`, with a norm: each choice is a token for `weighted_sum`, and torch normalises and sums the results."""
     tokens, top_k = index.shape
     rows = hidden.repeat_interleave(top_k, 0), index.reshape(-1, 1), hidden.new_ones(tokens * top_k, 1)
     normed = norm(weighted_sum(*rows)).view(tokens, top_k, -1)
@@ -140,7 +140,7 @@ def _normed_sum(
 
 
 def layout_of(experts: Any) -> ExpertsFormula | str | None:
-    """The layout of the weights of `experts`, or what of it `moe_experts` does not know; None if these are no experts.
+    """The layout of the weights of `experts`, or why `moe_experts` has none for it; None if these are no experts.
 
     Experts are recognised by their parameters: 3-D ones called `down_proj`, and `gate_up_proj` or `up_proj`.
     """
@@ -164,7 +164,7 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
     ]
     if num_experts != of_down or not fitting:
         return f"its weights are {tuple(shapes[0])} and {tuple(shapes[1])}, which do not belong together"
-    # Without a gate both may fit; the module must say.
+    # Without a gate both layouts may fit; an attribute of the module decides.
     transposed = fitting[0] if len(fitting) == 1 else bool(getattr(experts, "is_transposed", False))
     layout = ExpertsFormula(first, gated, transposed, parameters.get("down_proj_bias") is not None)
     others = {name for name, tensor in {**parameters, **experts._buffers}.items() if tensor is not None}
@@ -181,7 +181,7 @@ def layout_of(experts: Any) -> ExpertsFormula | str | None:
 
 
 def formulas(experts: Any, layout: ExpertsFormula) -> Iterator[ExpertsFormula]:
-    """What `experts` may compute, the likely ones first; limits and alphas are attributes of the module."""
+    """The formulas that `experts` may compute, likely ones first; limits and alphas are attributes of the module."""
 
     def values(ending: str) -> list[float | None]:
         attributes = [value for name, value in sorted(experts.__dict__.items()) if name.endswith(ending)]

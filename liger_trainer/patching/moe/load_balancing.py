@@ -1,8 +1,8 @@
-"""The load-balancing loss that a model's forward computes by calling transformers' function of that name.
+"""The load-balancing loss that a model's forward computes by calling transformers' function by its global name.
 
-The instance gets a copy of its class's forward that finds ours under the name, as an attention does for its rotation;
-the modelling module stays as it is. Ours computes the router's z-loss in the same pass, for a training step that asks
-for it ([`recorded_z_losses`]).
+The instance gets a copy of its class's forward in which that name refers to ours, as attentions do for the rotary
+function; the modelling module does not change. Ours computes the router's z-loss in the same pass, for training steps
+that ask for it ([`recorded_z_losses`]).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _z_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("liger_trainer_z_l
 def recorded_z_losses() -> Iterator[list[torch.Tensor]]:
     """Collects the z-loss of every forward inside that computes a load-balancing loss with a gradient.
 
-    A scalar each, with its gradient; none from a forward that is compiled as a whole graph.
+    Each is a scalar that carries a gradient. A forward that is compiled as one graph gives none.
     """
     collected: list[torch.Tensor] = []
     token = _z_losses.set(collected)
@@ -51,11 +51,11 @@ def recorded_z_losses() -> Iterator[list[torch.Tensor]]:
 
 @functools.cache
 def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable:
-    """Ours for `native`, transformers' function, which goes on serving what ours does not know.
+    """Our function instead of `native`, transformers', which still runs for inputs that ours does not support.
 
     Args:
         native: `load_balancing_loss_func` of a modelling module.
-        over_processes: Whether a loss with a gradient counts the choices of all processes.
+        over_processes: Whether a loss with a gradient counts the tokens of all processes.
     """
 
     @functools.wraps(native)
@@ -86,7 +86,7 @@ def _is_known(gate_logits: Any, num_experts: int | None, mask: torch.Tensor | No
 
 
 def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
-    """The verdict on the load-balancing function that `module`'s forward calls, where it calls one."""
+    """The finding for the load-balancing function that `module`'s forward calls, if it calls one."""
     forward = type(module).forward
     native = called_global(forward, _NAME)
     if native is None:
@@ -119,7 +119,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
 
 
 def _prove(native: Callable, probe: Probe) -> Agreement:
-    """Whether `native` is the function that ours computes: two layers of 12 tokens, with and without padding."""
+    """Compares `native` with ours: two layers of 12 tokens, with and without padding."""
     if list(inspect.signature(native).parameters) != _ARGUMENTS:
         return Agreement(float("inf"), reason=f"its arguments are not {', '.join(_ARGUMENTS)}")
     mask = torch.ones(3, 4, device=probe.device)
@@ -128,7 +128,7 @@ def _prove(native: Callable, probe: Probe) -> Agreement:
     def both(function: Callable, *layers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return function(layers, 8, 2, mask), function(layers, 8, 2, None)
 
-    alone = make_load_balancing_loss(native, False)  # of this process: the others may not be proving anything
+    alone = make_load_balancing_loss(native, False)  # without the other processes, which may not run a probe
     layers = [probe.randn(12, 8) for _ in range(2)]
     agreement = probe.compare(functools.partial(both, native), functools.partial(both, alone), layers)
     return agreement.explained("another loss")

@@ -1,14 +1,13 @@
 """PEFT's adapters on stacked weights of experts (`target_parameters`), which then run without W + s B A.
 
-PEFT wraps the experts in a `ParamWrapper` for each adapted parameter, one around the other. Each puts W + s B A, as
-large as W and new at each call, in the place of W while the experts run. Ours reads the factors of all of them and
-gives them to our forward of the experts (`experts.py`), whose products add them (`kernels/moe/expert_lora.py`).
+PEFT wraps the experts in nested `ParamWrapper` modules, one for each adapted parameter. While the experts run, each
+replaces W by W + s B A, which is as large as W and computed at every call. Ours reads the factors of all wrappers and
+passes them to our forward of the experts (`experts.py`), whose products add them (`kernels/moe`).
 
-As in `lora_layer.py` every call asks whether that is what PEFT would compute now. Merged and disabled adapters, hooks,
-sharded weights, other parametrisations than 4 bits and anything unknown are left to PEFT's own forward.
+As in `lora/operands.py`, every call checks whether PEFT would compute just that. Merged and disabled adapters, hooks,
+sharded weights, parametrisations other than 4 bits and anything unknown are left to PEFT's own forward.
 
-The proof compares s B A of the factors, as they are read, with the `get_delta_weight` that PEFT merges; what experts do
-with their weights is proved for them.
+The proof compares s B A from the factors with PEFT's `get_delta_weight`; the experts have a proof of their own.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_plain_adapter, is_unseen
+from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_plain_adapter, is_unhooked
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
 from liger_trainer.patching.moe.scaled_experts import are_proved
-from liger_trainer.patching.probe import Agreement, Probe, class_of, projection, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, projection
 
-_SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the stand-in
+_SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the dummy module
 
 
 def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward that is bound to a `ParamWrapper`."""
-    adapted = None if kwargs or not args else _adapted_experts(self, x)  # without choices: every expert on every token
+    adapted = None if kwargs or not args else _adapted_experts(self, x)  # no choices: every expert runs on every token
     if adapted is None:
         return type(self).forward(self, x, *args, **kwargs)
     run, experts, adapters = adapted
@@ -44,7 +43,7 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 
 
 def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:
-    """Experts in 4 bits with adapters that PEFT's own forward would run; None if there are none."""
+    """Experts in 4 bits whose adapters PEFT's own forward would run; None if there are none."""
     for module in model.modules():
         if is_param_wrapper(module) and four_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
             return _unwrapped(module)[1]
@@ -58,7 +57,7 @@ def is_param_wrapper(module: nn.Module) -> bool:
 
 
 def _unwrapped(module: Any) -> tuple[list[Any], Any]:
-    """The wrappers, `module` first, and what is in the last of them."""
+    """The nested wrappers, `module` first, and the module inside the last one."""
     wrappers = []
     while is_param_wrapper(module):
         wrappers.append(module)
@@ -69,15 +68,15 @@ def _unwrapped(module: Any) -> tuple[list[Any], Any]:
 def _adapted_experts(
     module: nn.Module, x: torch.Tensor
 ) -> tuple[Callable, nn.Module, dict[str, list[ExpertLoRA]]] | None:
-    """Our forward of the experts in the wrapper `module`, they, and their adapters; None if PEFT's must run."""
+    """Our forward of the experts in the wrapper `module`, the experts, and their adapters; None if PEFT's must run."""
     wrappers, experts = _unwrapped(module)
     run = forward_of_ours(experts)
     inner = [*wrappers[1:], experts]
-    if run is None or not all(is_unseen(each) for each in inner):
+    if run is None or not all(is_unhooked(each) for each in inner):
         return None
     adapters, weights = {}, declared_weights(experts)
     for wrapper in wrappers:
-        weight = weights.get(wrapper.parameter_name)  # None too while PEFT's own forward has parametrised it
+        weight = weights.get(wrapper.parameter_name)  # None also while PEFT's own forward parametrises it
         if weight is None or not is_operand(weight, x) or not _has_plain_factors(wrapper, x):
             return None
         adapters[wrapper.parameter_name] = [factors(wrapper, name) for name in active_adapters(wrapper)]
@@ -91,7 +90,7 @@ def _has_plain_factors(wrapper: Any, x: torch.Tensor) -> bool:
 
 
 def factors(wrapper: Any, name: str) -> ExpertLoRA:
-    """The adapter `name`, which adds ``scaling * b @ a`` to the parameter as it lies.
+    """The adapter `name`, which adds ``scaling * b @ a`` to the parameter in its own layout.
 
     PEFT keeps A as (experts * rank, in) and B as (out, rank * experts).
     """
@@ -104,7 +103,7 @@ def factors(wrapper: Any, name: str) -> ExpertLoRA:
 
 
 def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it is PEFT's wrapper of a module with an adapted parameter, else None."""
+    """The finding for `module` if it is PEFT's wrapper of a module with an adapted parameter, else None."""
     if not is_param_wrapper(module):
         return None
     target = "lora.ParamWrapper"
@@ -118,7 +117,7 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
 
 
 def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
-    """Why no call of `module` would be ours."""
+    """Why `module` is left alone; empty if nothing prevents the proof."""
     if not available(LORA_EXPERTS):
         return "the installed PEFT keeps such adapters in another way; PEFT's own forward runs"
     foreign = overriding_forward(module)
@@ -146,8 +145,8 @@ def _proof(module: Any, probe: Probe) -> Agreement:
         weights = [probe.randn(*shape).cpu() for shape in shapes]
         with torch.device("cpu"):
             probe.cache[key] = probe.compare(
-                lambda a, b: _stand_in(module, a, b).get_delta_weight("default"),
-                lambda a, b: _delta(factors(_stand_in(module, a, b), "default")),
+                lambda a, b: _dummy(module, a, b).get_delta_weight("default"),
+                lambda a, b: _delta(factors(_dummy(module, a, b), "default")),
                 weights,
             )
     return probe.cache[key]
@@ -157,7 +156,7 @@ def _delta(adapter: ExpertLoRA) -> torch.Tensor:
     return adapter.b @ adapter.a * adapter.scaling
 
 
-def _stand_in(module: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+def _dummy(module: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
     """`module` with one small adapter."""
     experts, one, other, _ = _SIZES
     base = nn.Module()
@@ -168,6 +167,6 @@ def _stand_in(module: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
         "lora_A": nn.ModuleDict({"default": projection(a, nn.Linear)}),
         "lora_B": nn.ModuleDict({"default": projection(b, nn.Linear)}),
     }
-    twin: Any = stand_in(module, {}, children)
-    twin.__dict__.update(num_experts=experts, scaling={"default": 0.5})
-    return twin
+    dummy: Any = dummy_module(module, {}, children)
+    dummy.__dict__.update(num_experts=experts, scaling={"default": 0.5})
+    return dummy

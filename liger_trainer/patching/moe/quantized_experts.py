@@ -1,9 +1,9 @@
 """Stacked weights of experts in 4 bits, for QLoRA (arXiv 2305.14314) of a mixture of experts.
 
-bitsandbytes quantises linear layers alone, and of a model like Qwen3-30B-A3B leaves 55 of 57 GiB as they are.
-`quantize_experts` gives the stacked weights the same layout with bitsandbytes' own function, and torch's
-parametrisation makes them floating where a module reads them. So they run in every implementation of the experts; where
-ours reads them, the backward keeps their 4 bits and makes them floating once more.
+bitsandbytes quantises linear layers only, so 55 of the 57 GiB of a model like Qwen3-30B-A3B stay in 16 bits.
+`quantize_experts` quantises the stacked weights with bitsandbytes' own function, and a torch parametrisation
+dequantises them where a module reads them. So they work with every implementation of the experts. With ours, the 4 bits
+are saved for the backward, which dequantises them again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ QUANT_TYPES = ("nf4", "fp4")
 
 
 class FourBits(nn.Module):
-    """The parametrisation of one stacked weight: makes its 4 bits floating.
+    """The parametrisation of one stacked weight: it dequantises the 4 bits.
 
-    What bitsandbytes keeps of the blocks are frozen parameters: buffers DDP would send at every forward.
+    The scales of the blocks are frozen parameters, because DDP would broadcast buffers at every forward.
 
     Args:
         state: bitsandbytes' quantisation state.
@@ -51,7 +51,7 @@ class FourBits(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight, (experts, ...), in the dtype that it was quantised from; it has no gradient."""
+        """The weight, (experts, ...), in the dtype that it had before quantisation; it has no gradient."""
         absmax, code, *nested = (parameter.data for parameter in self.parameters())
         inner = NestedAbsmax(nested[0], nested[1], nested[2], self.nested_blocksize) if nested else None
         rows = self.shape[0] * self.shape[1]
@@ -59,7 +59,7 @@ class FourBits(nn.Module):
         return nf4_dequantize(weight, self.dtype).view(self.shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FourBits:
-        """Moves with the model; a cast changes the dtype that is handed out, as the statistics belong to the bits."""
+        """Moves with the model. A cast changes the dtype of the dequantised weight, not that of the scales."""
         for parameter in self.parameters():
             moved = fn(parameter.data)
             parameter.data = moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)
@@ -70,31 +70,31 @@ class FourBits(nn.Module):
 def quantize_experts(
     model: nn.Module, quant_type: str = "nf4", double_quant: bool = True, device: torch.device | str | None = None
 ) -> int:
-    """Puts the stacked weights of all experts of `model` in 4 bits, and freezes them.
+    """Quantises the stacked weights of all experts of `model` to 4 bits, and freezes them.
 
-    It takes bitsandbytes, and a model of which `from_pretrained` has quantised the rest, or not. Weights go to `device`
-    one by one, so of a model in the host's memory a GPU never holds more than one of them in 16 bits. Adapters on them
-    are made, or loaded, before: on weights in 4 bits PEFT finds none of their names::
+    It needs bitsandbytes; `from_pretrained` may or may not have quantised the rest of the model. Weights move to
+    `device` one by one, so a GPU never holds more than one of them in 16 bits if the model is in host memory. Create or
+    load adapters on them first, because PEFT cannot find the names of weights in 4 bits::
 
         model = get_peft_model(model, LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
         quantize_experts(model)
 
-    They run in our operator alone (`apply_liger_kernel`, our trainers), and are merged into the model in 16 bits, on
-    which `PeftModel.from_pretrained` loads them. Adapters are all that is saved: `save_pretrained` of the model itself
-    leaves out what its experts are.
+    The adapters run in our operator only (`apply_liger_kernel`, our trainers). To merge them, load them with
+    `PeftModel.from_pretrained` on the model in 16 bits. Save adapters only: `save_pretrained` of the model itself
+    leaves out the experts.
 
     Args:
-        model: With stacked weights, (experts, ...), called `gate_up_proj` or `up_proj`, and `down_proj`.
+        model: A model with stacked weights `(experts, ...)` named `gate_up_proj` or `up_proj`, and `down_proj`.
         quant_type: ``"nf4"`` or ``"fp4"``.
         double_quant: Whether the scales of the blocks of 64 are quantised too.
-        device: Where the weights are quantised and stay; where they are unless given.
+        device: Where the weights are quantised and stay; by default, where they are.
 
     Returns:
         How many weights were quantised.
 
     Raises:
-        ValueError: for an unknown `quant_type`, a model without stacked experts, one whose adapters are merged, and
-            weights of more numbers than bitsandbytes counts.
+        ValueError: for an unknown `quant_type`, a model without stacked experts or with merged adapters, and weights
+            with more elements than bitsandbytes supports.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -125,10 +125,10 @@ def quantize_experts(
 
 
 def _leave_adapters_to_us(model: nn.Module) -> None:
-    """Makes PEFT refuse what it would get wrong without a word, on the instances of this model.
+    """Makes PEFT raise, for this model, where it would silently compute something wrong.
 
-    It merges into the floating weight that it reads, which is gone then; and its own forward puts an adapter on the
-    parametrised weight at every call, and never takes it off (0.21.2).
+    It would merge adapters into a dequantised copy, which is then lost; and its own forward (0.21.2) adds the adapter
+    to the parametrised weight at every call and never removes it.
     """
     BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     for module in model.modules():
@@ -150,16 +150,16 @@ def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractCo
         raise RuntimeError(
             "Adapters on experts in 4 bits run in our operator alone, as PEFT's own forward is wrong for them. Call "
             "`apply_liger_kernel(model)` or train with a trainer of liger_trainer, with `experts` and `lora` left on; "
-            "take hooks off the experts; without autocast, give them hidden states in their own dtype."
+            "remove hooks from the experts; without autocast, give them hidden states in their own dtype."
         )
     return contextlib.nullcontext()
 
 
 def check_adapted(model: nn.Module) -> None:
-    """Checks that no adapter was meant for experts that were in 4 bits already, where PEFT makes none.
+    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the adapter.
     """
     _, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
@@ -176,12 +176,12 @@ def check_adapted(model: nn.Module) -> None:
                 if any((path, name, adapter) not in wrapped for name in meant):
                     raise ValueError(
                         f"The adapter {adapter!r} names {target!r}, but {path} was in 4 bits when it was made, and has "
-                        "none. Make or load adapters first, and call `quantize_experts` after."
+                        "none. Make or load adapters first, then call `quantize_experts`."
                     )
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that hold stacked weights of experts in a floating dtype, and the names of these."""
+    """The modules with stacked weights of experts in a floating dtype, and the names of these weights."""
     for module in model.modules():
         for name in PARAMETERS:
             weight = module._parameters.get(name)
@@ -190,13 +190,13 @@ def stacked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def four_bits(module: nn.Module) -> dict[str, FourBits]:
-    """The weights of `module` that are in 4 bits and nothing else."""
+    """The weights of `module` that are in 4 bits and have no other parametrisation."""
     parametrizations: Any = module._modules.get("parametrizations") or {}
     return {name: one for name, (one, *more) in parametrizations.items() if type(one) is FourBits and not more}
 
 
 def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of `module`; for one in 4 bits, a tensor of no memory with its floating shape and dtype."""
+    """The parameters of `module`; for one in 4 bits, a tensor of its shape and dtype that takes no memory."""
     weights: dict[str, torch.Tensor] = {name: one for name, one in module._parameters.items() if one is not None}
     for name, one in four_bits(module).items():
         weights[name] = one.code.new_empty(1, dtype=one.dtype).expand(one.shape)
@@ -204,7 +204,7 @@ def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Again(NamedTuple):
-    """A saved weight: made once more where it is asked for."""
+    """A saved weight that is dequantised again when the backward reads it."""
 
     module: nn.Module
     name: str
@@ -213,10 +213,10 @@ class _Again(NamedTuple):
 
 @contextlib.contextmanager
 def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
-    """The weights `names` of `module`, floating, which a backward of what runs in here keeps in 4 bits."""
+    """The dequantised weights `names` of `module`; operators inside save them for the backward in 4 bits."""
     quantised = four_bits(module)
     weights = [getattr(module, name) for name in names]
-    if quantised:  # what an operator would make of them is a copy that is not known for what it is
+    if quantised:  # a cast inside an operator would be a copy that is not recognised
         weights = [as_autocast(weight) if name in quantised else weight for name, weight in zip(names, weights)]
     again = {
         (weight.data_ptr(), weight.shape, weight.stride()): _Again(module, name, weight.dtype)
@@ -241,9 +241,9 @@ def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[tor
 
 
 def _hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """What a checkpoint, or offloading, does with saved tensors: torch would run our hooks in the place of theirs.
+    """The saved-tensor hooks of a checkpoint or of offloading, which torch would otherwise skip in favour of ours.
 
-    None where that is not known, as in a graph that is compiled; then weights are saved floating.
+    None if they are not known, as in a compiled graph; weights are then saved dequantised.
     """
     if torch.compiler.is_compiling() or not available(SAVED_IN_FOUR_BITS):
         return None

@@ -1,6 +1,6 @@
 """Routers of a mixture of experts: from hidden states to the logits, the experts of each token and their weights.
 
-The product with the router's weight stays torch's own; what follows it is one operator.
+The product with the router's weight remains torch's; everything after it is one operator.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.norms import DTensor
-from liger_trainer.patching.probe import Agreement, Probe, full_shape, identity, only_argument, stand_in
+from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
 
 _BIAS = "e_score_correction_bias"
 _TOKENS = 32
@@ -29,10 +29,10 @@ class RouterFormula(NamedTuple):
     """What a router computes.
 
     Args:
-        project: The logits of hidden states, weight and bias.
-        route: What the forward returns, of the module, the hidden states and the logits.
-        kernel: The operator in it, for the report.
-        mixed: Whether `project` is the model's own where hidden states and weight differ in dtype.
+        project: Computes the logits from hidden states, weight and bias.
+        route: Computes the results of the forward from the module, the hidden states and the logits.
+        kernel: The operator inside, for the report.
+        mixed: Whether `project` equals the model's own product if hidden states and weight differ in dtype.
     """
 
     project: Callable
@@ -97,11 +97,11 @@ ROUTER_FORMULAS = (
     RouterFormula(F.linear, functools.partial(_sigmoid, dtype=torch.float32), _SIGMOID),  # MiniMax-M3
     RouterFormula(F.linear, _sigmoid_of_all, _SIGMOID),  # Llama 4, whose experts all see every token
 )
-"""Known routers, some told apart by the dtypes they return; of those that agree, the nearest in bfloat16 is taken."""
+"""Known routers. Some differ only in the dtypes of their results; of those that agree, the closest in bf16 is used."""
 
 
 def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
-    """The verdict on `module` if it looks like a router (a 2-D weight and a `top_k`, no children), else None."""
+    """The finding for `module` if it looks like a router (a 2-D weight and a `top_k`, no children), else None."""
     weight = module._parameters.get("weight")
     if weight is None or len(full_shape(weight)) != 2 or module._modules:
         return None
@@ -133,12 +133,12 @@ def _probe_router(module: nn.Module, probe: Probe) -> tuple[str | None, Callable
     if others:
         return refused(f"it has {', '.join(others)} besides a router's weight, bias and correction")
     num_experts = full_shape(parameters["weight"])[0]
-    # No leaves: the gradient of a bias, a few sums that nearly cancel, is rounding noise in bfloat16.
+    # Not differentiated: the gradient of a bias is a few sums that nearly cancel, which is noise in bfloat16.
     constants = {name: probe.randn(num_experts) for name in ("bias", _BIAS) if getattr(module, name, None) is not None}
     tensors = _tensors(module, probe, constants.get("bias"))
 
     def on(forward: Callable) -> Callable:
-        return lambda hidden, weight: _by_expert(forward(_stand_in(module, weight, constants), hidden))
+        return lambda hidden, weight: _by_expert(forward(_dummy(module, weight, constants), hidden))
 
     original = type(module).forward
     best: tuple[RouterFormula, Agreement] | None = None
@@ -162,9 +162,9 @@ def _probe_router(module: nn.Module, probe: Probe) -> tuple[str | None, Callable
 
 
 def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """Hidden states and weight; the tokens are those whose k-th and next logits lie farthest apart.
+    """Hidden states and weight, for the tokens with the largest gap between the k-th logit and the next.
 
-    In bfloat16 a few logits are equal, and of equal ones torch chooses as it likes.
+    Some logits are equal in bfloat16, and the order of equal logits is undefined in torch.
     """
     num_experts, size = full_shape(module._parameters["weight"])  # type: ignore[arg-type]
     hidden = probe.randn(_CANDIDATES, size) * 2.0 ** -(size.bit_length() // 2)  # logits of about 1
@@ -176,16 +176,16 @@ def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list
     return [hidden[:_TOKENS], weight]
 
 
-def _stand_in(module: nn.Module, weight: torch.Tensor, constants: dict[str, torch.Tensor]) -> nn.Module:
+def _dummy(module: nn.Module, weight: torch.Tensor, constants: dict[str, torch.Tensor]) -> nn.Module:
     bias = constants.get("bias")
-    twin = stand_in(module, {"weight": weight, "bias": None if bias is None else bias.to(weight.dtype)}, {})
+    dummy = dummy_module(module, {"weight": weight, "bias": None if bias is None else bias.to(weight.dtype)}, {})
     if _BIAS in constants:
-        twin._buffers[_BIAS] = constants[_BIAS]  # type: ignore[index]
-    return twin
+        dummy._buffers[_BIAS] = constants[_BIAS]  # type: ignore[index]
+    return dummy
 
 
 def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Logits, weights and experts as logits and the weights of all experts, whatever the order of the chosen ones."""
+    """Logits, and weights of all experts, so that the order of the chosen ones does not matter."""
     if len(result) != 3:
         return result
     logits, weights, index = result
@@ -199,10 +199,10 @@ def router_forward(
     """A forward for one kind of router; the same function for equal arguments.
 
     Args:
-        original: The class's forward, for what the operator is not proved equal on.
+        original: The class's forward, which runs for inputs that the proof does not cover.
         argument: Name of the forward's argument.
-        formula: What it computes.
-        flattens: Whether hidden states may have more than two dimensions, which become one of tokens.
+        formula: The formula of the router.
+        flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
         autocast: Whether autocast may be on.
     """
 
@@ -210,8 +210,8 @@ def router_forward(
         weight = self.weight
         if (
             serves_as_written(hidden_states)
-            or isinstance(hidden_states, DTensor)
-            or isinstance(weight, DTensor)
+            or is_dtensor(hidden_states)
+            or is_dtensor(weight)
             or (hidden_states.dim() != 2 and not flattens)
             or (hidden_states.dtype != weight.dtype and not formula.mixed)
             or (not autocast and torch.is_autocast_enabled(hidden_states.device.type))

@@ -1,8 +1,8 @@
-"""Blocks that run all experts on all tokens, each input times its router score: Llama 4's.
+"""Blocks that run all experts on all tokens, with each input scaled by its router score: Llama 4's.
 
-The score of an expert that was not chosen is 0, and so are that expert's input, output and gradients. Ours scales the k
-inputs that were chosen and runs `moe_experts` on them, with weights of 1. Two forwards are bound: the block's, which
-picks and scales, and that of the experts, which is still called as a module, by the block and by any adapter around it.
+The score of an expert that was not chosen is 0, and so are its input, output and gradients. Ours scales the inputs of
+the k chosen experts and runs `moe_experts` on them with weights of 1. Two forwards are bound: that of the block, which
+selects and scales, and that of the experts, which the block, and any adapter around them, still calls as a module.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from liger_trainer.patching.probe import (
     Agreement,
     Probe,
     class_of,
+    dummy_module,
     full_shape,
     identity,
     only_argument,
     projection,
-    stand_in,
 )
 
 _KEY = "scaled experts"
-_SIZES = (128, 24)  # hidden and intermediate size of the stand-in; the router's gradient shall be many numbers
+_SIZES = (
+    128,
+    24,
+)  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 
 def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Probe) -> list[Finding]:
-    """The verdicts on `module` and its experts if it is such a block."""
+    """The findings for `module` and its experts if it is such a block."""
     block, experts = module._modules, _without_adapters(module._modules.get("experts"))
     if experts is None or block.get("router") is None or only_argument(experts) is None:
         return []
@@ -62,7 +65,7 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
 
 
 def are_proved(experts: nn.Module, probe: Probe) -> bool:
-    """Whether `experts` are of a block that was found, and computes what ours does."""
+    """Whether `experts` belong to a block that was found and proved equal to ours."""
     proofs = (proof for key, proof in probe.cache.items() if key[0] == _KEY and key[2] == identity(experts))
     return any(formula is not None for formula, _, _ in proofs)
 
@@ -72,7 +75,7 @@ def _without_adapters(experts: Any) -> Any:
 
 
 def _obstacle(block: Any, experts: nn.Module, layout: ExpertsFormula | str) -> str:
-    """Why ours is not even tried."""
+    """Why `module` is left alone; empty if nothing prevents the proof."""
     if isinstance(layout, str):
         return layout
     if only_argument(block) is None or not isinstance(getattr(block, "top_k", None), int):
@@ -100,10 +103,10 @@ def _probe_block(
 
     def on(block_forward: Callable, experts_forward: Callable) -> Callable:
         def computation(x: torch.Tensor, of_router: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor) -> Any:
-            children = {"router": stand_in(block.router, {"weight": of_router, "bias": None}, {})}
+            children = {"router": dummy_module(block.router, {"weight": of_router, "bias": None}, {})}
             children |= {name: projection(other) for name in others}
-            children["experts"] = stand_in(experts, dict(zip(layout.weights, weights)), activations)
-            small = stand_in(block, {}, children)
+            children["experts"] = dummy_module(experts, dict(zip(layout.weights, weights)), activations)
+            small = dummy_module(block, {}, children)
             for module in (small, children["experts"]):
                 module.__dict__.update({name: hidden for name in module.__dict__ if name.startswith("hidden_")})
             children["experts"].forward = experts_forward.__get__(children["experts"])
@@ -144,7 +147,7 @@ def block_forward(argument: str) -> Callable:
 
 @functools.cache
 def scaled_experts_forward(formula: ExpertsFormula, argument: str) -> Callable:
-    """The forward of the experts: of rows with one expert each, or, called as by others, the class's own."""
+    """The forward of the experts, for rows with one expert each; any other call runs the class's own."""
 
     def forward(self, x, index=None, adapters=None):
         if index is None:

@@ -1,0 +1,233 @@
+"""README, CONTRIBUTING and docs/ are true: their Python runs, and what they name exists."""
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import shlex
+import tomllib
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+import liger_trainer
+from liger_trainer.benchmarks import registry
+from liger_trainer.cli.parser import make_parser
+from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_configs
+from liger_trainer.recipe.load import check_values
+from liger_trainer.recipe.quickstart import train_tokenizer
+from liger_trainer.recipe.rewards import load_reward_functions
+from liger_trainer.recipe.schema import RewardArguments
+from tests.documents import PAGES, ROOT, anchors, blocks, commands, name, prose, python_blocks
+from tests.forked import torchrun
+
+FOLDERS = ("kernels", "liger_trainer", "configs", "callbacks", "recipes", "benchmarks", "tests", "docs")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder with tiny models and data under the names of the Hub; a relative folder comes before the Hub."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    root = tmp_path_factory.mktemp("hub")
+    text = [f"The answer to question {number} is {number * 3}." for number in range(50)]
+    turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": line}] for line in text]
+    tokenizer = train_tokenizer(text, 300)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**size, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    llamas = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct")
+    for model in (*llamas, "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"):  # the blocks do not depend on the architecture
+        LlamaForCausalLM(config).save_pretrained(root / model)
+        tokenizer.save_pretrained(root / model)
+    for data, rows in (
+        ("my/texts", [{"text": line} for line in text]),
+        ("trl-lib/Capybara", [{"messages": row} for row in turns]),
+        ("trl-lib/ultrafeedback_binarized", [{"chosen": row, "rejected": bad} for row, bad in zip(turns, turns[::-1])]),
+        (
+            "trl-lib/kto-mix-14k",
+            [{"prompt": row[:1], "completion": row[1:], "label": row in turns[::2]} for row in turns],
+        ),
+        ("trl-lib/DeepMath-103K", [{"prompt": row[:1], "solution": "$3$"} for row in turns]),
+    ):
+        (root / data).mkdir(parents=True)
+        (root / data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def two_steps(source):
+    return re.sub(r'(output_dir="[^"]*")', r"\1, max_steps=2, max_grad_norm=1.0", source)
+
+
+@pytest.mark.parametrize(("page", "source"), python_blocks(two_processes=False))
+def test_python(page, source, hub, monkeypatch):
+    """Each block as it is written, but for two steps instead of epochs."""
+    monkeypatch.chdir(hub)
+    registry.load_operations()
+    monkeypatch.setattr(registry, "OPERATIONS", copy.deepcopy(registry.OPERATIONS))  # a block adds providers
+    exec(compile(two_steps(source), page, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize(("page", "source"), python_blocks(two_processes=True))
+def test_python_on_two_processes(page, source, hub):
+    done = torchrun(run, two_steps(source), str(hub), environment={"ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, f"{page}\n{done.stderr[-4000:]}"
+
+
+def run(source, folder):
+    import accelerate
+
+    # Only this check keeps accelerate from splitting a model over CPUs.
+    accelerate.ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    os.chdir(folder)
+    exec(compile(source, "page", "exec"), {"__name__": "page"})
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """The folder that commands are given in: the repository, and a recipe of one's own."""
+    for folder in ("recipes", "configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (recipe,) = blocks(ROOT / "docs" / "guides" / "recipes.md", "yaml")
+    (tmp_path / "my.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words_of(line):
+    """Words of a line, of the command in the quotes of `srun bash -c '...'`; shell variables become 1."""
+    words = shlex.split(re.sub(r'"?\$(\(\(.*?\)\)|\w+)"?', "1", line))
+    words = shlex.split(words[3]) if words[:3] == ["srun", "bash", "-c"] else words
+    while "=" in words[0]:
+        del words[0]
+    return words
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if not line.startswith(("#!", "#SBATCH", "export"))])
+def test_command(line, checkout):
+    program, *words = words_of(line)
+    if program == "make":
+        targets = [word for word in words if "=" not in word]
+        for target in targets:
+            assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    elif program == "pip":
+        assert words[0] == "install"
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".txt"))
+        assert all(extra in extras for found in re.findall(r"\[(.*)\]", line) for extra in found.split(","))
+    elif program == "accelerate":
+        assert words[0] == "launch"
+        arguments = launch_command_parser().parse_args(words[1:])
+        assert arguments.config_file is None or os.path.isfile(arguments.config_file)
+        train(arguments.training_script, arguments.training_script_args, arguments.module)
+    elif program == "torchrun":
+        arguments = torchrun_parser().parse_args(words)
+        script = arguments.training_script_args
+        if arguments.training_script == "liger_trainer":
+            assert script[0] == "train"
+            script = script[1:]
+        train(arguments.training_script, script, arguments.module)
+    elif program in ("python", "pytest", "ruff", "mypy"):
+        assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+    elif program == "liger-trainer":
+        arguments, rest = make_parser().parse_known_args(words)
+        if arguments.command in ("train", "plan"):
+            recipe(arguments.recipe, rest)
+            assert getattr(arguments, "accelerate_config", None) in (None, *shipped_configs())
+        else:
+            assert rest == []
+    else:
+        raise AssertionError(f"nothing checks `{program}`")
+
+
+def train(script, options, module):
+    """What a launcher starts: a recipe, or a module of this package."""
+    if module and script != "liger_trainer":
+        assert script.startswith("liger_trainer.")
+        assert (ROOT / (script.removeprefix("liger_trainer.").replace(".", "/") + ".py")).is_file()
+        return
+    path, *rest = [*options] if module else [script, *options]
+    recipe(path, [word for word in rest if word != "--smoke"])
+
+
+def recipe(path, options):
+    found = find_recipe(path)
+    check_values(read_recipe(found), options, found)
+
+
+@pytest.mark.parametrize(("page", "text"), [(name(page), text) for page in PAGES for text in blocks(page, "yaml")])
+def test_yaml(page, text, tmp_path):
+    values, *_ = check_values(yaml.safe_load(text), [], tmp_path / "page.yaml")
+    assert values
+    if values["trainer"] in ("grpo", "rloo"):
+        names = ("reward_funcs", "reward_options", "system_prompt")
+        arguments = RewardArguments(*(values.get(name) for name in names))
+        arguments.reward_funcs = [name for name in arguments.reward_funcs if name.startswith("liger_trainer.")]
+        assert all(callable(function) for function in load_reward_functions(arguments))
+
+
+def paths(page):
+    """What stands between backticks and looks like a path in the repository."""
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        for word in code.split():
+            word = word.split("::")[0].rstrip(",;:)")
+            if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*-]*", word) or re.fullmatch(r"[\w.-]+\.(md|toml|yml)", word):
+                yield word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_exist(page):
+    missing = [word for word in paths(page) if not list(ROOT.glob(word.rstrip("/")))]
+    placeholder = r"FAMILY|OPERATOR|STRUCTURE|NAME|/__init__\.py$"  # the last is named where it must not be
+    assert not [word for word in missing if not re.search(placeholder, word)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if target.startswith("http"):
+            continue
+        path, _, section = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not section or section in anchors(file), target
+
+
+def test_options_are_all_there_with_their_defaults():
+    from liger_trainer.configs.flags import KernelFlags
+    from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
+
+    text = (ROOT / "docs" / "api" / "options.md").read_text(encoding="utf-8")
+    table, switches = text.split("## Switches")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
+    fields = {field.name: field.default for field in dataclasses.fields(KernelFlags)}
+    assert set(rows) == set(fields)
+    for option, shown in rows.items():
+        if option != "liger_kernel_config":
+            default = str(fields[option])
+            assert shown.strip("` ") in (default, default.lower())
+    named = set(re.findall(r"^\| `(\w+)` \|", switches, flags=re.MULTILINE))
+    assert named == {field.name for field in dataclasses.fields(KernelConfig)} - {"logits_memory"}
+    assert set(KERNEL_KEYS) <= named
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "api")
+    for public in liger_trainer.__all__:
+        shown = public.removeprefix("apply_liger_kernel_to_")
+        if public != "__version__":
+            assert re.search(rf"\b{shown}\b", text), public
+
+
+def test_install_names_the_declared_versions():
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| (\d.*) \|$", text, flags=re.MULTILINE))
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    declared = {Requirement(line).name: Requirement(line).specifier for line in lines}
+    for package in ("torch", "Triton", "transformers", "TRL", "PEFT", "accelerate", "datasets"):
+        for specifier in declared[package.lower()]:
+            word = {">=": f"{specifier.version} or newer", "<": f"below {specifier.version}"}[specifier.operator]
+            assert word in rows[package], package
