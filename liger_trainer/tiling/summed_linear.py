@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from liger_trainer.kernels.head.weight_gradient import matmul_into
+from liger_trainer.kernels.matmul import matmul_into
 
 
 class GradientSum:
