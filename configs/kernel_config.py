@@ -32,7 +32,7 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Switches of the kernels; a component that is on is still applied only where it is proved equal.
+    """Switches of the kernels. A component that is on is applied only where it is proved equal to the original.
 
     Args:
         rope: Rotary position embedding.
@@ -47,17 +47,17 @@ class KernelConfig:
         load_balancing_loss: The auxiliary loss of a mixture of experts, where `output_router_logits` asks for it.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
         linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
-        recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
-            third less memory between the two, and a pass less over it where layers are checkpointed. Off, a down
-            projection is called as a module, which keeps its input.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
-            longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
-            its MLP it costs none (see `liger_trainer/tiling/tiled_mlp.py`).
-        global_load_balancing: Whether the auxiliary loss counts the experts' tokens over all processes, so that a batch
-            is balanced as a whole and not each process's part of it (`parallel/router_losses.py`). One all-reduce of a
-            number an expert in each forward with a gradient, which all processes must run. Needs
+        recompute_mlp: Whether gated MLPs recompute the product after their activation in the backward: it saves a third
+            of the memory between forward and backward, and one pass over it in checkpointed layers. If off, the down
+            projection is called as a module, which saves its input.
+        tiled_mlp: Whether gated MLPs run in tiles of tokens and save only their input: the rest of their memory no
+            longer grows with the sequence. It costs one more forward of the MLP, or none in a checkpointed layer that
+            ends with its MLP (see `liger_trainer/tiling/tiled_mlp.py`).
+        global_load_balancing: Whether the auxiliary loss counts the experts' tokens over all processes, so that the
+            whole batch is balanced, and not each process's part (`parallel/router_losses.py`). It costs one all-reduce
+            of a number per expert in each forward with gradients, which all processes must run. Needs
             `load_balancing_loss`.
-        logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
+        logits_memory: Bytes that the fused head may use for one chunk of logits, an int or a string like ``"512MiB"``.
     """
 
     rope: bool = True
