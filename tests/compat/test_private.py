@@ -134,14 +134,22 @@ def sample(self, args=None, namespace=None):
 def test_what_is_compared(expected, problem, monkeypatch):
     monkeypatch.setattr(Private, "find", lambda self: sample)
     assert expected.problem() == problem
-    decorated = [sample]
 
-    def without_wraps(function):
+    def decorated(function):  # without functools.wraps
         return lambda self, args=None, namespace=None: function(self, args, namespace)
 
-    decorated.append(without_wraps(sample))
-    monkeypatch.setattr(Private, "find", lambda self: decorated[-1])
+    monkeypatch.setattr(Private, "find", lambda self: decorated(sample))
     assert expected.problem() == problem
+
+
+def test_a_wrapper_that_passes_everything_on_is_fine(monkeypatch):
+    """Such as another library's, around a method of the Trainer."""
+
+    def wrapper(*args, **kwargs):
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(Private, "find", lambda self: wrapper)
+    assert Private("m:f", ("self", "model")).problem() is None
 
 
 def checks():
