@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,9 +99,10 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callab
 
 
 def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
-    if len(module.normalized_shape) != 1:  # type: ignore[arg-type]
-        return _refused(f"it normalises over {len(module.normalized_shape)} dimensions; the kernel's is the last one")  # type: ignore[arg-type]
-    (size,) = module.normalized_shape  # type: ignore[misc]
+    normalized_shape: Any = module.normalized_shape
+    if len(normalized_shape) != 1:
+        return _refused(f"it normalises over {len(normalized_shape)} dimensions; the kernel's is the last one")
+    (size,) = normalized_shape
     present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
     original = nn.LayerNorm.forward
