@@ -14,8 +14,8 @@ from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
 
@@ -45,15 +45,10 @@ def eps_name(module: nn.Module) -> str | None:
 
 def _find(module: nn.Module, component: str, enabled: Callable[[str], bool], probe: Probe, prove: Callable) -> Finding:
     target = type(module).__name__
-    if not enabled(component):
-        return Finding(component, target, module, reason="switched off in liger_kernel_config")
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return Finding(component, target, module, reason=f"its forward is already overridden by {foreign}")
-    key = identity(module)
-    if key not in probe.cache:
-        probe.cache[key] = prove(module, probe)
-    kernel, forward, agreement = probe.cache[key]
+    reason = reason_to_leave(module, enabled(component))
+    if reason:
+        return Finding(component, target, module, reason=reason)
+    kernel, forward, agreement = probe.once(identity(module), prove, module, probe)
     return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
 
 
