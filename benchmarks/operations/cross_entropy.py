@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("cross_entropy", tokens=8192)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """The logits of the whole vocabulary; their gradient needs a second look at them."""
+    """The logits of the whole vocabulary, which the gradient reads a second time."""
     size = tokens * model.vocab
     yield Case(
         {"logits": data.normal(tokens, model.vocab, scale=3.0), "target": data.integers(model.vocab, tokens)},
@@ -42,7 +42,7 @@ def quack(logits: Tensor, target: Tensor) -> Tensor:
 @provider("cross_entropy", "liger_trainer", expected_grad=1.0)
 @provider("cross_entropy", "liger_trainer")
 def ours(logits: Tensor, target: Tensor, expected_grad: float | None = None) -> Tensor:
-    # Not `inplace`: the logits here are a leaf, which it leaves alone.
+    # Not `inplace`: the logits are a leaf, which cannot be overwritten.
     from liger_trainer.functional import cross_entropy
 
     return cross_entropy(logits, target, expected_grad=expected_grad)

@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("fused_add_rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Two inputs and two outputs each way: x and residual have one gradient."""
+    """Two inputs and two outputs in each pass: x and residual share one gradient."""
     shape = tokens, model.hidden
     inputs = {"x": data.normal(*shape), "residual": data.normal(*shape), "weight": data.normal(model.hidden)}
     size = tokens * model.hidden

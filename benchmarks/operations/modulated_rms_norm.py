@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("modulated_rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Samples of up to 4096 tokens, a row of modulation each."""
+    """Samples of up to 4096 tokens, each with one row of modulation."""
     length = min(tokens, 4096)
     samples = tokens // length
     shape = samples, length, model.hidden

@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider, r
 
 @operation("rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """The hidden states and, where the model has norms of queries and keys, the heads."""
+    """The hidden states and, if the model normalises queries and keys, the heads."""
     yield row_case(data, tokens, model.hidden, weight=data.normal(model.hidden), eps=1e-6)
     if model.qk_norm:
         heads = tokens * (model.heads + model.kv_heads)

@@ -11,7 +11,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("rope")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Queries and keys as models have them: transposed views, and gradients laid out alike."""
+    """Queries and keys are transposed views, as in models, and so are their gradients."""
     length = min(tokens, 4096)
     q, k, dq, dk = (
         data.upstream(tokens // length, length, heads, model.head_dim).transpose(1, 2)
@@ -28,7 +28,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rates(data: Data, width: int) -> Tensor:
-    """Radians a position, of each pair of `width` dimensions."""
+    """Radians per position for each pair of `width` dimensions."""
     return 1e4 ** (-torch.arange(0, 1, 2 / width, device=data.device))
 
 
@@ -40,7 +40,7 @@ def rotary_tables(data: Data, length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     left, right = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(1)
 

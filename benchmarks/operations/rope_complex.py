@@ -26,7 +26,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x)
 

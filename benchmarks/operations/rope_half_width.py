@@ -1,4 +1,4 @@
-"""RoPE, half-width tables: a cosine and a sine a pair, as in GPT-OSS."""
+"""RoPE, half-width tables: one cosine and sine per pair, as in GPT-OSS."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider
 
 @operation("rope_half_width")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Those of RoPE, with half of the tables."""
+    """The cases of RoPE, with half of the tables."""
     for case in full_width_cases(data, model, tokens):
         for name in ("cos", "sin"):
             table = case.arguments[name]
@@ -22,7 +22,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

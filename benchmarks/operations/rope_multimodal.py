@@ -16,7 +16,7 @@ Sections = tuple[int, int, int]
 
 @operation("rope_multimodal")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Those of RoPE, with one table for each axis: a video, whose frames are 16 patches wide."""
+    """The cases of RoPE, with one table for each axis: a video whose frames are 16 patches wide."""
     pairs = model.head_dim // 2
     time, width = pairs // 4, (pairs - pairs // 4) // 2
     for case in text_cases(data, model, tokens):

@@ -26,7 +26,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     heads_first = wide(x).transpose(0, 1)[None]
     return rotated_heads(heads_first, cos[None], sin[None])[0].transpose(0, 1).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""SwiGLU + down projection: `liger_trainer` rebuilds the product in backward instead of keeping it."""
+"""SwiGLU + down projection: `liger_trainer` recomputes the product in the backward pass instead of saving it."""
 
 from collections.abc import Iterator
 
