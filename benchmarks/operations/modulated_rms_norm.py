@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, wide
 
 
 @operation("modulated_rms_norm")
@@ -32,15 +32,5 @@ def eager(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -
     return normed * (1 + scale) + shift
 
 
-@provider("modulated_rms_norm", "liger-kernel")
-def liger(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_modulated_rms_norm
-
-    return liger_modulated_rms_norm(x, weight, scale, shift, eps)
-
-
-@provider("modulated_rms_norm", "liger_trainer")
-def ours(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    from liger_trainer.functional import modulated_rms_norm
-
-    return modulated_rms_norm(x, weight, scale, shift, eps)
+library("modulated_rms_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_modulated_rms_norm")
+library("modulated_rms_norm", "liger_trainer", "liger_trainer.functional:modulated_rms_norm")

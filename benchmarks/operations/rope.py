@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("rope")
@@ -50,11 +50,7 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-@provider("rope", "liger-kernel")
-def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.functional import liger_rope
-
-    return liger_rope(q, k, cos, sin)
+library("rope", "liger-kernel", "liger_kernel.transformers.functional:liger_rope")
 
 
 def rotated_by_quack(
@@ -76,8 +72,4 @@ def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated_by_quack(q, k, cos[..., :half], sin[..., :half])
 
 
-@provider("rope", "liger_trainer")
-def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import rope
-
-    return rope(q, k, cos, sin)
+library("rope", "liger_trainer", "liger_trainer.functional:rope")

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import cases as full_width_cases
 from liger_trainer.benchmarks.operations.rope import rotated_by_quack
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider
 
 
 @operation("rope_half_width")
@@ -33,11 +33,7 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-@provider("rope_half_width", "liger-kernel")
-def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb_gpt_oss
-
-    return liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)
+library("rope_half_width", "liger-kernel", "liger_kernel.transformers.rope:liger_rotary_pos_emb_gpt_oss")
 
 
 @provider("rope_half_width", "quack")
