@@ -19,7 +19,6 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.utils.versions import require_version
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
@@ -44,7 +43,6 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
-from liger_trainer.requirements import requirements
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
@@ -61,9 +59,6 @@ from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z
 from liger_trainer.trainers.offloading import step_offloading
 
 logger = logging.getLogger("liger_trainer")
-
-_TRANSFORMERS = f"transformers{requirements()['transformers']}"
-require_version(_TRANSFORMERS, f"The Liger trainers need it: `pip install '{_TRANSFORMERS}'`.")
 
 require(NON_FINITE_GUARD)
 
