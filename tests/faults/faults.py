@@ -487,7 +487,7 @@ PLANS = [
 
 COMMANDS = [
     Fault(
-        "a mistake of the user has the exit code of a crash", "cli", "_run|run_recipe_file",
+        "a mistake of the user has the exit code of a crash", "cli", "_run|_run_recipe_file",
         r"return 2 if isinstance\(error, RecipeError\) else 1", "return 1",
         ("cli/::test_exit_code_of_the_process", "cli/::test_misspelt_key"),
     ),
