@@ -325,7 +325,7 @@ TRAINERS = [
         "GKD forgets its temperature", "trainer", "LigerGKDTrainer.generalized_jsd_loss",
         r"return divergence\(student_logits, teacher_logits, labels, beta, temperature",
         "return divergence(student_logits, teacher_logits, labels, beta, 1.0",
-        ("parity_distillation::test_gradients_are_those_of_trl",), "gkd and case3",
+        ("parity_distillation::test_gradients_are_those_of_trl",), "gkd",
     ),
     Fault(
         "on-policy distillation turns its divergence round", "trainer", "_divergence_loss",
