@@ -77,3 +77,8 @@ def one_number(tensor: torch.Tensor) -> torch.Tensor | None:
     if not expanded or tensor.numel() == 0:
         return None
     return tensor[(0,) * tensor.dim()]
+
+
+def input_gradients(ctx: Any, *first: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a backward returns: `first`, the gradients of the first inputs, and None for every input after them."""
+    return (*first, *[None] * (len(ctx.needs_input_grad) - len(first)))

@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.head import cross_entropy_rows as _cross_entropy_rows
-from liger_trainer.kernels.head import linear_cross_entropy_chunks as _linear_cross_entropy_chunks
+from liger_trainer.kernels.head import cross_entropy_kernel
+from liger_trainer.kernels.head import linear_cross_entropy as _linear_cross_entropy_chunks
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.cross_entropy_options import RowOptions, RowStats
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.weight_gradient import matmul_into
+from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
+from liger_trainer.kernels.matmul import matmul_into
 
 CONFIGURATIONS = [
     (4096, 8, 1),
@@ -90,7 +90,7 @@ def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
     buffer, out = source.clone(), torch.empty_like(source)
     size = tokens * vocab * 2 / 1e6
     for configuration in CONFIGURATIONS:
-        with mock.patch.object(_cross_entropy_rows, "row_config", return_value=configuration):
+        with mock.patch.object(cross_entropy_kernel, "row_config", return_value=configuration):
             try:
                 buffer.copy_(source)
                 row_statistics_(buffer, target, stats, options, coefficient=one)

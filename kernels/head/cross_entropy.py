@@ -1,12 +1,12 @@
-"""Cross entropy on given logits (the formula is in `_cross_entropy_options`, the kernel in `_cross_entropy_rows`).
+"""Cross entropy of given logits (formula and kernel: `cross_entropy_kernel.py`).
 
 The forward reads the logits once and saves the logits themselves and two fp32 numbers a token, nll and lse. The
-backward reads them again and writes the gradient, taking the upstream gradient of each token as it goes: any reduction,
-any upstream gradient and `retain_graph` cost nothing more, and the caller's logits stay as they are.
+backward reads them again and writes the gradient, multiplied by each token's upstream gradient: so every reduction,
+every upstream gradient and `retain_graph` cost the same, and the caller's logits are not changed.
 
-Where the caller names the upstream gradient to expect, or lets the logits be overwritten, the forward makes the
-gradient in the same launch, reading each row again while a part of it is in cache, and the backward only rescales it
-where the upstream gradient is another one (`_rescale`).
+If the caller names the upstream gradient to expect, or lets the logits be overwritten, the forward computes the
+gradient in the same launch, reading each row again while part of it is in cache. The backward then only rescales the
+gradient, and only if the upstream gradient is another one (`rescale`).
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward and 2*N*V*b backward, or 2 to 3 N*V*b in the forward alone.
 Memory: the gradient, N*V*b, or none with `inplace`.
@@ -14,57 +14,62 @@ Memory: the gradient, N*V*b, or none with `inplace`.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy_options import (
-    OPTIONS_SCHEMA,
-    CrossEntropyOutput,
-    RowOptions,
-    RowStats,
-    check_options,
-    checked_class_weights,
-    compute_dtype,
-    inverse_normalizer,
-    with_outputs,
-)
-from liger_trainer.kernels.head.cross_entropy_reference import cross_entropy_reference
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_target
+from liger_trainer.kernels.head.loss_arguments import (
+    check_labels_on_cpu,
+    check_options,
+    check_target,
+    checked_class_weights,
+    inverse_normalizer,
+)
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
+_Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # the fields of `RowStats`
 
-@torch.library.custom_op(
-    "liger_trainer::cross_entropy_forward",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? class_weights, {OPTIONS_SCHEMA}, bool entropy, bool predicted, "
-    "bool inplace) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _forward(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
-    """Token losses and their statistics, each `(N,)` or empty; see `RowStats`."""
-    *options, entropy, predicted, _ = rest
+
+@torch.library.custom_op("liger_trainer::cross_entropy_forward", mutates_args=())
+def _forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    entropy: bool,
+    predicted: bool,
+    inplace: bool,
+) -> _Statistics:
+    """The `RowStats` of every token. `inplace` is for the backward, which may then overwrite `logits`."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
-    row_statistics_(logits, target, stats, RowOptions(*options), class_weights=class_weights)
-    return tuple(stats)
+    row_statistics_(logits, target, stats, options, class_weights=class_weights)
+    return (*stats,)
 
 
 @_forward.register_fake
-def _(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None, *rest: Any) -> Any:
-    *_, entropy, predicted, _ = rest
-    return tuple(RowStats.allocate(logits, target.numel(), entropy, predicted))
+def _(
+    logits, target, class_weights, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+    entropy, predicted, inplace,
+):  # fmt: skip
+    return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op(
-    "liger_trainer::cross_entropy_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
-    f"{OPTIONS_SCHEMA}) -> Tensor",
-)
+@torch.library.custom_op("liger_trainer::cross_entropy_backward", mutates_args=())
 def _backward(
     grad: torch.Tensor,
     logits: torch.Tensor,
@@ -72,26 +77,29 @@ def _backward(
     nll: torch.Tensor,
     lse: torch.Tensor,
     class_weights: torch.Tensor | None,
-    *options: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
 ) -> torch.Tensor:
     """The gradient of `logits`, contiguous, for the upstream gradients `grad` of the token losses."""
-    stats = RowStats(lse, nll, lse, lse, lse)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    row_gradient_(logits, target, stats, RowOptions(*options), grad, class_weights=class_weights, out=out)
+    row_gradient_(logits, target, RowStats.of_backward(nll, lse), options, grad, class_weights=class_weights, out=out)
     return out
 
 
 @_backward.register_fake
-def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _(
+    grad, logits, target, nll, lse, class_weights,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+):  # fmt: skip
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@torch.library.custom_op(
-    "liger_trainer::cross_entropy_backward_",
-    mutates_args={"logits"},
-    schema="(Tensor grad, Tensor(a!) logits, Tensor target, Tensor nll, Tensor lse, Tensor? class_weights, "
-    f"{OPTIONS_SCHEMA}) -> ()",
-)
+@torch.library.custom_op("liger_trainer::cross_entropy_backward_", mutates_args={"logits"})
 def _backward_(
     grad: torch.Tensor,
     logits: torch.Tensor,
@@ -99,93 +107,89 @@ def _backward_(
     nll: torch.Tensor,
     lse: torch.Tensor,
     class_weights: torch.Tensor | None,
-    *options: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
 ) -> None:
     """As `_backward`, with the gradient written over `logits`."""
-    stats = RowStats(lse, nll, lse, lse, lse)
-    row_gradient_(logits, target, stats, RowOptions(*options), grad, class_weights=class_weights)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    row_gradient_(logits, target, RowStats.of_backward(nll, lse), options, grad, class_weights=class_weights)
 
 
-@_backward_.register_fake
-def _(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
-    return None
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits, target, class_weights, *options, _, _, inplace = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
+    logits, target, class_weights, *ctx.options, _, _, ctx.inplace = inputs
+    _, nll, lse, _, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(logits, target, output[1], output[2], class_weights)
-    ctx.options = options
-    ctx.inplace = inplace
+    ctx.save_for_backward(logits, target, nll, lse, class_weights)
 
 
-def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    missing = (None,) * 11
+def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
-        return (None, *missing)
+        return input_gradients(ctx)
     refuse_double_backward("cross_entropy")
     logits, *saved = ctx.saved_tensors
     if not ctx.inplace or graph_is_kept():
-        return (_backward(grad, logits, *saved, *ctx.options), *missing)
-    # The version counter that this raises makes autograd refuse every later use of the logits by another backward.
+        return input_gradients(ctx, _backward(grad, logits, *saved, *ctx.options))
+    # This raises the logits' version counter, so autograd refuses every later use of them by another backward.
     _backward_(grad, logits, *saved, *ctx.options)
-    return (logits.detach(), *missing)
+    return input_gradients(ctx, logits.detach())
 
 
 _forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
 
 
-@torch.library.custom_op(
-    "liger_trainer::cross_entropy_gradient_",
-    mutates_args={"gradient"},
-    schema="(Tensor logits, Tensor(a!) gradient, Tensor target, Tensor? class_weights, Tensor coefficient, "
-    f"{OPTIONS_SCHEMA}, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("liger_trainer::cross_entropy_gradient_", mutates_args={"gradient"})
 def _gradient_(
     logits: torch.Tensor,
     gradient: torch.Tensor,
     target: torch.Tensor,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor,
-    *rest: Any,
-) -> Any:
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    entropy: bool,
+    predicted: bool,
+) -> _Statistics:
     """As `_forward`; `gradient`, which may be `logits`, becomes that of the summed losses times `coefficient`."""
-    *options, entropy, predicted = rest
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
-    row_statistics_(
-        logits, target, stats, RowOptions(*options), None, class_weights, coefficient=coefficient, out=gradient
-    )
-    return tuple(stats)
+    row_statistics_(logits, target, stats, options, None, class_weights, coefficient=coefficient, out=gradient)
+    return (*stats,)
 
 
 @_gradient_.register_fake
-def _(logits: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
-    return tuple(RowStats.allocate(logits, target.numel(), rest[-2], rest[-1]))
+def _(
+    logits, gradient, target, class_weights, coefficient,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, entropy, predicted,
+):  # fmt: skip
+    return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op(
-    "liger_trainer::cross_entropy_reduce",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor gradient, Tensor losses, Tensor scale, Tensor expected) -> Tensor",
-)
+@torch.library.custom_op("liger_trainer::cross_entropy_reduce", mutates_args=())
 def _reduce(
     logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
-) -> Any:
-    """The sum of `losses` times `scale`; the gradient of `logits` is `gradient`, made for the upstream `expected`."""
+) -> torch.Tensor:
+    """The sum of `losses` times `scale`; `gradient` is that of `logits` for the upstream gradient `expected`."""
     return losses.sum() * scale
 
 
 @_reduce.register_fake
-def _(
-    logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
-) -> Any:
+def _(logits, gradient, losses, scale, expected):
     return losses.new_empty(())
 
 
 def _reduce_setup(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    _, gradient, _, _, expected = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[1], inputs[4])
+    ctx.save_for_backward(gradient, expected)
 
 
 def _reduce_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -193,13 +197,64 @@ def _reduce_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor 
     if grad is not None:
         saved, expected = ctx.saved_tensors
         (gradient,) = rescaled_gradients([saved], grad, expected, "cross_entropy")
-    return (gradient, None, None, None, None)
+    return gradient, None, None, None, None
 
 
 _reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 
+@dataclasses.dataclass
+class CrossEntropyOutput:
+    """The loss and the outputs that were asked for; the others are None. Only `loss` has a gradient.
+
+    Attributes:
+        loss: fp32, 0-d, or per token with reduction "none".
+        z_loss: The z-loss that is part of `loss`, fp32, shaped as `loss`.
+        token_accuracy: fp32 0-d, the share of valid tokens whose label is the most likely one.
+        predicted_tokens: int64 per token, the most likely id (the lowest of equals); -1 at ignored tokens.
+        entropy: fp32 per token, of the distribution after soft-cap, scale and temperature; 0 at ignored tokens.
+        token_nll: fp32 per token, lse - z[target]; 0 at ignored tokens.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    token_nll: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def with_outputs(
+    loss: torch.Tensor,
+    outputs: Sequence[str],
+    stats: RowStats,
+    target: torch.Tensor,
+    options: RowOptions,
+    scale: torch.Tensor | None,
+) -> torch.Tensor | CrossEntropyOutput:
+    """`loss` alone, or with the requested `outputs`; `scale` is the inverse normaliser, None for reduction "none"."""
+    if not outputs:
+        return loss
+    result = CrossEntropyOutput(loss)
+    if "z_loss" in outputs:
+        rows = options.z_loss * stats.lse.detach().square()
+        result.z_loss = rows.view(target.shape) if scale is None else rows.sum() * scale
+    if "token_accuracy" in outputs:
+        valid = target.reshape(-1) != options.ignore_index
+        correct = valid & (stats.predicted == target.reshape(-1))
+        result.token_accuracy = correct.sum().to(stats.nll.dtype) / valid.sum().clamp(min=1)
+    if "predicted_tokens" in outputs:
+        result.predicted_tokens = stats.predicted.view(target.shape)
+    if "entropy" in outputs:
+        result.entropy = stats.entropy.detach().view(target.shape)
+    if "token_nll" in outputs:
+        result.token_nll = stats.nll.detach().view(target.shape)
+    return result
+
+
 def _may_overwrite(logits: torch.Tensor) -> bool:
+    """Whether the memory of `logits` belongs to them alone: not to a leaf of autograd, and not expanded."""
     base = logits if logits._base is None else logits._base
     return not base.is_leaf and not is_expanded(logits)
 
@@ -223,7 +278,7 @@ def cross_entropy(
     """Cross entropy of logits and class ids, as ``torch.nn.functional.cross_entropy`` with the options of LM training.
 
     The logits are transformed to ``z = softcap * tanh(x * logit_scale / softcap) / temperature`` (without `softcap`:
-    ``x * logit_scale / temperature``), the statistics of a token taken from z in fp32, and its loss is
+    ``x * logit_scale / temperature``). The statistics of a token are computed from z in fp32, and its loss is
     ``(1 - label_smoothing) * w[t] * (lse - z[t]) + label_smoothing / V * sum_c w[c] * (lse - z[c]) + z_loss * lse**2``
     (smoothing and class weights as in torch; z-loss as in PaLM, arXiv 2204.02311).
 
@@ -234,7 +289,7 @@ def cross_entropy(
             looking at it would stall the device, it makes the loss NaN.
         ignore_index: Tokens with this label give no loss and no gradient, and their logits are not read.
         reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
-            at ignored tokens). Where every token is ignored the loss is 0, with zero gradients.
+            at ignored tokens). If every token is ignored the loss is 0, with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
@@ -243,16 +298,16 @@ def cross_entropy(
         temperature: Divides the logits after the soft-cap, more than 0.
         class_weights: `(V,)`, floating, not differentiated.
         outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
-        inplace: Writes the gradient over `logits`, saving their size in memory: with "mean" and "sum" in the forward,
-            otherwise in the last backward (reduction "none"; logits with gaps between their rows). The logits must
-            then be of no further use: who reads them finds the gradient, and the backward of another operation which
-            needs them raises autograd's error about an in-place change. ``retain_graph=True`` stays right. Nothing is
-            written where no gradient is needed. Leaves of autograd and views of them, expanded logits, compiled graphs
-            and the reference path ignore it.
+        inplace: Writes the gradient over `logits`, which saves their size in memory: in the forward with "mean" and
+            "sum", otherwise in the last backward (reduction "none"; logits with gaps between their rows). The logits
+            must not be used afterwards: they hold the gradient, and the backward of another operation that needs them
+            raises autograd's error about an in-place change. ``retain_graph=True`` stays right. Nothing is written if
+            no gradient is needed. Leaves of autograd and views of them, expanded logits, compiled graphs and the
+            reference path ignore it.
         expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor. By default none is
-            expected, and the backward makes the gradient, whatever comes (`inplace` expects 1). With one, the forward
-            makes it; where the upstream gradient comes exactly so, the backward does not touch it, otherwise it passes
-            over it once. Not used by reduction "none", nor on the reference path.
+            expected, and the backward computes the gradient (`inplace` expects 1). With one, the forward computes it;
+            if the upstream gradient is exactly that, the backward does not touch it, otherwise it rescales it in one
+            pass. Not used by reduction "none", nor on the reference path.
 
     Returns:
         The fp32 loss (float64 for float64 logits), 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
@@ -302,3 +357,56 @@ def cross_entropy(
     stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, *options, *extras))
     loss = _reduce(rows, gradient, stats.loss, scale, expected)
     return with_outputs(loss, outputs, stats, target, options, scale)
+
+
+def _row_statistics(
+    logits: torch.Tensor, target: torch.Tensor, options: RowOptions, class_weights: torch.Tensor | None
+) -> RowStats:
+    """Every statistic of `(N, V)` logits, by autograd; an ignored row gives 0 and no gradient, whatever it holds."""
+    vocab_size = logits.shape[-1]
+    valid = target != options.ignore_index
+    in_range = (target >= 0) & (target < vocab_size)
+    label = torch.where(in_range, target, 0).unsqueeze(-1).long()
+    z = transformed_logits(logits.to(compute_dtype(logits)).masked_fill(~valid.unsqueeze(-1), 0.0), options)
+    log_probs = torch.log_softmax(z, dim=-1)
+    nll = -log_probs.gather(-1, label).squeeze(-1)
+    nll = torch.where(in_range, nll, math.nan)
+    lse = torch.logsumexp(z, dim=-1)
+    weights = 1.0 if class_weights is None else class_weights
+    label_weight = 1.0 if class_weights is None else class_weights[label.squeeze(-1)]
+    loss = (1.0 - options.label_smoothing) * label_weight * nll
+    if options.label_smoothing > 0.0:
+        loss = loss - options.label_smoothing / vocab_size * (log_probs * weights).sum(-1)
+    if options.z_loss != 0.0:
+        loss = loss + options.z_loss * lse.square()
+    with torch.no_grad():
+        entropy = torch.special.entr(log_probs.exp()).sum(-1)
+        predicted = torch.where(valid, z.argmax(-1), -1)
+    loss, nll, lse, entropy = (torch.where(valid, row, 0.0) for row in (loss, nll, lse, entropy))
+    return RowStats(loss, nll.detach(), lse.detach(), entropy, predicted)
+
+
+def cross_entropy_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    class_weights: torch.Tensor | None = None,
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    vocab_size = logits.shape[-1]
+    average = reduction == "mean" and num_items is None
+    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
+    stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
+    if reduction == "none":
+        return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
+    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
+    return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)

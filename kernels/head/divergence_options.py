@@ -1,11 +1,11 @@
-"""What the divergences of two heads share besides their kernel: options, per-token results, checks of the arguments.
+"""Divergences of two heads: formulas, options, results of a token, outputs, and checks of the arguments.
 
-With z the transformed logits of a token (`_cross_entropy_options`: scale, soft-cap, then divided by the temperature), s
-and t the softmax of the student's and of the teacher's, and m = (1 - beta) * s + beta * t:
+With z the transformed logits of a token (`logit_rows`: scaled, soft-capped, then divided by the temperature), s and t
+the softmax of the student's and of the teacher's, and m = (1 - beta) * s + beta * t:
 
     forward_kl    KL(t || s)                                reverse_kl    KL(s || t)
     jsd           beta * KL(t || m) + (1 - beta) * KL(s || m)   of 0 < beta < 1
-    probs_kl      sum_c q[c] * (log(max(q[c], eps)) - log s[c])   for probabilities q that are given
+    probs_kl      sum_c q[c] * (log(max(q[c], eps)) - log s[c])   for given probabilities q
     cosine        beta * (1 - cos(z_student, z_teacher))
 
 and the token's loss is ``soft_weight * divergence + hard_weight * cross entropy``, the cross entropy being that of the
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_options import compute_dtype
-from liger_trainer.kernels.head.loss_checks import check_outputs, check_transform
+from liger_trainer.kernels.head.loss_arguments import check_outputs, check_transform
+from liger_trainer.kernels.head.row_statistics import compute_dtype
 
 OUTPUTS = ("soft_loss", "hard_loss", "entropy", "token_divergence")
 
@@ -43,9 +43,9 @@ class DivergenceOptions(NamedTuple):
 
 
 class DivergenceStats(NamedTuple):
-    """What the row step finds for every token, fp32 (float64 for float64 logits); 0 at ignored tokens.
+    """Results of every token, fp32 (float64 for float64 logits); 0 at ignored tokens.
 
-    `hard` (the cross entropy) and `entropy` (the student's, of s) are empty where they were not asked for.
+    `soft` is the divergence, `hard` the cross entropy, `entropy` that of s. The last two are empty if not asked for.
     """
 
     soft: torch.Tensor
@@ -65,7 +65,7 @@ class DivergenceStats(NamedTuple):
 
 @dataclasses.dataclass
 class DivergenceOutput:
-    """The loss and the outputs that were asked for; the others are None. Only `loss` carries a gradient.
+    """The loss and the outputs that were asked for; the others are None. Only `loss` has a gradient.
 
     Attributes:
         loss: fp32, 0-d.
@@ -83,7 +83,7 @@ class DivergenceOutput:
 
 
 def check_divergence_options(options: DivergenceOptions, outputs: Sequence[str]) -> None:
-    """Raises ValueError for an option out of its range, naming the option and what is allowed."""
+    """Raises ValueError unless every option of a divergence is in its range."""
     check_outputs(outputs, OUTPUTS)
     if not 0.0 <= options.beta <= 1.0:
         raise ValueError(f"`beta` is {options.beta}; it must lie in [0, 1].")
@@ -92,16 +92,16 @@ def check_divergence_options(options: DivergenceOptions, outputs: Sequence[str])
 
 
 def common_vocab_size(student_vocab: int, teacher_vocab: int, vocab_size: int | None) -> int:
-    """How many classes are compared: `vocab_size`, or what both heads have.
+    """How many classes are compared: `vocab_size`, by default all those of both heads.
 
     Raises:
-        ValueError: If the heads differ in size and nothing says how many classes are common, or that is too many.
+        ValueError: If the heads differ in size and `vocab_size` is None, or if it is not within both.
     """
     if vocab_size is None:
         if student_vocab != teacher_vocab:
             raise ValueError(
-                f"The student's head has {student_vocab} rows and the teacher's {teacher_vocab}. Where the vocabulary "
-                f"is one and its padding differs, pass vocab_size={min(student_vocab, teacher_vocab)} (or the number "
+                f"The student's head has {student_vocab} rows and the teacher's {teacher_vocab}. If they "
+                f"pad one vocabulary differently, pass vocab_size={min(student_vocab, teacher_vocab)} (or the number "
                 "of real tokens) to compare the first rows of both; different tokenizers cannot be compared."
             )
         vocab_size = student_vocab

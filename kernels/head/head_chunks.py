@@ -1,19 +1,19 @@
-"""What every operator over an LM head does alike: how many tokens a chunk holds, and the gradients of its chunks."""
+"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_options import compute_dtype
-from liger_trainer.kernels.head.weight_gradient import MAX_HALF_CHUNKS, WeightGradientSum, sums_in_block_floating_point
+from liger_trainer.kernels.head.weight_gradient import MAX_HALF_CHUNKS, sums_in_block_floating_point
 from liger_trainer.kernels.runtime import cdiv
 
-COLUMN_MULTIPLE = 64  # of the buffer's rows: matmuls lose their fast path on odd strides
-ROW_MULTIPLE = 128  # of a chunk: a matmul tile
-MANY_ROWS = 896  # from here on the tiles that run side by side count, not one tile
+COLUMN_MULTIPLE = 64  # the buffer's rows are padded to it: matmuls lose their fast path on odd strides
+ROW_MULTIPLE = 128  # tokens of a matmul tile; a chunk holds whole tiles
+MANY_ROWS = 896  # from here on a chunk fills whole waves of tiles, not only whole tiles
+_WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor, as tiles of 128 by 256
 
 
 class Needs(NamedTuple):
@@ -25,6 +25,7 @@ class Needs(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not less than `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -38,15 +39,15 @@ def chunk_rows(
 ) -> int:
     """Tokens of a chunk: as many as `logits_memory` bytes hold, spread evenly over the chunks.
 
-    A class of a token takes `class_bytes`, by default one logit of the dtype of `hidden`. Tokens that must not be
-    parted come as units of `unit` tokens; then it is 0 where not even one unit fits.
+    One class of one token takes `class_bytes`, by default one logit of the dtype of `hidden`. A chunk holds whole units
+    of `unit` tokens; the result is 0 if not even one unit fits.
 
-    A budget of many tokens may be exceeded by a sixth where that makes their number a multiple of 512, and is otherwise
-    rounded down to one of 256: the tiles of a matmul that run side by side are then all full.
+    A budget of many tokens may be exceeded by a sixth if that makes their number a multiple of 512, and is otherwise
+    rounded down to a multiple of 256: then every wave of matmul tiles is full.
 
-    It is exceeded further in one case: where it would take a half-precision dW over `MAX_HALF_CHUNKS` chunks, and so
-    into an fp32 accumulator of V*H more elements' worth of memory, the buffer grows instead while that costs less. A dW
-    that is summed as block floating point needs no such accumulator.
+    It is exceeded further in one case. A half-precision dW of more than `MAX_HALF_CHUNKS` chunks needs an fp32
+    accumulator of V*H elements; as long as a larger buffer costs less memory, the buffer grows instead. A dW that is
+    summed as block floating point needs no such accumulator.
     """
     tokens, hidden_size = hidden.shape
     class_bytes = class_bytes or hidden.element_size()
@@ -71,7 +72,7 @@ def chunk_rows(
 def allocate_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Needs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised dX, dW and dbias with the strides autograd wants to adopt them; empty where not needed."""
+    """Uninitialised dX, dW and dbias, strided like their inputs so that autograd adopts them; empty if not needed."""
     return (
         torch.empty_like(hidden) if needs.hidden else hidden.new_empty(0),
         torch.empty_like(weight) if needs.weight else weight.new_empty(0),
@@ -79,55 +80,30 @@ def allocate_gradients(
     )
 
 
-class FirstChunk(NamedTuple):
-    """A first chunk of `tokens` tokens that is not computed like the others.
-
-    `run` gets the buffer, the chunk's rows of dX, the sum of dW, and that of dbias, None for what is not needed.
-    """
-
-    tokens: int
-    run: Callable[[torch.Tensor, torch.Tensor | None, WeightGradientSum | None, torch.Tensor | None], None]
+def saturating_chunk_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, weight_gradient: bool) -> int:
+    """As `chunk_rows`, but without a dW to sum no more tokens than fill the device once: more would gain nothing."""
+    rows = chunk_rows(hidden, weight, logits_memory, weight_gradient)
+    if weight_gradient:
+        return rows
+    return min(rows, max(1024, round_up(_WAVE // weight.shape[1], ROW_MULTIPLE)))
 
 
-def run_head_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: int,
-    needs: Needs,
-    step: Callable[[torch.Tensor, int, int], None],
-    first: FirstChunk | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dX, dW and dbias, empty where not needed, from the logits of `rows` tokens at a time.
+def retained_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain_memory: int | None) -> int:
+    """How many of the last tokens retain their logits for the backward: one chunk, or what `retain_memory` holds."""
+    if retain_memory is None:
+        rows = chunk_rows(hidden, weight, logits_memory, weight_gradient=True)
+    else:
+        rows = retain_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * hidden.element_size())
+        rows -= rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0
+    return min(hidden.shape[0], rows)
 
-    ``step(logits, start, stop)`` gets the logits of tokens `start` to `stop`, without the bias and in rows that are
-    padded (``logits.stride(0)`` columns are theirs), and where a gradient is needed writes it over them. The tokens of
-    `first` come before all others, and `step` does not see them.
-    """
-    tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
-    if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
-    buffer = hidden.new_empty(rows, round_up(vocab_size, COLUMN_MULTIPLE))
-    begin = 0 if first is None else first.tokens
-    chunks = cdiv(tokens - begin, rows) + (first is not None)
-    weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight else None
-    bias_total = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
-    if first is not None:
-        first.run(buffer, d_hidden[:begin] if needs.hidden else None, weight_sum, bias_total if needs.bias else None)
-    for start in range(begin, tokens, rows):
-        stop = min(start + rows, tokens)
-        part = hidden[start:stop]
-        logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])
-        step(logits, start, stop)
-        if needs.hidden:
-            torch.mm(logits, weight, out=d_hidden[start:stop])
-        if weight_sum is not None:
-            weight_sum.add(logits, part)
-        if needs.bias:
-            bias_total += logits.sum(0, dtype=bias_total.dtype)
-        del logits
-    del buffer
-    if weight_sum is not None:
-        weight_sum.finish()
-    return d_hidden, d_weight, d_bias.copy_(bias_total)
+
+def logits_buffer(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """Uninitialised memory for the logits of `rows` tokens, each row padded."""
+    return hidden.new_empty(rows, round_up(weight.shape[0], COLUMN_MULTIPLE))
+
+
+def chunk_spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
+    """The first token and the one after the last of every chunk of `rows` tokens from `start` to `stop`."""
+    for first in range(start, stop, rows):
+        yield first, min(first + rows, stop)

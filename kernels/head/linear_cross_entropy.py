@@ -1,23 +1,23 @@
 """LM head and cross entropy in one operator: the logits exist one chunk of tokens at a time.
 
-For hidden states X `(N, H)`, head W `(V, H)` and a loss L of the logits ``X @ W.T + bias`` (`_cross_entropy_options`):
+For hidden states X `(N, H)`, head W `(V, H)` and a loss L of the logits ``X @ W.T + bias`` (`cross_entropy_kernel`):
 
     for each chunk of tokens:   Z = X_c @ W.T          into one buffer, rows padded to 64 columns
-                                Z = dL/dZ              in place, one kernel (`_cross_entropy_rows`)
+                                Z = dL/dZ              in place, one kernel
                                 dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
 
-so the gradients come with the forward, in the three matmuls that are the least possible (two for a frozen head or
-frozen hidden states), and the backward has only the upstream gradient to apply (`_rescale`). The forward needs the
-normaliser for that, which is counted on the device; nothing is synchronised. `reduction="none"` cannot know its
-upstream gradient: it keeps two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
+This is `_run_chunks`. The gradients are computed in the forward, in the three matmuls that are the minimum (two for a
+frozen head or frozen hidden states), and the backward has only the upstream gradient to apply (`rescale`). The forward
+needs the normaliser for that, which is counted on the device; nothing is synchronised. `reduction="none"` cannot know
+its upstream gradient: it saves two fp32 numbers a token and recomputes the logits in the backward, one matmul more.
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
-after the first, to accumulate dW. Where the buffer holds few tokens, the first chunk has more than these, in the memory
-that dW fills later (`_weight_gradient_panels`). Memory: one chunk of logits, dX, dW; saved for backward are dX, dW and
-dbias.
+after the first, to accumulate dW. If the buffer holds few tokens, the first chunk is larger than the others and lies in
+the memory that dW fills later (`logits_in_weight_gradient`). Memory: one chunk of logits, dX, dW. Saved for backward:
+dX, dW and dbias.
 
-Ignored tokens take no elementwise work, but their rows stay in the matmuls: leaving them out takes their count on the
-host, and learning it there would stall the device.
+Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host would have to
+know their number, and reading it would stall the device.
 """
 
 from __future__ import annotations
@@ -28,32 +28,102 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy_options import (
-    OPTIONS_SCHEMA,
-    CrossEntropyOutput,
-    RowOptions,
-    RowStats,
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy_reference, with_outputs
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
+from liger_trainer.kernels.head.logits_in_weight_gradient import plan_panels, run_panels
+from liger_trainer.kernels.head.loss_arguments import (
+    check_labels_on_cpu,
+    check_linear,
     check_options,
     checked_class_weights,
-    compute_dtype,
     inverse_normalizer,
-    with_outputs,
 )
-from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients
-from liger_trainer.kernels.head.linear_cross_entropy_chunks import run_chunks
-from liger_trainer.kernels.head.loss_checks import check_linear
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
+from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.runtime import cdiv
+
+_T = torch.Tensor
+_Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed
+_Statistics = tuple[_T, _T, _T, _T, _T]  # the fields of `RowStats`
+_LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # the loss, `_Gradients`, all but the first of `_Statistics`
 
 
-@torch.library.custom_op(
-    "liger_trainer::linear_cross_entropy_forward",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, Tensor scale, "
-    f"Tensor expected, {OPTIONS_SCHEMA}, int logits_memory, bool entropy, bool predicted, bool hidden_gradient, "
-    "bool weight_gradient, bool bias_gradient) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+def _run_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    options: RowOptions,
+    logits_memory: int,
+    stats: RowStats,
+    coefficient: torch.Tensor | None,
+    needs: Needs,
+    recompute: bool,
+) -> _Gradients:
+    """Fills `stats`, or with `recompute` reads them, and returns dX, dW and dbias, empty if not needed.
+
+    `coefficient` is the upstream gradient of the token losses, 0-d or `(N,)`; None if no gradient is needed.
+    """
+    check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
+    tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
+    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
+    if tokens == 0:
+        return d_hidden, d_weight.zero_(), d_bias.zero_()
+    buffer = logits_buffer(hidden, weight, rows)
+    panels = plan_panels(hidden, weight, rows) if needs.weight and class_weights is None else None
+    begin = 0 if panels is None else panels.tokens
+    chunks = cdiv(tokens - begin, rows) + (panels is not None)
+    weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight else None
+    bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
+    with fp32_reductions(weight):
+        if panels is not None:
+            assert coefficient is not None
+            assert weight_sum is not None
+            run_panels(
+                panels,
+                hidden[:begin],
+                weight,
+                target[:begin],
+                bias,
+                options,
+                stats.rows(0, begin),
+                coefficient[:begin] if coefficient.dim() else coefficient,
+                recompute,
+                buffer,
+                d_hidden[:begin] if needs.hidden else None,
+                weight_sum,
+                bias_sum if needs.bias else None,
+            )
+        for start, stop in chunk_spans(begin, tokens, rows):
+            part, labels, found = hidden[start:stop], target[start:stop], stats.rows(start, stop)
+            upstream = coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
+            logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])
+            if recompute:
+                assert upstream is not None
+                row_gradient_(logits, labels, found, options, upstream, bias, class_weights, width=buffer.shape[1])
+            else:
+                row_statistics_(logits, labels, found, options, bias, class_weights, upstream, buffer.shape[1])
+            # With an upstream gradient, `logits` now holds the gradient of the logits.
+            if needs.hidden:
+                torch.mm(logits, weight, out=d_hidden[start:stop])
+            if weight_sum is not None:
+                weight_sum.add(logits, part)
+            if needs.bias:
+                bias_sum += logits.sum(0, dtype=bias_sum.dtype)
+            del logits
+    del buffer
+    if weight_sum is not None:
+        weight_sum.finish()
+    return d_hidden, d_weight, d_bias.copy_(bias_sum)
+
+
+@torch.library.custom_op("liger_trainer::linear_cross_entropy_forward", mutates_args=())
 def loss_and_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -62,100 +132,100 @@ def loss_and_gradients(
     class_weights: torch.Tensor | None,
     scale: torch.Tensor,
     expected: torch.Tensor,
-    *rest: Any,
-) -> Any:
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    logits_memory: int,
+    entropy: bool,
+    predicted: bool,
+    hidden_gradient: bool,
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and nll, lse, entropy and predicted of `RowStats`."""
-    *options, logits_memory, entropy, predicted, hidden_gradient, weight_gradient, bias_gradient = rest
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    gradients = run_chunks(
-        hidden,
-        weight,
-        target,
-        bias,
-        class_weights,
-        RowOptions(*options),
-        logits_memory,
-        stats,
-        scale * expected,
-        Needs(hidden_gradient, weight_gradient, bias_gradient),
-        recompute=False,
+    coefficient = scale * expected
+    gradients = _run_chunks(
+        hidden, weight, target, bias, class_weights, options, logits_memory, stats, coefficient, needs, recompute=False
     )
     return (stats.loss.sum() * scale, *gradients, *stats[1:])
 
 
 @loss_and_gradients.register_fake
-def _(hidden: Any, weight: Any, target: Any, bias: Any, class_weights: Any, scale: Any, *rest: Any) -> Any:
-    *_, entropy, predicted, hidden_gradient, weight_gradient, bias_gradient = rest
+def _(
+    hidden, weight, target, bias, class_weights, scale, expected,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
+    entropy, predicted, hidden_gradient, weight_gradient, bias_gradient,
+):  # fmt: skip
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
     needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     return (stats.loss.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats[1:])
 
 
-def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
+    _hidden, _weight, _target, _bias, _class_weights, _scale, expected, *_, needs_hidden, needs_weight, needs_bias = (
+        inputs
+    )
+    _loss, d_hidden, d_weight, d_bias, *_ = output
+    ctx.needs = Needs(needs_hidden, needs_weight, needs_bias)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:4], inputs[6])
-    ctx.needs = inputs[-3:]
+    ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
 
 
-def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    d_hidden = d_weight = d_bias = None
-    if grad is not None:
-        *saved, expected = ctx.saved_tensors
-        gradients = [gradient if need else None for gradient, need in zip(saved, ctx.needs)]
-        del saved
-        d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
-    return (d_hidden, d_weight, None, d_bias, *(None,) * 15)
+def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return input_gradients(ctx)
+    *gradients, expected = ctx.saved_tensors
+    gradients = [gradient if need else None for gradient, need in zip(gradients, ctx.needs)]
+    d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
+    return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
 
 loss_and_gradients.register_autograd(_forward_backward, setup_context=_forward_setup)
 
 
-@torch.library.custom_op(
-    "liger_trainer::linear_cross_entropy_rows",
-    mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, {OPTIONS_SCHEMA}, "
-    "int logits_memory, bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("liger_trainer::linear_cross_entropy_rows", mutates_args=())
 def _rows(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    *rest: Any,
-) -> Any:
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    logits_memory: int,
+    entropy: bool,
+    predicted: bool,
+) -> _Statistics:
     """The `RowStats` of every token, without gradients."""
-    *options, logits_memory, entropy, predicted = rest
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    needs = Needs(hidden=False, weight=False, bias=False)
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    run_chunks(
-        hidden,
-        weight,
-        target,
-        bias,
-        class_weights,
-        RowOptions(*options),
-        logits_memory,
-        stats,
-        None,
-        Needs(False, False, False),
-        recompute=False,
+    _run_chunks(
+        hidden, weight, target, bias, class_weights, options, logits_memory, stats, None, needs, recompute=False
     )
-    return tuple(stats)
+    return (*stats,)
 
 
 @_rows.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
-    return tuple(RowStats.allocate(hidden, target.numel(), rest[-2], rest[-1]))
+def _(
+    hidden, weight, target, bias, class_weights,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, entropy, predicted,
+):  # fmt: skip
+    return (*RowStats.allocate(hidden, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op(
-    "liger_trainer::linear_cross_entropy_rows_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weights, "
-    f"Tensor nll, Tensor lse, {OPTIONS_SCHEMA}, int logits_memory, bool hidden_gradient, bool weight_gradient, "
-    "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("liger_trainer::linear_cross_entropy_rows_backward", mutates_args=())
 def _rows_backward(
     grad: torch.Tensor,
     hidden: torch.Tensor,
@@ -165,45 +235,52 @@ def _rows_backward(
     class_weights: torch.Tensor | None,
     nll: torch.Tensor,
     lse: torch.Tensor,
-    *rest: Any,
-) -> Any:
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    logits_memory: int,
+    hidden_gradient: bool,
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> _Gradients:
     """dX, dW and dbias for the upstream gradients `grad` of the token losses, from recomputed logits."""
-    *options, logits_memory, hidden_gradient, weight_gradient, bias_gradient = rest
-    return run_chunks(
-        hidden,
-        weight,
-        target,
-        bias,
-        class_weights,
-        RowOptions(*options),
-        logits_memory,
-        RowStats(lse, nll, lse, lse, lse),
-        grad,
-        Needs(hidden_gradient, weight_gradient, bias_gradient),
-        recompute=True,
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    stats = RowStats.of_backward(nll, lse)
+    return _run_chunks(
+        hidden, weight, target, bias, class_weights, options, logits_memory, stats, grad, needs, recompute=True
     )
 
 
 @_rows_backward.register_fake
-def _(grad: Any, hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
-    return allocate_gradients(hidden, weight, bias, Needs(*rest[-3:]))
+def _(
+    grad, hidden, weight, target, bias, class_weights, nll, lse,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
+    hidden_gradient, weight_gradient, bias_gradient,
+):  # fmt: skip
+    return allocate_gradients(hidden, weight, bias, Needs(hidden_gradient, weight_gradient, bias_gradient))
 
 
-def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
+    hidden, weight, target, bias, class_weights, *ctx.options, _, _ = inputs
+    _, nll, lse, _, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:5], output[1], output[2])
-    ctx.options = inputs[5:-2]
+    ctx.save_for_backward(hidden, weight, target, bias, class_weights, nll, lse)
 
 
-def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    gradients: list[torch.Tensor | None] = [None, None, None]
-    if grad is not None:
-        refuse_double_backward("linear_cross_entropy")
-        needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        computed = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
-        gradients = [gradient if need else None for gradient, need in zip(computed, needs)]
-    return (gradients[0], gradients[1], None, gradients[2], *(None,) * 10)
+def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return input_gradients(ctx)
+    refuse_double_backward("linear_cross_entropy")
+    hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
+    needs = (hidden_gradient, weight_gradient, bias_gradient)
+    gradients = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
+    d_hidden, d_weight, d_bias = (gradient if need else None for gradient, need in zip(gradients, needs))
+    return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
 
 _rows.register_autograd(_rows_autograd, setup_context=_rows_setup)
@@ -230,7 +307,7 @@ def linear_cross_entropy(
     """Cross entropy of ``hidden @ weight.T + bias`` that never holds more than one chunk of the logits.
 
     Loss and options are those of `cross_entropy`. The logits are rounded to the dtype of `hidden`, as ``nn.Linear``
-    rounds them, the loss computed from them in fp32 and the gradients in the forward; double backward is an error.
+    rounds them; the loss is computed from them in fp32, and the gradients in the forward. Double backward is an error.
     (`linear_jsd`, whose gradient is a difference of two nearly equal distributions, keeps its logits in fp32.)
 
     Args:
@@ -242,7 +319,7 @@ def linear_cross_entropy(
         bias: `(V,)`, floating.
         ignore_index: Tokens with this label give no loss and no gradient.
         reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
-            at ignored tokens; the backward then recomputes the logits). Where every token is ignored the loss is 0,
+            at ignored tokens; the backward then recomputes the logits). If every token is ignored the loss is 0,
             with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
         label_smoothing: In [0, 1].
@@ -253,11 +330,11 @@ def linear_cross_entropy(
         class_weights: `(V,)`, floating, not differentiated.
         outputs: Names among "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll".
         logits_memory: Bytes for the chunk of logits, 512 MiB by default. Half-precision weight gradients of more than
-            8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where a bigger buffer is cheaper than that
-            sum, the buffer exceeds this.
-        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. Where it
-            comes exactly so, the backward does not touch the gradients; otherwise it passes over them once. Not used
-            by reduction "none".
+            8 chunks are summed in fp32 (not on NVIDIA GPUs from Hopper on, which need no fp32 sum); if a larger buffer
+            costs less memory than that sum, the buffer exceeds this.
+        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. If the
+            upstream gradient is exactly that, the backward does not touch the gradients; otherwise it rescales them in
+            one pass. Not used by reduction "none".
 
     Returns:
         The fp32 loss (float64 for float64 inputs), 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
@@ -290,3 +367,14 @@ def linear_cross_entropy(
         flat, weight, labels, bias, class_weights, scale, expected, *options, logits_memory, *extras, *needs
     )
     return with_outputs(loss, outputs, RowStats(tokens[0], *tokens), target, options, scale)
+
+
+def linear_cross_entropy_reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | CrossEntropyOutput:
+    """`linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference` with its `options`."""
+    return cross_entropy_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)

@@ -1,22 +1,22 @@
 """Distillation with both LM heads in one operator: the logits of the two models exist one chunk of tokens at a time.
 
 For hidden states X `(N, H)` and head W `(V, H)` of the student and those of the teacher, which may have another hidden
-size, and a divergence L of their logits (`_divergence_options`):
+size, and a divergence L of their logits (`divergence_options`):
 
     for each chunk of tokens:   Z = X_c @ W.T,  T = X_teacher_c @ W_teacher.T     into two buffers, fp32
-                                dZ = dL/dZ             over Z, in the dtype of X, one kernel (`_divergence_rows`)
+                                dZ = dL/dZ             over Z, in the dtype of X, one kernel (`divergence_kernel`)
                                 dX_c = dZ @ W          dW += dZ.T @ X_c         dbias += sum of the rows of dZ, fp32
 
-four matmuls, three for a frozen student head. The logits keep the matmul's fp32: where student and teacher nearly
-agree, dZ is a difference of nearly equal numbers, and rounding the logits to half precision would put it off by several
-percent. The gradients come with the forward, and the backward has only the upstream gradient to apply (`_rescale`), as
-in `linear_cross_entropy`, with which this shares chunk plan and sums.
+four matmuls, three for a frozen student head. The logits are the matmul's fp32 results: where student and teacher
+nearly agree, dZ is a difference of nearly equal numbers, and rounding the logits to half precision would change it by
+several percent. The gradients are computed in the forward, and the backward has only the upstream gradient to apply
+(`rescale`), as in `linear_cross_entropy`.
 
 Bytes moved besides the matmuls' own, b bytes an element of X: at most N*V*(16 + b) for the row kernel (jsd 24 + b) and
-2*V*H*b for each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW; saved for backward are
-dX, dW and dbias.
+2*V*H*b for each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW. Saved for backward: dX,
+dW and dbias.
 
-The public functions are in `linear_jsd` and, for a teacher given as probabilities, `linear_kl_div`.
+The public functions are in `linear_jsd` and, for a teacher given as probabilities, in `parity/linear_kl_div`.
 """
 
 from __future__ import annotations
@@ -26,37 +26,52 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_options import compute_dtype, inverse_normalizer
+from liger_trainer.kernels.autograd import input_gradients
+from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.divergence_options import (
     DivergenceOptions,
     DivergenceOutput,
     DivergenceStats,
     check_divergence_options,
 )
-from liger_trainer.kernels.head.divergence_rows import divergence_rows_, gradient_memory
-from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, Needs, allocate_gradients, chunk_rows, round_up
-from liger_trainer.kernels.head.loss_checks import (
+from liger_trainer.kernels.head.head_chunks import (
+    COLUMN_MULTIPLE,
+    Needs,
+    allocate_gradients,
+    chunk_rows,
+    chunk_spans,
+    round_up,
+)
+from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
     check_logits_memory,
     check_num_items,
     check_tokens,
+    inverse_normalizer,
 )
-from liger_trainer.kernels.head.matmul_precision import fp32_reductions
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, matmul_into, multiplies_into_fp32
+from liger_trainer.kernels.head.row_statistics import compute_dtype
+from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
+from liger_trainer.kernels.runtime import cdiv
 
-_TENSORS = 10  # of the operator's arguments
+_T = torch.Tensor
+_LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T]  # loss, dX, dW, dbias, and the fields of `DivergenceStats`
 _FUNCTIONS = "linear_jsd, linear_kl, linear_kl_div and linear_cosine_distance"
 
 
 def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """That of the products with a head: fp32 where half precision is multiplied into it, else as `hidden` is."""
+    """The dtype of the logits: fp32 if the device multiplies half precision into fp32, else that of `hidden`."""
     return compute_dtype(hidden) if multiplies_into_fp32(hidden.device) else hidden.dtype
 
 
 def _run_chunks(
-    student: tuple[Any, ...],
-    teacher: tuple[Any, ...],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor | None,
+    teacher_bias: torch.Tensor | None,
     labels: torch.Tensor | None,
     coefficient: torch.Tensor,
     options: DivergenceOptions,
@@ -65,9 +80,10 @@ def _run_chunks(
     stats: DivergenceStats,
     needs: Needs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fills `stats` and returns dX, dW and dbias, empty where not needed."""
-    hidden, weight, bias = student
-    given, teacher_weight, teacher_bias = teacher  # hidden states, or without a head the probabilities themselves
+    """Fills `stats` and returns dX, dW and dbias, empty if not needed.
+
+    `teacher` holds hidden states, or without a `teacher_weight` the probabilities themselves.
+    """
     tokens = hidden.shape[0]
     if labels is not None and stats.hard.numel():
         check_labels_on_cpu(labels, vocab_size, options.ignore_index)
@@ -75,73 +91,97 @@ def _run_chunks(
     if tokens == 0:
         return d_hidden, d_weight.zero_(), d_bias.zero_()
     head = weight[:vocab_size]
-    dtype, teacher_dtype = _logits_dtype(hidden), _logits_dtype(given)
+    dtype, teacher_dtype = _logits_dtype(hidden), _logits_dtype(teacher)
     class_bytes = dtype.itemsize + (0 if teacher_weight is None else teacher_dtype.itemsize)
     rows = chunk_rows(hidden, head, logits_memory, needs.weight, class_bytes=class_bytes)
     width = round_up(vocab_size, COLUMN_MULTIPLE)
     buffer = hidden.new_empty(rows, width, dtype=dtype)
     gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
-    teacher_buffer = given.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
-    weight_sum = WeightGradientSum(d_weight[:vocab_size], -(-tokens // rows)) if needs.weight else None
-    bias_total = d_bias.new_zeros(min(d_bias.shape[0], vocab_size), dtype=compute_dtype(hidden))
-    for start in range(0, tokens, rows):
-        stop = min(start + rows, tokens)
-        part = hidden[start:stop]
-        logits, gradient = (memory[: stop - start, :vocab_size] for memory in (buffer, gradient_buffer))
-        matmul_into(logits, part, head.t())
-        if teacher_weight is None:
-            target, target_width = given[start:stop, :vocab_size], vocab_size
-        else:
-            target, target_width = teacher_buffer[: stop - start, :vocab_size], width
-            matmul_into(target, given[start:stop], teacher_weight[:vocab_size].t())
-        divergence_rows_(
-            logits,
-            target,
-            None if labels is None else labels[start:stop],
-            stats.rows(start, stop),
-            options,
-            None if bias is None else bias[:vocab_size],
-            None if teacher_bias is None else teacher_bias[:vocab_size],
-            None if not any(needs) else coefficient[start:stop] if coefficient.dim() else coefficient,
-            width,
-            target_width,
-            gradient,
-        )
-        if needs.hidden:
-            torch.mm(gradient, head, out=d_hidden[start:stop])
-        if weight_sum is not None:
-            weight_sum.add(gradient, part)
-        if needs.bias:
-            bias_total += gradient.sum(0, dtype=bias_total.dtype)
-        del logits, gradient, target
+    teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
+    weight_sum = WeightGradientSum(d_weight[:vocab_size], cdiv(tokens, rows)) if needs.weight else None
+    bias_sum = d_bias.new_zeros(min(d_bias.shape[0], vocab_size), dtype=compute_dtype(hidden))
+    with fp32_reductions(head):
+        for start, stop in chunk_spans(0, tokens, rows):
+            part = hidden[start:stop]
+            logits, gradient = (memory[: stop - start, :vocab_size] for memory in (buffer, gradient_buffer))
+            matmul_into(logits, part, head.t())
+            if teacher_weight is None:
+                target, target_width = teacher[start:stop, :vocab_size], vocab_size
+            else:
+                target, target_width = teacher_buffer[: stop - start, :vocab_size], width
+                matmul_into(target, teacher[start:stop], teacher_weight[:vocab_size].t())
+            divergence_rows_(
+                logits,
+                target,
+                None if labels is None else labels[start:stop],
+                stats.rows(start, stop),
+                options,
+                None if bias is None else bias[:vocab_size],
+                None if teacher_bias is None else teacher_bias[:vocab_size],
+                None if not any(needs) else coefficient[start:stop] if coefficient.dim() else coefficient,
+                width,
+                target_width,
+                gradient,
+            )
+            if needs.hidden:
+                torch.mm(gradient, head, out=d_hidden[start:stop])
+            if weight_sum is not None:
+                weight_sum.add(gradient, part)
+            if needs.bias:
+                bias_sum += gradient.sum(0, dtype=bias_sum.dtype)
+            del logits, gradient, target
     del buffer, gradient_buffer, teacher_buffer
     if weight_sum is not None:
         weight_sum.finish()
     d_weight[vocab_size:].zero_()
-    d_bias[: bias_total.shape[0]].copy_(bias_total)
+    d_bias[: bias_sum.shape[0]].copy_(bias_sum)
     d_bias[vocab_size:].zero_()
     return d_hidden, d_weight, d_bias
 
 
-@torch.library.custom_op(
-    "liger_trainer::linear_divergence",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "
-    "Tensor? labels, Tensor? token_weights, Tensor scale, Tensor expected, str divergence, float beta, "
-    "float temperature, float soft_weight, float hard_weight, float? student_softcap, float student_logit_scale, "
-    "float? teacher_softcap, float teacher_logit_scale, float eps, int ignore_index, int vocab_size, "
-    "int logits_memory, bool hard, bool entropy, bool hidden_gradient, bool weight_gradient, bool bias_gradient) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _linear_divergence(*arguments: Any) -> Any:
+@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=())
+def _linear_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor | None,
+    teacher_bias: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    token_weights: torch.Tensor | None,
+    scale: torch.Tensor,
+    expected: torch.Tensor,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    student_softcap: float | None,
+    student_logit_scale: float,
+    teacher_softcap: float | None,
+    teacher_logit_scale: float,
+    eps: float,
+    ignore_index: int,
+    vocab_size: int,
+    logits_memory: int,
+    hard: bool,
+    entropy: bool,
+    hidden_gradient: bool,
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and the fields of `DivergenceStats`."""
-    student, teacher, (labels, token_weights, scale, expected) = arguments[:3], arguments[3:6], arguments[6:_TENSORS]
-    *fields, vocab_size, logits_memory, hard, entropy = arguments[_TENSORS:-3]
-    options, needs = DivergenceOptions(*fields), Needs(*arguments[-3:])
-    stats = DivergenceStats.allocate(student[0], student[0].shape[0], hard, entropy)
+    options = DivergenceOptions(
+        divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
+        teacher_softcap, teacher_logit_scale, eps, ignore_index,
+    )  # fmt: skip
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
     coefficient = scale * expected if token_weights is None else scale * expected * token_weights
-    with fp32_reductions(student[1][:vocab_size]):
-        gradients = _run_chunks(student, teacher, labels, coefficient, options, vocab_size, logits_memory, stats, needs)
+    gradients = _run_chunks(
+        hidden, weight, bias, teacher, teacher_weight, teacher_bias,
+        labels, coefficient, options, vocab_size, logits_memory, stats, needs,
+    )  # fmt: skip
     losses = options.soft_weight * stats.soft
     if options.hard_weight != 0.0:
         losses = losses + options.hard_weight * stats.hard
@@ -151,28 +191,33 @@ def _linear_divergence(*arguments: Any) -> Any:
 
 
 @_linear_divergence.register_fake
-def _(*arguments: Any) -> Any:
-    hidden, weight, bias = arguments[:3]
-    stats = DivergenceStats.allocate(hidden, hidden.shape[0], arguments[-5], arguments[-4])
-    return (stats.soft.new_empty(()), *allocate_gradients(hidden, weight, bias, Needs(*arguments[-3:])), *stats)
+def _(
+    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, token_weights, scale, expected,
+    divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
+    teacher_softcap, teacher_logit_scale, eps, ignore_index, vocab_size, logits_memory,
+    hard, entropy, hidden_gradient, weight_gradient, bias_gradient,
+):  # fmt: skip
+    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    return (stats.soft.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
+    *_, expected = inputs[:10]  # the tensors
+    *_, hidden_gradient, weight_gradient, bias_gradient = inputs
+    _loss, d_hidden, d_weight, d_bias, *_ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:4], inputs[_TENSORS - 1])
-    ctx.needs = inputs[-3:]
-    ctx.missing = len(inputs) - 3
+    ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
+    ctx.needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    gradients: list[torch.Tensor | None] = [None, None, None]
-    if grad is not None:
-        *saved, expected = ctx.saved_tensors
-        gradients = [gradient if need else None for gradient, need in zip(saved, ctx.needs)]
-        del saved
-        gradients = rescaled_gradients(gradients, grad, expected, _FUNCTIONS)
-    return (*gradients, *(None,) * ctx.missing)
+def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return input_gradients(ctx)
+    *gradients, expected = ctx.saved_tensors
+    gradients = [gradient if need else None for gradient, need in zip(gradients, ctx.needs)]
+    return input_gradients(ctx, *rescaled_gradients(gradients, grad, expected, _FUNCTIONS))
 
 
 _linear_divergence.register_autograd(_backward, setup_context=_setup_context)
@@ -191,16 +236,16 @@ def reduced_divergence(
     logits_memory: int,
     expected_grad: float | torch.Tensor | None,
 ) -> torch.Tensor | DivergenceOutput:
-    """The operator between its public functions and itself: flattening, normaliser, expected gradient and outputs.
+    """The loss and outputs of any divergence; its public functions check the heads and call this.
 
     Args:
         student: Hidden states, head and bias, checked.
-        teacher: Those of the teacher, or probabilities `(..., V)` and twice None; no gradient.
+        teacher: Those of the teacher, or probabilities `(..., V)`, None and None; no gradient.
         labels: As in `linear_jsd`, like every argument that follows.
         options: The token loss.
         vocab_size: Classes that are compared.
         reduction: "mean" or "sum".
-        num_items: Instead of the number of valid tokens.
+        num_items: The normaliser, instead of the number of valid tokens.
         token_weights: Factors of the token losses.
         outputs: Names of the outputs.
         logits_memory: Bytes for the chunks.
@@ -221,7 +266,7 @@ def reduced_divergence(
     check_tokens("token_weights", token_weights, hidden, integer=False)
     hard = options.hard_weight != 0.0 or "hard_loss" in outputs
     if hard and labels is None:
-        raise ValueError("The cross entropy is asked for (by `hard_weight` or `outputs`); it needs `labels`.")
+        raise ValueError("`hard_weight` or `outputs` asks for the cross entropy, which needs `labels`.")
     shape, dtype = hidden.shape[:-1], compute_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     target = teacher[0].detach().reshape(-1, teacher[0].shape[-1]).contiguous()
@@ -235,12 +280,12 @@ def reduced_divergence(
     scale = inverse_normalizer(counted, options.ignore_index, reduction, num_items, dtype)
     enabled = torch.is_grad_enabled()
     needs = [enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
+    teacher_weight, teacher_bias = (None if tensor is None else tensor.detach() for tensor in teacher[1:])
+    expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, soft, nll, entropy = _linear_divergence(
-        *(flat, weight, bias, target, *(None if tensor is None else tensor.detach() for tensor in teacher[1:])),
-        *(labels, token_weights, scale, expected_gradient(expected_grad, scale, hidden.dtype, normalised)),
-        *options,
-        *(vocab_size, logits_memory, hard, "entropy" in outputs, *needs),
-    )
+        flat, weight, bias, target, teacher_weight, teacher_bias, labels, token_weights, scale, expected,
+        *options, vocab_size, logits_memory, hard, "entropy" in outputs, *needs,
+    )  # fmt: skip
     if not outputs:
         return loss
     weights = scale if token_weights is None else scale * token_weights

@@ -1,4 +1,4 @@
-"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `_linear_divergence`)."""
+"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `linear_divergence`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
+from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, logits_reference
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
-from liger_trainer.kernels.head.loss_checks import check_head
+from liger_trainer.kernels.head.loss_arguments import check_head
 
 
 def _of_two_heads(
@@ -47,12 +48,12 @@ def _of_two_heads(
     if student_hidden.shape[:-1] != teacher_hidden.shape[:-1] or student_hidden.device != teacher_hidden.device:
         raise ValueError(
             f"`student_hidden` of shape {tuple(student_hidden.shape)} on {student_hidden.device} and `teacher_hidden` "
-            f"of shape {tuple(teacher_hidden.shape)} on {teacher_hidden.device} must hold the same tokens on a device."
+            f"of shape {tuple(teacher_hidden.shape)} on {teacher_hidden.device} must be the same tokens on one device."
         )
     options = DivergenceOptions(
-        *(divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale),
-        *(teacher_softcap, teacher_logit_scale, 0.0, ignore_index),
-    )
+        divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
+        teacher_softcap, teacher_logit_scale, 0.0, ignore_index,
+    )  # fmt: skip
     return reduced_divergence(
         student,
         teacher,
@@ -96,9 +97,9 @@ def linear_jsd(
     """Generalised Jensen-Shannon divergence between the next-token distributions of a student and a teacher.
 
     With s and t the softmax of the two models' logits at the temperature and ``m = (1 - beta) * s + beta * t``, a
-    token's divergence is ``beta * KL(t || m) + (1 - beta) * KL(s || m)``; `beta` 0 stands for ``KL(t || s)`` and 1 for
-    ``KL(s || t)`` (arXiv 2306.13649, as in TRL and Liger; no factor of ``temperature**2``). Logits and all
-    that is computed from them are fp32; the gradient of the logits is rounded once, to the dtype of `hidden`, for its
+    token's divergence is ``beta * KL(t || m) + (1 - beta) * KL(s || m)``; `beta` 0 means ``KL(t || s)`` and 1 means
+    ``KL(s || t)`` (arXiv 2306.13649, as in TRL and Liger; no factor of ``temperature**2``). The logits and everything
+    computed from them are fp32; the gradient of the logits is rounded once, to the dtype of `student_hidden`, for its
     matmuls. On AMD and Intel GPUs the logits of a half-precision head are rounded as well. The gradients are computed
     in the forward; double backward is an error. The teacher gets no gradient.
 
@@ -108,8 +109,8 @@ def linear_jsd(
             `linear_cross_entropy`.
         teacher_hidden: `(..., H_teacher)`, the same tokens; its dtype may be another.
         teacher_weight: `(V, H_teacher)` of the dtype of `teacher_hidden`.
-        labels: `(...)` of int64 or int32; by default every token counts. Where `hard_weight` is 0 a label only says
-            whether its token counts. Otherwise one outside [0, V) is an error on the CPU and a NaN loss elsewhere.
+        labels: `(...)` of int64 or int32; by default every token counts. If `hard_weight` is 0, a label only says
+            whether its token counts. Otherwise a label outside [0, V) is an error on the CPU and a NaN loss elsewhere.
         beta: In [0, 1].
         temperature: Divides the logits of both models after the soft-cap, more than 0.
         student_bias: `(V,)`, floating.
@@ -124,18 +125,19 @@ def linear_jsd(
         soft_weight: Factor of the divergence.
         hard_weight: Factor of the student's cross entropy with `labels`, which takes its logits before the temperature.
         token_weights: `(...)`, floating, factors of the token losses, not differentiated.
-        vocab_size: Compares only the first so many classes; for heads of one vocabulary with different padding. By
-            default both heads must have the same number of rows.
+        vocab_size: Compares only this many classes, the first; for heads that share a vocabulary but pad it
+            differently. By default both heads must have the same number of rows.
         outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
         logits_memory: Bytes for the two chunks of fp32 logits, 1 GiB by default. Half-precision weight gradients of
-            more than 8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where bigger buffers are cheaper
-            than that sum, they exceed this.
-        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. Where it
-            comes exactly so, the backward does not touch the gradients; otherwise it passes over them once.
+            more than 8 chunks are summed in fp32 (not on NVIDIA GPUs from Hopper on, which need no fp32 sum); if larger
+            buffers cost less memory than that sum, they exceed this.
+        expected_grad: The upstream gradient to expect in the backward, a number or a 0-d tensor; default 1. If the
+            upstream gradient is exactly that, the backward does not touch the gradients; otherwise it rescales them in
+            one pass.
 
     Returns:
-        The fp32 0-d loss (float64 for float64 inputs); with `outputs` a `DivergenceOutput`. Where every token is
-        ignored it is 0, with zero gradients.
+        The fp32 0-d loss (float64 for float64 inputs); with `outputs` a `DivergenceOutput`. If every token is ignored
+        it is 0, with zero gradients.
 
     Raises:
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
@@ -143,11 +145,11 @@ def linear_jsd(
     """
     return _of_two_heads(
         {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd"),
-        *(student_hidden, student_weight, teacher_hidden, teacher_weight, labels, beta, temperature),
-        *(student_bias, teacher_bias, ignore_index, reduction, num_items, student_softcap, teacher_softcap),
-        *(student_logit_scale, teacher_logit_scale, soft_weight, hard_weight, token_weights, vocab_size),
-        *(outputs, logits_memory, expected_grad),
-    )
+        student_hidden, student_weight, teacher_hidden, teacher_weight, labels, beta, temperature,
+        student_bias, teacher_bias, ignore_index, reduction, num_items, student_softcap, teacher_softcap,
+        student_logit_scale, teacher_logit_scale, soft_weight, hard_weight, token_weights, vocab_size,
+        outputs, logits_memory, expected_grad,
+    )  # fmt: skip
 
 
 def linear_kl(
@@ -161,16 +163,16 @@ def linear_kl(
 ) -> torch.Tensor | DivergenceOutput:
     """Kullback-Leibler divergence between the next-token distributions of a student and a teacher.
 
-    `linear_jsd` at one of its ends, one pass over the logits cheaper than between them.
+    This is `linear_jsd` with `beta` 0 or 1, which takes one pass over the logits less than a `beta` in between.
 
     Args:
         student_hidden: `(..., H)`.
         student_weight: `(V, H)`.
         teacher_hidden: `(..., H_teacher)`.
         teacher_weight: `(V, H_teacher)`.
-        labels: `(...)`, or None where every token counts.
+        labels: `(...)`, or None if every token counts.
         reverse: False is ``KL(teacher || student)``, which covers the teacher's modes; True is
-            ``KL(student || teacher)``, which seeks one.
+            ``KL(student || teacher)``, which seeks one of them.
         options: The other arguments of `linear_jsd`, by name.
 
     Returns:
@@ -201,7 +203,7 @@ def linear_cosine_distance(
         student_weight: `(V, H)`.
         teacher_hidden: `(..., H_teacher)`.
         teacher_weight: `(V, H_teacher)`.
-        labels: `(...)`, or None where every token counts.
+        labels: `(...)`, or None if every token counts.
         beta: In [0, 1].
         options: The other arguments of `linear_jsd`, by name.
 
@@ -214,3 +216,34 @@ def linear_cosine_distance(
     """
     heads = (student_hidden, student_weight, teacher_hidden, teacher_weight)
     return _of_two_heads("cosine", *heads, labels, beta, **options)
+
+
+def linear_jsd_reference(
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    vocab_size: int | None = None,
+    **reduction: Any,
+) -> torch.Tensor:
+    """`linear_jsd` in plain torch: all logits of both models at once. It has the same arguments, without `outputs`."""
+    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    options = DivergenceOptions(
+        divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
+        teacher_softcap, teacher_logit_scale, 0.0, ignore_index,
+    )  # fmt: skip
+    student = logits_reference(student_hidden, student_weight, student_bias)[..., :vocab_size]
+    teacher = logits_reference(teacher_hidden, teacher_weight, teacher_bias)[..., :vocab_size]
+    return divergence_of_logits_reference(student, teacher, labels, options, **reduction)

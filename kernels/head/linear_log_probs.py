@@ -1,100 +1,138 @@
 """Log-probability of every target token under an LM head, with the logits one chunk of tokens at a time.
 
-For hidden states X `(N, H)`, head W `(V, H)` and labels t, with z the transformed logits (`_cross_entropy_options`):
+For hidden states X `(N, H)`, head W `(V, H)` and labels t, with z the transformed logits (`logit_rows`):
 
     log_probs[n] = z[n, t[n]] - lse[n]          entropy[n] = lse[n] - sum_c p[n, c] * z[n, c]
     dz[n, c]     = g[n] * ([c == t[n]] - p[n, c]) - e[n] * p[n, c] * (log p[n, c] + entropy[n])
 
 for upstream gradients g of the log-probabilities and e of the entropies, which any loss may give: supervised,
-preference or policy. Its backward is exact in the cheapest of the three ways of `_linear_rows`: logits kept up to a
-budget, recomputed beyond it, or, for a frozen head, a gradient of size (N, H) made in the forward. For a loss that is
-expected to weigh all tokens alike the gradients are those of the summed loss, made in the forward
-(`_linear_expected_gradient`).
+preference or policy. They are known only in the backward, which is exact in the cheapest of three ways:
+
+    retained    the logits of the last tokens, as many as a budget in bytes holds, stay in memory until the backward:
+                3 matmuls in all for these tokens
+    recomputed  the logits of the other tokens are computed again in the backward, one chunk at a time: 4 matmuls
+    frozen head the gradient of each log-probability with respect to its hidden state, (N, H) in fp32, is computed in
+                the forward and multiplied by the upstream gradient in the backward: 2 matmuls
+
+The forward runs the tokens that are not retained first, in the memory that the retained logits fill last. The backward
+(`linear_log_probs_backward`) runs the retained ones first, and then the others in their memory. So with equal budgets
+for a chunk and for retained logits, retaining costs nothing at the peak. For a loss that is expected to weigh all
+tokens alike, the gradients are those of the summed loss, computed in the forward (`linear_log_probs_expected`).
 
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
-2*V*H*b for every chunk after the first, to accumulate dW. Saved for the backward are the inputs, two to three fp32
-numbers a token, and the kept logits or the (N, H) gradient in fp32.
+2*V*H*b for every chunk after the first, to accumulate dW. Saved for backward: the inputs, two to three fp32 numbers a
+token, and the retained logits or the (N, H) gradient in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.head.cross_entropy_options import (
-    OPTIONS_SCHEMA,
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    check_options,
-    compute_dtype,
+from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
+from liger_trainer.kernels.head.head_chunks import (
+    Needs,
+    chunk_spans,
+    logits_buffer,
+    retained_rows,
+    saturating_chunk_rows,
 )
-from liger_trainer.kernels.head.head_chunks import Needs
-from liger_trainer.kernels.head.linear_expected_gradient import log_probs_with_gradients
-from liger_trainer.kernels.head.linear_row_gradients import attach_gradients
-from liger_trainer.kernels.head.linear_rows import (
-    allocate_kept,
-    kept_rows,
-    linear_statistics_,
-)
+from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
+from liger_trainer.kernels.head.linear_log_probs_expected import log_probs_with_gradients
 from liger_trainer.kernels.head.log_probs import (
     LOG_PROBS_OUTPUTS,
     LogProbsOutput,
     log_probs_reference,
     log_probs_with_outputs,
 )
-from liger_trainer.kernels.head.loss_checks import check_linear, check_outputs
-from liger_trainer.kernels.head.matmul_precision import fp32_reductions
-
-
-@torch.library.custom_op(
-    "liger_trainer::linear_log_probs_rows",
-    mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {OPTIONS_SCHEMA}, int logits_memory, "
-    "SymInt keep, bool entropy, bool predicted, bool mean_logit, bool sum_squared_probs, bool unit_gradient) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+from liger_trainer.kernels.head.loss_arguments import (
+    check_labels_on_cpu,
+    check_linear,
+    check_options,
+    check_outputs,
+    check_retain_memory,
 )
-def _rows(hidden: Any, weight: Any, target: Any, bias: Any, *rest: Any) -> Any:
-    """nll, lse, entropy and predicted of `RowStats`, both of `ExtraStats`, the kept logits and dnll/dhidden."""
-    stats, extra, unit_gradient = _allocate_rows(hidden, target, *rest[8:])
-    with fp32_reductions(weight):
-        kept = linear_statistics_(
-            hidden, weight, target, bias, RowOptions(*rest[:6]), rest[6], rest[7], stats, extra, unit_gradient
-        )
-    return (*stats[1:], *extra, kept, unit_gradient)
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+
+_T = torch.Tensor
+_Statistics = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # all but `loss` of `RowStats`, `ExtraStats`, logits, dnll/dhidden
 
 
-def _allocate_rows(
+def forward_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain: int, retained: list[torch.Tensor]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yields (start, stop, logits) of every chunk of tokens; the last `retain` tokens come last, as one chunk.
+
+    Appends the memory of their logits to `retained`.
+    """
+    tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    others = tokens - retain
+    rows = saturating_chunk_rows(hidden, weight, logits_memory, weight_gradient=False)
+    buffer = logits_buffer(hidden, weight, max(retain, min(rows, others)))
+    for start, stop in chunk_spans(0, others, rows):
+        yield start, stop, torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
+    if buffer.shape[0] != retain:
+        del buffer
+        buffer = logits_buffer(hidden, weight, retain)
+    retained.append(buffer)
+    if retain:
+        yield others, tokens, torch.mm(hidden[others:], weight.t(), out=buffer[:, :vocab_size])
+
+
+@torch.library.custom_op("liger_trainer::linear_log_probs_rows", mutates_args=())
+def _rows(
     hidden: torch.Tensor,
+    weight: torch.Tensor,
     target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    logits_memory: int,
+    retain: int,
     entropy: bool,
     predicted: bool,
     mean_logit: bool,
     sum_squared_probs: bool,
     unit_gradient: bool,
-) -> tuple[RowStats, ExtraStats, torch.Tensor]:
-    tokens = target.numel()
-    return (
-        RowStats.allocate(hidden, tokens, entropy, predicted),
-        ExtraStats.allocate(hidden, tokens, mean_logit, sum_squared_probs),
-        # Not in the dtype of `hidden`: the product with the upstream gradient would be rounded a second time.
-        torch.empty_like(hidden, dtype=compute_dtype(hidden)) if unit_gradient else hidden.new_empty(0),
-    )
+) -> _Statistics:
+    """nll, lse, entropy and predicted of `RowStats`, `ExtraStats`, the retained logits and dnll/dhidden."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
+    gradient = _allocate_unit_gradient(hidden, unit_gradient)
+    check_labels_on_cpu(target, weight.shape[0], ignore_index)
+    one = stats.loss.new_ones(()) if gradient.numel() else None
+    retained: list[torch.Tensor] = []
+    with fp32_reductions(weight):
+        for start, stop, logits in forward_logits(hidden, weight, logits_memory, retain, retained):
+            labels, found, more = target[start:stop], stats.rows(start, stop), extra.rows(start, stop)
+            row_statistics_(logits, labels, found, options, bias, None, one, logits.stride(0), extra=more)
+            if one is not None:
+                matmul_into(gradient[start:stop], logits, weight)
+    return stats.nll, stats.lse, stats.entropy, stats.predicted, *extra, retained[0], gradient
+
+
+def _allocate_unit_gradient(hidden: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """Memory for dnll/dhidden. Not in the dtype of `hidden`: its product with the upstream gradient is rounded too."""
+    return torch.empty_like(hidden, dtype=compute_dtype(hidden)) if wanted else hidden.new_empty(0)
 
 
 @_rows.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, *rest: Any) -> Any:
-    stats, extra, unit_gradient = _allocate_rows(hidden, target, *rest[8:])
-    return (*stats[1:], *extra, allocate_kept(hidden, weight, rest[7]), unit_gradient)
-
-
-def check_retain_memory(retain_memory: int | None) -> None:
-    """Raises ValueError for a negative budget."""
-    if retain_memory is not None and retain_memory < 0:
-        raise ValueError(f"`retain_memory` is {retain_memory}; it must be 0 bytes or more, or None.")
+def _(
+    hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+    logits_memory, retain, entropy, predicted, mean_logit, sum_squared_probs, unit_gradient,
+):  # fmt: skip
+    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
+    gradient = _allocate_unit_gradient(hidden, unit_gradient)
+    return (*stats[1:], *extra, logits_buffer(hidden, weight, retain), gradient)
 
 
 def linear_log_probs(
@@ -118,14 +156,14 @@ def linear_log_probs(
     everything after that is fp32. Log-probabilities and entropies are differentiable, with any upstream gradient;
     double backward is an error.
 
-    The backward is exact and takes the cheapest way: logits that were kept give it three matmuls in all, recomputed
-    ones four. Where only `hidden` needs a gradient it takes two, the second in the forward; but a gradient of the
+    The backward is exact and takes the cheapest way: three matmuls in all for tokens whose logits were retained, four
+    for the others. If only `hidden` needs a gradient there are two, the second in the forward; but a gradient of the
     entropy then recomputes the logits.
 
     Args:
         hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`, with the copy of another
-            dtype kept for the backward.
+        weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`; a copy in another
+            dtype is saved for backward.
         target: `(...)` of int64 or int32. On the CPU a label outside [0, V) is an error; on an accelerator, where
             looking at it would stall the device, it makes the token's outputs NaN.
         bias: `(V,)`, floating.
@@ -135,17 +173,17 @@ def linear_log_probs(
         logit_scale: Factor of the logits before the soft-cap.
         outputs: Names among "entropy", "top1", "mean_logit" and "sum_squared_probs".
         logits_memory: Bytes for the chunk of logits, 512 MiB by default. Half-precision weight gradients of more than
-            8 chunks are summed in fp32, but on NVIDIA GPUs from Hopper on; where a bigger buffer is cheaper than that
-            sum, the buffer exceeds this.
-        retain_memory: Bytes of logits kept for the backward: 2 * N * V bytes in half precision keep all of them and
-            are fastest, 0 keeps none. By default one chunk, whose memory the forward and the backward need anyway.
+            8 chunks are summed in fp32 (not on NVIDIA GPUs from Hopper on, which need no fp32 sum); if a larger buffer
+            costs less memory than that sum, the buffer exceeds this.
+        retain_memory: Bytes of logits retained for the backward: 2 * N * V bytes in half precision retain all of them
+            and are fastest, 0 retains none. By default one chunk, whose memory forward and backward need anyway.
         expected_grad: For a loss that weighs all tokens alike: the upstream gradient to expect for the sum of the
             negative log-probabilities, a number or a 0-d tensor; None (the default) for any other loss. The gradients
-            are then computed in the forward, in three matmuls and without kept logits. The backward is exact for every
-            upstream gradient: if it is the same for all tokens, the gradients are ready; if it is not, or the entropies
-            have one, the logits are recomputed. The gradient of a sum is known to be the same for all tokens; for any
-            other, the host waits for the device to find out. Not used with "mean_logit" and "sum_squared_probs", nor
-            under `torch.compile`.
+            are then computed in the forward, in three matmuls and without retained logits. The backward is exact for
+            every upstream gradient: if it is the same for all tokens, the gradients are ready; if it is not, or the
+            entropies have one, the logits are recomputed. The gradient of a sum is known to be the same for all tokens;
+            for any other, the host waits for the device to find out. Not used with "mean_logit" and
+            "sum_squared_probs", nor under `torch.compile`.
 
     Returns:
         fp32 log-probabilities (float64 for float64 inputs) shaped as `target`; with `outputs` a `LogProbsOutput`.
@@ -164,8 +202,8 @@ def linear_log_probs(
     grad_enabled = torch.is_grad_enabled()
     needs = Needs(*(grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
-    is_known = expected_grad is not None and target.numel() > 0 and not torch.compiler.is_compiling()
-    if is_known and any(needs) and not any(asked[2:]):
+    in_forward = any(needs) and not any(asked[2:]) and target.numel() > 0 and not torch.compiler.is_compiling()
+    if expected_grad is not None and in_forward:
         chosen, entropy, predicted = log_probs_with_gradients(
             flat, weight, labels, bias, options, logits_memory, *asked[:2], needs, expected_grad
         )
@@ -174,14 +212,14 @@ def linear_log_probs(
             chosen, entropy, predicted, unused, unused, labels, ignore_index, outputs, target.shape
         )
     frozen_head = needs == (True, False, False)
-    keep = kept_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
+    retain = retained_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
     with torch.no_grad():
-        nll, lse, entropy, predicted, mean_logit, squares, kept, unit_gradient = _rows(
-            flat, weight, labels, bias, *options, logits_memory, keep, *asked, frozen_head
+        nll, lse, entropy, predicted, mean_logit, squares, retained, unit_gradient = _rows(
+            flat, weight, labels, bias, *options, logits_memory, retain, *asked, frozen_head
         )
     if any(needs):
         nll, entropy = attach_gradients(
-            nll, unit_gradient, flat, weight, labels, bias, nll, lse, entropy, kept, *options, logits_memory,
+            nll, unit_gradient, flat, weight, labels, bias, nll, lse, entropy, retained, *options, logits_memory,
             0, weight.shape[0], "",
         )  # fmt: skip
     return log_probs_with_outputs(
@@ -200,6 +238,6 @@ def linear_log_probs_reference(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (),
 ) -> torch.Tensor | LogProbsOutput:
-    """`linear_log_probs` in plain torch: all logits at once, differentiated by autograd as often as wanted."""
+    """`linear_log_probs` in plain torch: all logits at once; autograd differentiates it any number of times."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     return log_probs_reference(logits, target, ignore_index, temperature, softcap, logit_scale, outputs)

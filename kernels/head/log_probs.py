@@ -1,10 +1,10 @@
 """Log-probability of every target token under given logits, with statistics of its distribution.
 
-`linear_log_probs` without the head: for logits that exist, because a module of any kind has computed them. The formulas
-are those of `linear_log_probs`, the kernel that of cross entropy (`_cross_entropy_rows`).
+This is `linear_log_probs` without the head, for logits that another module has computed. The formulas are those of
+`linear_log_probs`, the kernel is that of cross entropy (`cross_entropy_kernel`).
 
-Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Saved are the logits and two to three fp32
-numbers a token; the backward makes the gradient, N*V*b, in memory of its own.
+Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Saved for backward: the logits and two to
+three fp32 numbers a token. The backward writes the gradient, N*V*b, to memory of its own.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy_options import (
-    OPTIONS_SCHEMA,
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    check_options,
-    compute_dtype,
-)
-from liger_trainer.kernels.head.cross_entropy_reference import transformed_logits
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_outputs, check_target
+from liger_trainer.kernels.head.loss_arguments import (
+    check_labels_on_cpu,
+    check_options,
+    check_outputs,
+    check_target,
+)
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
 
 LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
 
@@ -51,41 +49,44 @@ class LogProbsOutput:
     sum_squared_probs: torch.Tensor | None = None
 
 
-@torch.library.custom_op(
-    "liger_trainer::log_probs_rows",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, {OPTIONS_SCHEMA}, bool entropy, bool predicted, bool mean_logit, "
-    "bool sum_squared_probs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _rows(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
-    """nll, entropy, lse and predicted of `RowStats`, and both of `ExtraStats`, each `(N,)` or empty."""
-    stats, extra = _allocate(logits, target, *rest[6:])
-    row_statistics_(logits, target, stats, RowOptions(*rest[:6]), extra=extra)
+_T = torch.Tensor
+_Statistics = tuple[_T, _T, _T, _T, _T, _T]  # nll, entropy, lse and predicted of `RowStats`, and `ExtraStats`
+
+
+@torch.library.custom_op("liger_trainer::log_probs_rows", mutates_args=())
+def _rows(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    entropy: bool,
+    predicted: bool,
+    mean_logit: bool,
+    sum_squared_probs: bool,
+) -> _Statistics:
+    """The statistics of every token, each `(N,)`, or empty if not asked for."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(logits, target.numel(), mean_logit, sum_squared_probs)
+    row_statistics_(logits, target, stats, options, extra=extra)
     return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
-
-
-def _allocate(
-    logits: torch.Tensor, target: torch.Tensor, entropy: bool, predicted: bool, mean_logit: bool, squares: bool
-) -> tuple[RowStats, ExtraStats]:
-    tokens = target.numel()
-    return (
-        RowStats.allocate(logits, tokens, entropy, predicted),
-        ExtraStats.allocate(logits, tokens, mean_logit, squares),
-    )
 
 
 @_rows.register_fake
-def _(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
-    stats, extra = _allocate(logits, target, *rest[6:])
+def _(
+    logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+    entropy, predicted, mean_logit, sum_squared_probs,
+):  # fmt: skip
+    stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(logits, target.numel(), mean_logit, sum_squared_probs)
     return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
 
 
-@torch.library.custom_op(
-    "liger_trainer::log_probs_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor nll, Tensor lse, Tensor entropy, "
-    f"{OPTIONS_SCHEMA}) -> Tensor",
-)
+@torch.library.custom_op("liger_trainer::log_probs_backward", mutates_args=())
 def _backward(
     grad: torch.Tensor,
     grad_entropy: torch.Tensor | None,
@@ -94,39 +95,47 @@ def _backward(
     nll: torch.Tensor,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    *options: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
 ) -> torch.Tensor:
     """The gradient of `logits`, contiguous, for upstream gradients of the token losses and of the entropies."""
-    stats = RowStats(nll, nll, lse, entropy if entropy.numel() else lse, lse)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats = RowStats.of_backward(nll, lse, entropy)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    row_gradient_(logits, target, stats, RowOptions(*options), grad, out=out, entropy_coefficient=grad_entropy)
+    row_gradient_(logits, target, stats, options, grad, out=out, entropy_coefficient=grad_entropy)
     return out
 
 
 @_backward.register_fake
-def _(grad: torch.Tensor, grad_entropy: torch.Tensor | None, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _(
+    grad, grad_entropy, logits, target, nll, lse, entropy,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+):  # fmt: skip
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits, target, *options = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
+    logits, target, *options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
     nll, entropy, lse, *_ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(logits, target, nll, lse, entropy)
-    ctx.options = options[:6]
+    ctx.options = options
 
 
 def _backward_of_rows(
-    ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any
+    ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
-    missing = (None,) * 11
     given = grad if grad is not None else grad_entropy
     if given is None:
-        return (None, *missing)
+        return input_gradients(ctx)
     refuse_double_backward("log_probs")
     grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
-    return (_backward(grad, grad_entropy, *ctx.saved_tensors, *ctx.options), *missing)
+    return input_gradients(ctx, _backward(grad, grad_entropy, *ctx.saved_tensors, *ctx.options))
 
 
 _rows.register_autograd(_backward_of_rows, setup_context=_setup_context)
@@ -190,7 +199,7 @@ def log_probs_with_outputs(
     outputs: Sequence[str],
     shape: torch.Size,
 ) -> torch.Tensor | LogProbsOutput:
-    """The log-probabilities alone, or with the asked `outputs`, all of `shape`."""
+    """The log-probabilities alone, or with the requested `outputs`, all of `shape`."""
     if not outputs:
         return log_probs.view(shape)
     result = LogProbsOutput(log_probs.view(shape))
@@ -214,7 +223,7 @@ def log_probs_reference(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (),
 ) -> torch.Tensor | LogProbsOutput:
-    """`log_probs` in plain torch, differentiated by autograd as often as wanted."""
+    """`log_probs` in plain torch; autograd differentiates it any number of times."""
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     z = transformed_logits(logits.to(compute_dtype(logits)), options)
     all_log_probs = z.log_softmax(-1)
@@ -223,7 +232,7 @@ def log_probs_reference(
     chosen = torch.where(valid, all_log_probs.gather(-1, label).squeeze(-1), 0.0)
     if not outputs:
         return chosen
-    # p * log p is 0 where p is, but its derivative would be NaN there.
+    # p * log p is 0 where p is 0, but its derivative would be NaN there.
     entropy = -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(z.dtype).min)).sum(-1)
     values = {
         "entropy": entropy,

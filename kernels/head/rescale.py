@@ -1,9 +1,9 @@
 """Multiplies a gradient by upstream / expected, both on the device, and reads nothing where the two are equal.
 
 An operator that computes its gradients in the forward assumes an upstream gradient (`expected`, usually 1). In the
-backward the true one is known, but only on the device. A persistent grid loads both scalars and returns where they are
-equal: a few microseconds and no synchronisation, instead of a pass over the weight gradient (4 bytes an element in
-bf16).
+backward the true one is known, but only on the device. A persistent grid loads both scalars and returns if they are
+equal: that costs a few microseconds and no synchronisation, instead of a pass over the weight gradient (4 bytes an
+element in bf16).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _FP16_MAX_EXPECTED_GRAD = 4096.0
 
 @triton.jit
 def _rescale_kernel(tensor_ptr, upstream_ptr, expected_ptr, numel, BLOCK: tl.constexpr):
+    """Multiplies `numel` elements by upstream / expected, in a grid that strides over them."""
     upstream = tl.load(upstream_ptr).to(tl.float32)
     expected = tl.load(expected_ptr).to(tl.float32)
     if upstream == expected:
@@ -31,13 +32,9 @@ def _rescale_kernel(tensor_ptr, upstream_ptr, expected_ptr, numel, BLOCK: tl.con
         tl.store(tensor_ptr + offsets, (value * ratio).to(tensor_ptr.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op(
-    "liger_trainer::rescale_",
-    mutates_args={"tensor"},
-    schema="(Tensor(a!) tensor, Tensor upstream, Tensor expected) -> ()",
-)
+@torch.library.custom_op("liger_trainer::rescale_", mutates_args={"tensor"})
 def rescale_(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tensor) -> None:
-    """Multiplies `tensor` in place by `upstream / expected`; leaves it bit for bit where the two are equal.
+    """Multiplies `tensor` in place by `upstream / expected`; does not touch it if the two are equal.
 
     Args:
         tensor: Any shape, dense in memory; the product is taken in fp32 and rounded once.
@@ -53,7 +50,7 @@ def rescale_(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tenso
         with on_device(tensor):
             _rescale_kernel[grid](tensor, upstream, expected, numel, BLOCK=block, num_warps=8)
     elif tensor.device.type == "cpu":
-        # Reading a CPU scalar waits for nothing, and as a Python number it is not rounded to the tensor's dtype.
+        # Reading a CPU scalar waits for nothing, and a Python number is not rounded to the tensor's dtype.
         if upstream.item() != expected.item():
             tensor.mul_(upstream.item() / expected.item())
     else:
@@ -71,14 +68,14 @@ def rescaled_gradients(
     expected: torch.Tensor,
     function: str = "this operator",
 ) -> list[torch.Tensor | None]:
-    """`gradients`, computed in the forward for `expected`, made those of `upstream`; for use inside a backward.
+    """Rescales `gradients`, computed in the forward for `expected`, to `upstream`; for use inside a backward.
 
-    In the last backward of a graph the saved tensors themselves are scaled in place and handed on, so that ``.grad``
-    takes them over and no second one is allocated. In a backward that keeps its graph (``retain_graph=True``) copies
-    are scaled and the saved ones stay as they are, so every later backward is right whatever its upstream gradient, 0
-    and inf included, and no caller holds memory that a later backward writes. A kept graph costs no more than
-    autograd's own copy into ``.grad``, which it replaces. Traced graphs (``torch.compile``), which may not write what
-    their forward returned, scale copies too.
+    In the last backward of a graph the saved tensors themselves are scaled in place and returned, so ``.grad`` adopts
+    them and no second tensor is allocated. A backward that keeps its graph (``retain_graph=True``) scales copies and
+    leaves the saved tensors alone: so every later backward is right for any upstream gradient, 0 and inf included, and
+    no caller holds memory that a later backward writes to. The copy replaces the one that autograd would make for
+    ``.grad``. Traced graphs (``torch.compile``) must not write to what their forward returned, so they scale copies
+    too.
 
     Raises:
         RuntimeError: If the backward is itself differentiated (``create_graph=True``).
@@ -98,10 +95,10 @@ def rescaled_gradients(
 def expected_gradient(
     expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
 ) -> torch.Tensor:
-    """`expected_grad` as a 0-d tensor beside `scale`, with 1 where it could not be divided out again.
+    """`expected_grad` as a 0-d tensor on the device of `scale`; 1 if the backward could not divide by it.
 
-    fp16 gradients of a mean lie below fp16's range; unless told otherwise they are kept times a power of two, as a
-    gradient scaler would have them, but never made larger than those of the sum. A sum needs no such help and might
+    fp16 gradients of a mean lie below fp16's range. By default they are multiplied by a power of two until the
+    backward, as a gradient scaler does, but never beyond those of the sum. A sum needs no such factor and might
     overflow with it.
     """
     if expected_grad is None:

@@ -2,23 +2,23 @@
 
     dW (V, H) = sum over chunks of dZ_c.T @ X_c,        dZ_c (n, V) the gradient of the logits, X_c (n, H) hidden states
 
-A sum kept in bf16 is rounded at every chunk; an fp32 sum takes twice the memory of dW. Here the sum lives in dW's own
-memory as block floating point until the last chunk: 128 elements of a row share one power of two 2**e, and each is an
-integer of 16 bits in units of it (15 bits below the largest of the block, where bf16 has 8). The matmul's tile is in
-fp32 registers; its epilogue adds the stored integers and either stores new ones or, in the last chunk, rounds to dW's
-dtype. So dW has the error of one matmul over all tokens.
+A sum in bf16 is rounded at every chunk; an fp32 sum takes twice the memory of dW. Here the sum lives in dW's own memory
+as block floating point until the last chunk: 128 elements of a row share one power of two 2**e, and each is a 16-bit
+integer that counts units of it (15 bits below the largest element of the block, where bf16 has 8). The matmul's tile is
+in fp32 registers; its epilogue adds the stored integers and either stores new ones or, in the last chunk, rounds to
+dW's dtype. So dW has the error of one matmul over all tokens.
 
-    encode: peak = max |a| of the block;  e = exponent of peak, one more where rounding would carry;  m = a / 2**(e-14)
+    encode: peak = max |a| of the block;  e = exponent of peak, one more if rounding would carry;  m = a / 2**(e-14)
     decode: a = m * 2**(e-14);  an infinite or NaN peak has e = 255 and decodes to NaN
             (a NaN in dZ fills its row, as in every gradient of a softmax, and so whole blocks of dW)
 
-Integers become floats and back through the low bits of a float near 2**23, where they stand as they are: the GPU's
-conversion instructions run at an eighth of the speed of an addition.
+Integers are converted to floats and back through the low bits of a float near 2**23, which hold an integer unchanged:
+the GPU's conversion instructions run at an eighth of the speed of an addition.
 
-Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, as a half-
-precision accumulation moves. Memory: dW, and V*H/128 bytes of exponents.
+Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a chunk after the first to read, the same as
+for a half-precision accumulation. Memory: dW, and V*H/128 bytes of exponents.
 
-Two kernels compute the same: the one here, and for Hopper the one of _weight_gradient_gluon.py.
+Two kernels compute the same: the one here, and for Hopper the one of weight_gradient_gluon.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 import torch
 
+from liger_trainer.kernels.matmul import matmul_into
 from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, num_sms, on_device, tl, triton
 
 if HAS_TRITON:
@@ -36,19 +37,20 @@ if HAS_TRITON:
 _TILE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], None]
-"""What `launch` is, for any of the kernels."""
+"""The type of `launch`, for either kernel."""
 
 _GLUON_TRIED = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""Tritons whose Gluon kernel has run on a GPU; a kernel of many barriers is not taken on trust."""
+"""Triton versions with which the Gluon kernel has run on a GPU; with any other, its barriers might deadlock."""
 
 MAX_HALF_CHUNKS = 8
-"""A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); at most so many are."""
+"""A half-precision sum of c chunks multiplies the error of one rounding by sqrt((c + 1) / 2); this is the largest c."""
 
 
 @triton.jit
 def _decode(mantissas, exponents):
+    """The fp32 values of stored integers."""
     scale = tl.where(exponents == 255, float("nan"), ((exponents.to(tl.int32) - 14) << 23).to(tl.float32, bitcast=True))
-    # The low 16 bits of 2**23 + 2**15 + m; what lies past the end of a row is read as zeros, and is m = 0.
+    # The low 16 bits of 2**23 + 2**15 + m; memory past the end of a row reads as zeros, which decode to m = 0.
     bits = mantissas.to(tl.uint16, bitcast=True).to(tl.uint32) ^ 0x4B008000
     return (bits.to(tl.float32, bitcast=True) - 8421376.0) * scale[:, None]
 
@@ -88,6 +90,7 @@ def _weight_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """One program a multiprocessor, each taking every PROGRAMS-th tile."""
     BLOCK: tl.constexpr = COLUMNS // 2
     row_tiles = tl.cdiv(vocab_size, ROWS)
     column_tiles = tl.cdiv(hidden_size, COLUMNS)
@@ -126,9 +129,9 @@ def launch(
     add: bool,
     keep: bool,
 ) -> None:
-    """Adds a chunk to the sum stored in `weight_gradient` and `exponents`, or starts one; keeps the sum, or ends it.
+    """Adds a chunk to the sum in `weight_gradient` and `exponents`; starts it without `add`, rounds it without `keep`.
 
-    `weight_gradient` may be some of the rows of dW, with the same columns of the logits' gradient and of the exponents.
+    `weight_gradient` may be some rows of dW, with the corresponding columns of the logits' gradient and the exponents.
     """
     (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
     rows, columns, depth = _TILE["ROWS"], _TILE["COLUMNS"], _TILE["DEPTH"]
@@ -152,7 +155,7 @@ def launch(
 
 
 def hopper_launch() -> Launch | None:
-    """The launcher of the kernel for Hopper; None where this Triton's Gluon cannot compile it."""
+    """The launcher of the kernel for Hopper; None if this Triton has no Gluon that the kernel is written for."""
     try:
         from liger_trainer.kernels.head.weight_gradient_gluon import launch
     except (ImportError, AttributeError):
@@ -162,10 +165,10 @@ def hopper_launch() -> Launch | None:
 
 @functools.cache
 def launch_for(device: torch.device) -> Launch | None:
-    """The launcher that keeps up with the vendor's matmul there; None where no matmul written in Triton does.
+    """The launcher that is as fast as the vendor's matmul on `device`; None if no matmul written in Triton is.
 
-    One does with tensor cores fed by a bulk copy engine: on Blackwell the kernel of this file, on Hopper its
-    counterpart in Gluon.
+    That takes tensor cores fed by a bulk copy engine: the kernel of this file on Blackwell, and its Gluon version on
+    Hopper.
     """
     if device.type != "cuda" or not HAS_TRITON or torch.version.hip is not None:
         return launch if INTERPRETED else None
@@ -187,17 +190,17 @@ def sums_in_block_floating_point(weight: torch.Tensor) -> bool:
 
 
 class WeightGradientSum:
-    """``dW = sum of dZ.T @ X`` over `chunks` calls of [`add`][WeightGradientSum.add], left in `weight_gradient`.
+    """``dW = sum of dZ.T @ X`` over `chunks` calls of `add`, left in `weight_gradient`.
 
-    How the sum is kept between chunks depends on what the device offers:
+    The representation of the sum between chunks depends on the device:
 
     - one chunk, or fp32 and float64: in dW itself;
     - fp16 and bf16 on NVIDIA GPUs from Hopper on: in dW's memory as block floating point, rounded once at the end;
     - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
 
     Args:
-        weight_gradient: dW, (V, H); written to, its contents do not matter. Where it is not contiguous, as that of a
-            transposed weight is, it is summed as elsewhere.
+        weight_gradient: dW, (V, H), uninitialised. If it is not contiguous, as that of a transposed weight is not, it
+            is summed as on the other devices.
         chunks: How many chunks there will be.
     """
 
@@ -214,10 +217,10 @@ class WeightGradientSum:
             self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
 
     def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, vocab_start: int = 0) -> None:
-        """Adds ``logits_gradient.T @ hidden``, of (n, V), rows at multiples of 16 bytes, and (n, H) contiguous.
+        """Adds ``logits_gradient.T @ hidden``: (n, V) with rows at multiples of 16 bytes, and (n, H) contiguous.
 
-        The logits' gradient may come as panels of its columns, in their order, each with the `vocab_start` of its
-        first; the panel with the last column ends the chunk. Only the rows of dW that are a panel's are written.
+        The logits' gradient may come as panels of columns, in their order, each with the `vocab_start` of its first
+        column; the panel with the last column ends the chunk. A panel writes only its own rows of dW.
         """
         stop = vocab_start + logits_gradient.shape[1]
         add = self.added > 0
@@ -226,7 +229,7 @@ class WeightGradientSum:
                 vocab_size, hidden_size = self.weight_gradient.shape
                 blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
                 self.exponents = self.weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
-            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot
+            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot read
                 hidden = hidden.clone()
             keep = self.added + 1 < self.chunks
             rows, exponents = self.weight_gradient[vocab_start:stop], self.exponents[:, vocab_start:stop]
@@ -236,41 +239,7 @@ class WeightGradientSum:
         self.added += stop == self.weight_gradient.shape[0]
 
     def finish(self) -> None:
-        """Rounds the sum into dW, where it is not there already."""
+        """Rounds the sum into dW, unless it is already there."""
         assert self.added == self.chunks, "every chunk adds once"
         if self.total is not self.weight_gradient:
             self.weight_gradient.copy_(self.total)
-
-
-def uses_cublas(device: torch.device) -> bool:
-    """Whether cuBLAS runs the matmuls of `device`."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
-def multiplies_into_fp32(device: torch.device) -> bool:
-    """Whether `matmul_into` rounds no product of half-precision operands to half precision before an fp32 sum."""
-    return device.type == "cpu" or uses_cublas(device)
-
-
-def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
-    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision."""
-    if out.device.type == "cpu":  # no matmul there sums half precision into fp32
-        left, right = left.to(out.dtype), right.to(out.dtype)
-    if out.dtype == left.dtype:
-        if add:
-            torch.addmm(out, left, right, out=out)
-        else:
-            torch.mm(left, right, out=out)
-        return
-    if uses_cublas(out.device):
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
-        return
-    # No matmul sums half precision into fp32 here: the product is rounded to half precision, but the sum is not.
-    product = torch.mm(left, right)
-    if add:
-        out.add_(product)
-    else:
-        out.copy_(product)

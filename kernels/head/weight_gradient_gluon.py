@@ -1,22 +1,22 @@
-"""One chunk of a head's weight gradient on Hopper, where _weight_gradient.py's kernel leaves the tensor cores waiting.
+"""One chunk of a head's weight gradient on Hopper, where the kernel of weight_gradient.py lets the tensor cores wait.
 
-What is computed and stored is, bit for bit, what the kernel there computes and stores; what differs is who does what.
-A tile of sums fills the registers of the warps that multiply, and Hopper has no other place for it: while these warps
-decode, add and encode it, none of them can begin the next, unless warps with registers of their own do. Here three
-groups of warps run side by side on each multiprocessor:
+It computes and stores the same bits as that kernel; the work is divided differently. A tile of sums fills the registers
+of the warps that multiply, and Hopper has no other place for it: while these warps decode, add and encode the tile,
+they cannot begin the next one. Only other warps, with registers of their own, can. Here three groups of warps run side
+by side on each multiprocessor:
 
     producer, 1 warp               copies steps of dZ (DEPTH, ROWS) and X (DEPTH, COLUMNS) of one tile after another
     consumers 0 and 1, 4 warps     multiply half the rows of the tile each, by all its columns, and finish their half
 
-Between them lies a ring of STAGES steps in shared memory, with two barriers a stage: `filled` (the copies are there)
-and `emptied` (both consumers have read it). Nothing else ties the groups together. One consumer may be ahead of the
-other by the ring's depth, and multiplies while the other finishes its half; meanwhile the producer fills the ring with
-the first steps of the next tile. A consumer asks for the half tile stored by the chunk before after LATE steps of its
-own multiplication, long before it is needed, and `returned` is the barrier of its arrival; it comes into the buffer
-that the new half tile leaves from.
+Between them lies a ring of STAGES steps in shared memory, with two barriers a stage: `filled` (the copies have arrived)
+and `emptied` (both consumers have read it). The groups share nothing else. One consumer may be ahead of the other by
+the ring's depth, and multiplies while the other finishes its half; meanwhile the producer fills the ring with the
+first steps of the next tile. After LATE steps of its own multiplication, long before it needs it, a consumer requests
+the half tile that the previous chunk stored; `returned` is the barrier of its arrival. It arrives in the buffer that
+the new half tile is stored from.
 
-Gluon, the layer of Triton that says which warp does what, is experimental and changes from release to release:
-_weight_gradient.py takes this kernel only with releases it has run with, and its own with all others.
+Gluon, the layer of Triton that assigns work to warps, is experimental and changes from release to release:
+weight_gradient.py uses this kernel only with the releases it has run with, and its own kernel with all others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_trainer.kernels.runtime import num_sms, on_device
 
-# The second name of each is the one before Triton 3.8.
+# The second name of each is the one that Triton had before 3.8.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -60,19 +60,20 @@ def _corner(tile, row_tiles, column_tiles):
 
 @gluon.jit
 def _after(stage, phase):
-    """The next stage of the ring, and its barriers' phase, which flips with every round."""
+    """The next stage of the ring and the phase of its barriers, which flips with every round."""
     wraps = stage == STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def _before(stage):
-    # Carried from one step to the next in a variable (`last = stage`), Triton 3.6 miscompiles it and the kernel hangs.
+    """The previous stage of the ring. Carried in a variable (`last = stage`), Triton 3.6 miscompiles it and hangs."""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
 def _produce(dz_desc, x_desc, ring, shape, PROGRAMS: gl.constexpr):
+    """Copies the operands of every step of every tile of this program into the ring."""
     dz_ring, x_ring, filled, emptied = ring
     tokens, vocab_size, hidden_size = shape
     row_tiles = gl.cdiv(vocab_size, ROWS)
@@ -93,7 +94,7 @@ def _produce(dz_desc, x_desc, ring, shape, PROGRAMS: gl.constexpr):
 
 @gluon.jit
 def _multiply(sums, dz_ring, x_ring, filled, stage, phase, WARPGROUP: gl.constexpr):
-    """Starts the multiplication of one step, and waits for the one before."""
+    """Starts the multiplication of one step and waits for the previous one."""
     mbarrier.wait(filled.index(stage), phase)
     dz = dz_ring.index(2 * stage + WARPGROUP).permute((1, 0))
     sums = warpgroup_mma(dz, x_ring.index(stage), sums, is_async=True)
@@ -102,8 +103,9 @@ def _multiply(sums, dz_ring, x_ring, filled, stage, phase, WARPGROUP: gl.constex
 
 @gluon.jit
 def _decode(mantissas, exponents):
+    """The fp32 values of stored integers, as in weight_gradient.py."""
     scale = gl.where(exponents == 255, float("nan"), ((exponents.to(gl.int32) - 14) << 23).to(gl.float32, bitcast=True))
-    # The low 16 bits of 2**23 + 2**15 + m; what lies past the end of a row is read as zeros, and is m = 0.
+    # The low 16 bits of 2**23 + 2**15 + m; memory past the end of a row reads as zeros, which decode to m = 0.
     bits = mantissas.to(gl.uint16, bitcast=True).to(gl.uint32) ^ 0x4B008000
     return (bits.to(gl.float32, bitcast=True) - 8421376.0) * gl.expand_dims(scale, 1)
 
@@ -122,7 +124,7 @@ def _finish(
     ADD: gl.constexpr,
     KEEP: gl.constexpr,
 ):
-    """Adds what is stored to one block of sums, and stores it: with KEEP as integers with their exponents."""
+    """Adds the stored block to one block of sums, and stores it: with KEEP as integers with their exponents."""
     if ADD:
         sums += _decode(buffer.load(sums.type.layout), old_exponents)
     if KEEP:
@@ -153,6 +155,7 @@ def _consume(
     KEEP: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
+    """Multiplies half the rows of every tile of this program, and finishes and stores that half."""
     dz_ring, x_ring, filled, emptied = ring
     tokens, vocab_size, hidden_size = shape
     exponents_ptr, exponents_stride = exponents
@@ -225,6 +228,7 @@ def _weight_gradient_gluon_kernel(
     KEEP: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
+    """Allocates the ring and its barriers, and starts the three groups of warps."""
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     dz_ring = gl.allocate_shared_memory(dz_desc.dtype, [2 * STAGES, DEPTH, HEIGHT], dz_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, DEPTH, COLUMNS], x_desc.layout)
@@ -272,7 +276,7 @@ def launch(
     add: bool,
     keep: bool,
 ) -> None:
-    """As `launch` of _weight_gradient.py, which may continue the sum of this one, or this one that of the other."""
+    """As `launch` of weight_gradient.py; either kernel can continue the sum of the other."""
     (tokens, vocab_size), hidden_size = logits_gradient.shape, hidden.shape[1]
     programs = num_sms(hidden.device)
     with on_device(hidden):

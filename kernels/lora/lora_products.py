@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.head.weight_gradient import matmul_into
 from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, Weight, nf4_add_product_, nf4_linear
+from liger_trainer.kernels.matmul import matmul_into
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments of operators, whose schemas only allow flat lists

@@ -5,7 +5,7 @@ tokens of a batch once its normaliser is known. So the upstream gradient of a to
 as the log-probabilities of its group are. For each chunk of whole groups:
 
     Z = X_c @ W.T            into one buffer
-    l = log-probabilities    one pass over Z (`cross_entropy_rows`)
+    l = log-probabilities    one pass over Z (`cross_entropy_kernel`)
     g = d loss / d l         torch's autograd through the loss, one value per token of the chunk
     Z = dZ                   in place, one pass
     dX_c = Z @ W             dW += Z.T @ X_c
@@ -24,13 +24,15 @@ import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import saved_as_is
-from liger_trainer.kernels.head.cross_entropy_options import ExtraStats, RowOptions, RowStats
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import Needs, chunk_rows, run_head_chunks
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
 from liger_trainer.kernels.head.linear_log_probs import LogProbsOutput, linear_log_probs
-from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_linear, check_transform
-from liger_trainer.kernels.head.matmul_precision import fp32_reductions
+from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check_linear, check_transform
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats
+from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
+from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.runtime import cdiv
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
 """``formula(log_probs, start, stop)``: the contribution of tokens `start` to `stop`, whole groups, to the loss, 0-d."""
@@ -67,21 +69,38 @@ class _GradientInForward(torch.autograd.Function):
         extra = ExtraStats.allocate(hidden, tokens, mean_logit, sum_squared_probs=False)
         total = stats.nll.new_zeros(())
 
-        def step(logits: torch.Tensor, start: int, stop: int) -> None:
-            labels, part, width = target[start:stop], stats.rows(start, stop), logits.stride(0)
-            row_statistics_(logits, labels, part, options, bias, width=width, extra=extra.rows(start, stop))
-            nll = part.nll.detach().requires_grad_()
-            # Saved-tensor hooks around the call, such as a checkpoint's, must not see this graph, which ends here.
-            with torch.enable_grad(), saved_as_is():
-                loss = formula(0.0 - nll, start, stop)
-            (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
-            total.add_(loss.detach())
-            row_gradient_(logits, labels, part, options, upstream.contiguous(), bias, width=width)
-
         check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
         needs = Needs(*ctx.needs_input_grad[:3])
+        d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
+        buffer = logits_buffer(hidden, weight, rows)
+        weight_sum = WeightGradientSum(d_weight, cdiv(tokens, rows)) if needs.weight else None
+        bias_sum = d_bias.new_zeros(d_bias.shape, dtype=stats.nll.dtype)
         with fp32_reductions(weight):
-            gradients = run_head_chunks(hidden, weight, bias, rows, needs, step)
+            for start, stop in chunk_spans(0, tokens, rows):
+                part, labels, found = hidden[start:stop], target[start:stop], stats.rows(start, stop)
+                logits = torch.mm(part, weight.t(), out=buffer[: stop - start, : weight.shape[0]])
+                width = buffer.shape[1]
+                row_statistics_(logits, labels, found, options, bias, width=width, extra=extra.rows(start, stop))
+                nll = found.nll.detach().requires_grad_()
+                # Saved-tensor hooks around the call, such as a checkpoint's, must not see this graph, which ends here.
+                with torch.enable_grad(), saved_as_is():
+                    loss = formula(0.0 - nll, start, stop)
+                (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
+                total.add_(loss.detach())
+                row_gradient_(logits, labels, found, options, upstream.contiguous(), bias, width=width)
+                if needs.hidden:
+                    torch.mm(logits, weight, out=d_hidden[start:stop])
+                if weight_sum is not None:
+                    weight_sum.add(logits, part)
+                if needs.bias:
+                    bias_sum += logits.sum(0, dtype=bias_sum.dtype)
+                del logits
+        del buffer
+        if weight_sum is not None:
+            weight_sum.finish()
+        if tokens == 0:
+            d_weight.zero_()
+        gradients = (d_hidden, d_weight, d_bias.copy_(bias_sum))
         log_probs = 0.0 - stats.nll
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_probs, extra.mean_logit)

@@ -8,9 +8,9 @@ import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
-from liger_trainer.kernels.head.divergence_reference import divergence_of_logits_reference, logits_reference
+from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, logits_reference
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
-from liger_trainer.kernels.head.loss_checks import check_head
+from liger_trainer.kernels.head.loss_arguments import check_head
 
 
 def linear_kl_div(

@@ -20,6 +20,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import SPLIT_HEAD
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
@@ -45,11 +46,6 @@ def gathering_forward(head: nn.Module) -> Callable | None:
         return None
     gathers = style.input_layouts.is_replicate() and style.output_layouts.is_replicate() and style.use_local_output
     return function if gathers and getattr(inner, "__func__", None) is nn.Linear.forward else None
-
-
-def is_split(head: nn.Module) -> bool:
-    """Whether a parameter of `head` is still a DTensor inside its forward, where FSDP has gathered its own."""
-    return any(type(parameter).__name__ == "DTensor" for parameter in head.parameters())
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,7 +136,7 @@ def vocab_parallel_loss(
 
 def _is_split_by_rows(parameter: Any) -> bool:
     """Whether `parameter` is a DTensor split by rows over a one-dimensional mesh, with rows for every process."""
-    if type(parameter).__name__ != "DTensor" or parameter.device_mesh.ndim != 1:
+    if not is_dtensor(parameter) or parameter.device_mesh.ndim != 1:
         return False
     (placement,) = parameter.placements
     last = _rows_per_process(parameter) * (parameter.device_mesh.size() - 1)

@@ -1,53 +1,231 @@
-"""Cross entropy and log-probabilities of a vocabulary that is split over a process group, logits or head.
+"""Cross entropy and log-probabilities of a vocabulary that is split over a process group, for logits or a head.
 
 Every process holds the logits, or the rows of the head, of a contiguous part of the vocabulary, and all hold the same
-tokens. One process's part of a row is eight numbers (`RowPartials`): the row kernel makes them in its one pass over the
-shard, one all-gather of (N, 8) exchanges them, and every process combines them alike, without cancellation however
-confident a token is. With the statistics of the whole row in hand, the gradient of a shard's logits is local.
+tokens. One process's contribution to a row is eight numbers (`RowPartials`): the row kernel computes them in its one
+pass over the shard, one all-gather of (N, 8) exchanges them, and every process combines them in the same way, without
+cancellation however confident a token is. With the statistics of the whole row, the gradient of a shard's logits is
+local.
 
-For a head, dW stays with its shard and dX is summed over the group once, in the backward. The chunks, and which logits
-are kept for the backward, are those of `linear_log_probs`.
+For a head, dW stays with its shard and dX is summed over the group once, in the backward. The chunks, and the logits
+retained for the backward, are those of `linear_log_probs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.head.cross_entropy_options import (
-    CrossEntropyOutput,
-    ExtraStats,
-    RowOptions,
-    RowStats,
-    Shard,
-    check_options,
-    inverse_normalizer,
-    with_outputs,
-)
-from liger_trainer.kernels.head.linear_log_probs import (
-    LOG_PROBS_OUTPUTS,
-    LogProbsOutput,
-    check_retain_memory,
-    log_probs_with_outputs,
-)
-from liger_trainer.kernels.head.linear_row_gradients import attach_gradients
-from liger_trainer.kernels.head.linear_rows import kept_rows
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, with_outputs
+from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_
+from liger_trainer.kernels.head.head_chunks import logits_buffer, retained_rows
+from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
+from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
+from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.loss_checks import check_labels_on_cpu, check_linear, check_outputs, check_target
-from liger_trainer.kernels.head.row_partials import combine
-from liger_trainer.parallel.vocab_parallel_rows import (
-    VocabGroup,
-    attach_logits,
-    linear_partials,
-    logits_partials,
-    resolve_group,
+from liger_trainer.kernels.head.loss_arguments import (
+    check_labels_on_cpu,
+    check_linear,
+    check_options,
+    check_outputs,
+    check_retain_memory,
+    check_target,
+    inverse_normalizer,
 )
+from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
+from liger_trainer.kernels.matmul import fp32_reductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+@torch.library.custom_op("liger_trainer::linear_partials", mutates_args=())
+def linear_partials(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    logits_memory: int,
+    retain: int,
+    vocab_start: int,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `(N, 8)` partials of this shard of a head, and the logits of the last `retain` tokens."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    shard = Shard(vocab_start, vocab_size)
+    partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
+    check_labels_on_cpu(target, vocab_size, ignore_index)
+    retained: list[torch.Tensor] = []
+    with fp32_reductions(weight):
+        for start, stop, logits in forward_logits(hidden, weight, logits_memory, retain, retained):
+            row_partials_(logits, target[start:stop], partials[start:stop], options, shard, bias, logits.stride(0))
+    return partials, retained[0]
+
+
+@linear_partials.register_fake
+def _(
+    hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
+    logits_memory, retain, vocab_start, vocab_size,
+):  # fmt: skip
+    partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
+    return partials, logits_buffer(hidden, weight, retain)
+
+
+@torch.library.custom_op("liger_trainer::logits_partials", mutates_args=())
+def logits_partials(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    vocab_start: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """The `(N, 8)` partials of a shard of the logits."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    partials = logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
+    row_partials_(logits, target, partials, options, Shard(vocab_start, vocab_size))
+    return partials
+
+
+@logits_partials.register_fake
+def _(
+    logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size
+):
+    return logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
+
+
+@torch.library.custom_op("liger_trainer::logits_rows_gradient", mutates_args=())
+def logits_gradient(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    vocab_start: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """The gradient of a shard of the logits, contiguous, for upstream gradients of the token losses."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    stats, shard = RowStats.of_backward(nll, lse), Shard(vocab_start, vocab_size)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    row_gradient_(logits, target, stats, options, grad, out=out, shard=shard)
+    return out
+
+
+@logits_gradient.register_fake
+def _(
+    grad, logits, target, nll, lse,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size,
+):  # fmt: skip
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@torch.library.custom_op("liger_trainer::logits_rows_attach", mutates_args=())
+def attach_logits(
+    loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    vocab_start: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """`loss`, which is already known, as a differentiable function of the logits."""
+    return loss.clone()
+
+
+@attach_logits.register_fake
+def _(
+    loss, logits, target, nll, lse,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size,
+):  # fmt: skip
+    return torch.empty_like(loss)
+
+
+def _attach_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _loss, logits, target, nll, lse, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, nll, lse)
+
+
+def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return input_gradients(ctx)
+    refuse_double_backward("the vocabulary-parallel losses")
+    return input_gradients(ctx, None, logits_gradient(grad, *ctx.saved_tensors, *ctx.options))
+
+
+attach_logits.register_autograd(_attach_logits_backward, setup_context=_attach_logits_setup)
+
+
+class VocabGroup(NamedTuple):
+    """A process group by its name, and where the columns of this process lie in the vocabulary."""
+
+    name: str
+    rank: int
+    size: int
+    vocab_start: int
+    vocab_size: int
+
+    def gathered(self, partials: torch.Tensor) -> torch.Tensor:
+        """The `(world, N, 8)` partials of all processes."""
+        collectives = torch.ops._c10d_functional  # traced by torch.compile, and the same in eager mode
+        everyone = collectives.wait_tensor(collectives.all_gather_into_tensor(partials, self.size, self.name))
+        return everyone.view(self.size, *partials.shape)
+
+
+def resolve_group(
+    group: ProcessGroup | None, columns: int, vocab_start: int | None, vocab_size: int | None
+) -> VocabGroup:
+    """The group, and where this process's `columns` lie in the vocabulary.
+
+    Raises:
+        RuntimeError: Without a process group.
+        ValueError: If the columns do not fit into the vocabulary.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "A vocab-parallel operator needs a process group: call torch.distributed.init_process_group first, "
+            "or use the operator of the same name without `vocab_parallel_`."
+        )
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    vocab_size = size * columns if vocab_size is None else vocab_size
+    if vocab_start is None:
+        vocab_start = rank * columns if rank < size - 1 else vocab_size - columns
+    if vocab_start < 0 or vocab_start + columns > vocab_size:
+        raise ValueError(
+            f"The shard of process {rank}, {columns} columns from {vocab_start} on, is not within the vocabulary of "
+            f"{vocab_size}; give `vocab_size`, and `vocab_start` if a shard other than the last has another size."
+        )
+    return VocabGroup(group.group_name, rank, size, vocab_start, vocab_size)
 
 
 def vocab_parallel_cross_entropy(
@@ -69,8 +247,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy` of logits whose vocabulary is split over the processes of `group`.
 
-    Every process passes the same tokens and gets the same loss; the gradient of its own logits comes back. One
-    all-gather of 32 bytes a token, and nothing in the backward.
+    Every process passes the same tokens and gets the same loss and the gradient of its own logits. The forward takes
+    one all-gather of 32 bytes a token, the backward no communication.
 
     Args:
         logits_shard: `(..., V_local)` of fp16, bf16 or fp32 (float64 on the CPU), the columns of this process.
@@ -86,9 +264,9 @@ def vocab_parallel_cross_entropy(
         temperature: Divides the logits after the soft-cap.
         outputs: Names of extra outputs.
         vocab_start: The id of the first column here; by default all shards but the last are of equal size.
-        vocab_size: Ids in all; by default processes times V_local, so give it where the last shard is smaller.
+        vocab_size: Ids in all; by default processes times V_local, so give it if the last shard is smaller.
         smoothing_scope: "global", or "partition": smoothing over the columns of each process alone, as Megatron-LM
-            does, with a loss that differs between the processes.
+            does; the loss then differs between the processes.
 
     Returns:
         The fp32 loss, 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
@@ -131,6 +309,7 @@ def _reduced(
     num_items: int | torch.Tensor | None,
     outputs: Sequence[str],
 ) -> torch.Tensor | CrossEntropyOutput:
+    """The token losses reduced, alone or with the requested `outputs`."""
     if reduction == "none":
         return with_outputs(loss.view(target.shape), outputs, stats, target, options, None)
     scale = inverse_normalizer(target, options.ignore_index, reduction, num_items, loss.dtype)
@@ -147,19 +326,21 @@ def _linear_rows(
     retain_memory: int | None,
     place: VocabGroup,
 ) -> tuple[RowStats, ExtraStats]:
-    """The statistics of all tokens, `loss` and `entropy` of them differentiable."""
+    """The statistics of all tokens; `loss` and `entropy` are differentiable."""
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     shard = Shard(place.vocab_start, place.vocab_size)
     tensors = (hidden, weight_shard, bias_shard)
     trained = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    keep = kept_rows(flat, weight_shard, logits_memory, retain_memory) if trained else 0
+    retain = retained_rows(flat, weight_shard, logits_memory, retain_memory) if trained else 0
     with torch.no_grad():
-        partials, kept = linear_partials(flat, weight_shard, labels, bias_shard, *options, logits_memory, keep, *shard)
+        partials, retained = linear_partials(
+            flat, weight_shard, labels, bias_shard, *options, logits_memory, retain, *shard
+        )
         stats, extra = combine(place.gathered(partials), labels, options, shard, place.vocab_size, None)
     if trained:
         loss, entropy = attach_gradients(
             stats.loss, flat.new_empty(0), flat, weight_shard, labels, bias_shard, stats.nll, stats.lse, stats.entropy,
-            kept, *options, logits_memory, *shard, place.name,
+            retained, *options, logits_memory, *shard, place.name,
         )  # fmt: skip
         stats = stats._replace(loss=loss, entropy=entropy)
     return stats, extra
@@ -207,9 +388,9 @@ def vocab_parallel_linear_cross_entropy(
         temperature: Divides the logits after the soft-cap.
         outputs: Names of extra outputs.
         vocab_start: The id of the first row here; by default all shards but the last are of equal size.
-        vocab_size: Ids in all; by default processes times V_local, so give it where the last shard is smaller.
+        vocab_size: Ids in all; by default processes times V_local, so give it if the last shard is smaller.
         logits_memory: Bytes for the chunk of logits, as for `linear_log_probs`.
-        retain_memory: Bytes of logits kept for the backward, as for `linear_log_probs`.
+        retain_memory: Bytes of logits retained for the backward, as for `linear_log_probs`.
 
     Returns:
         The fp32 loss, 0-d or shaped as `target`; with `outputs` a `CrossEntropyOutput`.
@@ -246,7 +427,7 @@ def vocab_parallel_linear_log_probs(
 ) -> torch.Tensor | LogProbsOutput:
     """`linear_log_probs` of a head whose rows are split over the processes of `group`.
 
-    Every process gets the same outputs, and must take the same loss of them; gradients are those of
+    Every process gets the same outputs and must compute the same loss from them; gradients are as for
     `vocab_parallel_linear_cross_entropy`.
 
     Args:
@@ -262,9 +443,9 @@ def vocab_parallel_linear_log_probs(
         logit_scale: Factor of the logits before the soft-cap.
         outputs: Names among "entropy", "top1", "mean_logit" and "sum_squared_probs".
         vocab_start: The id of the first row here; by default all shards but the last are of equal size.
-        vocab_size: Ids in all; by default processes times V_local, so give it where the last shard is smaller.
+        vocab_size: Ids in all; by default processes times V_local, so give it if the last shard is smaller.
         logits_memory: Bytes for the chunk of logits.
-        retain_memory: Bytes of logits kept for the backward, by default one chunk.
+        retain_memory: Bytes of logits retained for the backward, by default one chunk.
 
     Returns:
         fp32 log-probabilities shaped as `target`; with `outputs` a `LogProbsOutput`.

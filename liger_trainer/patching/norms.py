@@ -11,19 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
-
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch built without distributed
-
-    class DTensor:  # type: ignore[no-redef]
-        """A class without instances."""
-
 
 # (casting, offset). In float32 most of these are the same function; the bfloat16 distance distinguishes them, and of
 # formulas that agree equally well the first is used.
@@ -151,7 +144,7 @@ def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
 
 def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, autocast: bool) -> bool:
     """Whether the kernel is proved equal for such tensors; DTensors run the original."""
-    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+    if is_dtensor(x) or (weight is not None and is_dtensor(weight)):
         return False
     if not mixed and weight is not None and weight.dtype != x.dtype:
         return False

@@ -5,7 +5,7 @@ import pytest
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.kernels.head import linear_cross_entropy
-from liger_trainer.kernels.head import linear_expected_gradient as _linear_expected_gradient
+from liger_trainer.kernels.head import linear_log_probs_expected as _linear_expected_gradient
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer

@@ -1,0 +1,158 @@
+"""The passes of `cross_entropy_kernel.py` in plain torch, for devices without Triton and for float64.
+
+The functions take the same arguments as those of the same name there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from liger_trainer.kernels.head.row_statistics import (
+    ExtraStats,
+    RowOptions,
+    RowPartials,
+    RowStats,
+    Shard,
+    compute_dtype,
+)
+
+
+def transformed_logits(x: torch.Tensor, options: RowOptions) -> torch.Tensor:
+    """``softcap * tanh(x * logit_scale / softcap) / temperature``, or ``x * logit_scale / temperature`` uncapped."""
+    z = x * options.logit_scale
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    return z / options.temperature
+
+
+def _transformed_rows(
+    logits: torch.Tensor, options: RowOptions, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The transformed logits z as `(N, V)` of the computing dtype, and the slope of the soft-cap, None without one."""
+    x = logits.reshape(-1, logits.shape[-1]).to(compute_dtype(logits))
+    z = (x if bias is None else x + bias) * options.logit_scale
+    if options.softcap is None:
+        return z / options.temperature, None
+    tanh = torch.tanh(z / options.softcap)
+    return tanh * options.softcap / options.temperature, 1.0 - tanh.square()
+
+
+def _labels_of(target: torch.Tensor, columns: int, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each label, 0 if it is outside the `columns` from `vocab_start` on, and whether it is inside."""
+    label = target.long() - vocab_start
+    here = (label >= 0) & (label < columns)
+    return torch.where(here, label, 0).unsqueeze(-1), here
+
+
+def row_statistics_torch_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor | None,
+    extra: ExtraStats | None = None,
+) -> None:
+    """Fills `stats` and `extra`; with a `coefficient`, overwrites `logits` with their gradient times it."""
+    vocab_size = logits.shape[-1]
+    valid = target != options.ignore_index
+    index, in_range = _labels_of(target, vocab_size)
+    z, _ = _transformed_rows(logits, options, bias)
+    label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
+    # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z).
+    rest = z.scatter(-1, index, -math.inf).logsumexp(-1)
+    lse = torch.logaddexp(rest, label_z)
+    nll = torch.nn.functional.softplus(rest - label_z, threshold=50.0)
+    log_probs = z - lse.unsqueeze(-1)
+    smoothing = options.label_smoothing
+    weights = 1.0 if class_weights is None else class_weights
+    hard = 1.0 - smoothing if class_weights is None else (1.0 - smoothing) * class_weights[index.squeeze(-1)]
+    loss = hard * nll + options.z_loss * lse.square()
+    if smoothing > 0.0:
+        loss = loss - smoothing / vocab_size * (log_probs * weights).sum(-1)
+    fields = [(stats.loss, loss), (stats.nll, nll), (stats.lse, lse)]
+    if stats.entropy.numel():
+        fields.append((stats.entropy, torch.special.entr(log_probs.exp()).sum(-1)))
+    if extra is not None and extra.mean_logit.numel():
+        fields.append((extra.mean_logit, z.mean(-1)))
+    if extra is not None and extra.sum_squared_probs.numel():
+        fields.append((extra.sum_squared_probs, (2.0 * log_probs).logsumexp(-1)))
+    for field, value in fields:
+        field.copy_(torch.where(valid, value, 0.0))
+    if stats.predicted.numel():
+        stats.predicted.copy_(torch.where(valid, z.argmax(-1), -1))
+    if coefficient is not None:
+        row_gradient_torch_(logits, target, stats, options, bias, class_weights, coefficient, None, None)
+
+
+def row_gradient_torch_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: RowStats,
+    options: RowOptions,
+    bias: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    coefficient: torch.Tensor,
+    entropy_coefficient: torch.Tensor | None,
+    shard: Shard | None,
+) -> None:
+    """Overwrites `logits` with their gradient, from the statistics of the whole row."""
+    columns = logits.shape[-1]
+    vocab_start, vocab_size = (0, columns) if shard is None else shard
+    valid = target != options.ignore_index
+    index, here = _labels_of(target, columns, vocab_start)
+    z, slope = _transformed_rows(logits, options, bias)
+    log_probs = z - stats.lse.unsqueeze(-1)
+    smoothing = options.label_smoothing
+    weights = 1.0 if class_weights is None else class_weights
+    weight_sum = vocab_size if class_weights is None else class_weights.sum()
+    hard = 1.0 - smoothing if class_weights is None else (1.0 - smoothing) * class_weights[index.squeeze(-1)]
+    spread = 2.0 * options.z_loss * stats.lse
+    if smoothing > 0.0:
+        spread = spread + smoothing / vocab_size * weight_sum
+    label_error = torch.expm1(-stats.nll)  # p[t] - 1
+    gradient = log_probs.exp()
+    at_label = torch.where(here, hard * label_error + spread * (label_error + 1.0), gradient[:, 0] * (hard + spread))
+    gradient = (gradient * (hard + spread).unsqueeze(-1)).scatter_(-1, index, at_label.unsqueeze(-1))
+    if smoothing > 0.0:
+        gradient -= smoothing / vocab_size * weights
+    gradient *= coefficient.expand(target.shape).unsqueeze(-1)
+    if entropy_coefficient is not None:
+        surprise = log_probs.clamp(min=torch.finfo(z.dtype).min) + stats.entropy.unsqueeze(-1)
+        gradient -= entropy_coefficient.unsqueeze(-1) * log_probs.exp() * surprise
+    gradient *= options.logit_scale / options.temperature
+    if slope is not None:
+        gradient *= slope
+    logits.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).view(logits.shape))
+
+
+def row_partials_torch_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    partials: torch.Tensor,
+    options: RowOptions,
+    shard: Shard,
+    bias: torch.Tensor | None,
+) -> None:
+    """Fills `partials` with the `RowPartials` of a shard."""
+    index, here = _labels_of(target, logits.shape[-1], shard.vocab_start)
+    z, _ = _transformed_rows(logits, options, bias)
+    rest_z = torch.where(here.unsqueeze(-1), z.scatter(-1, index, -math.inf), z)
+    rest = rest_z.logsumexp(-1)
+    mean = ((rest_z - rest.unsqueeze(-1)).exp() * z.clamp(min=torch.finfo(z.dtype).min)).sum(-1)
+    best, best_id = z.max(-1).values, z.argmax(-1) + shard.vocab_start
+    fields = RowPartials(
+        rest,
+        torch.where(rest.isneginf(), 0.0, mean),
+        (2.0 * rest_z).logsumexp(-1),
+        torch.where(here, z.gather(-1, index).squeeze(-1), 0.0),
+        here.to(z.dtype),
+        z.sum(-1),
+        best,
+        best_id.to(z.dtype),
+    )
+    valid = (target != options.ignore_index).unsqueeze(-1)
+    partials.copy_(torch.where(valid, torch.stack(tuple(fields), -1), 0.0))

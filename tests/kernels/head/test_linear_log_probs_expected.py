@@ -1,0 +1,405 @@
+"""Log-probabilities over a head that expect one upstream gradient; any other is right too, and recomputes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.kernels.autograd import one_number
+from liger_trainer.kernels.head import linear_log_probs_expected
+from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_head import install_fused_forward
+from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+IGNORE = -100
+TOKENS, HIDDEN, VOCAB = 13, 6, 20
+CHUNK = 5 * 64 * 8  # bytes of five float64 rows of logits, padded to 64 columns
+
+
+def _case(dtype: torch.dtype = torch.float64, trained: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> Any:
+    """Hidden states, head and bias, of which some train, and targets; the first and every fourth is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    target[::4] = IGNORE
+    return [tensor.requires_grad_(index in trained) for index, tensor in enumerate(tensors)], target
+
+
+def _result(leaves: Any, target: torch.Tensor, expected: Any = 1.0, **options: Any) -> Any:
+    hidden, weight, bias = leaves
+    options = {"outputs": ("entropy",), "logits_memory": CHUNK, "expected_grad": expected, **options}
+    return linear_log_probs(hidden, weight, target, bias, **options)
+
+
+def _reference(leaves: Any, target: torch.Tensor, **options: Any) -> Any:
+    hidden, weight, bias = leaves
+    return linear_log_probs_reference(hidden, weight, target, bias, outputs=("entropy",), **options)
+
+
+def _factors(result: Any) -> torch.Tensor:
+    return torch.linspace(-1.0, 2.0, result.log_probs.numel()).to(result.log_probs)
+
+
+LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "sum": lambda result: -result.log_probs.sum() / 7,
+    "another sum": lambda result: 3.0 * result.log_probs.sum(),
+    "zero": lambda result: 0.0 * result.log_probs.sum(),
+    "mean of values": lambda result: (result.log_probs * torch.full_like(result.log_probs, 0.3)).mean(),
+    "weights": lambda result: (result.log_probs * _factors(result)).sum(),
+    "sum and weights": lambda result: result.log_probs.sum() - (result.log_probs * _factors(result)).sum(),
+    "focal": lambda result: (-result.log_probs * (1.0 - result.log_probs.exp()).square()).sum(),
+    "entropy": lambda result: (result.entropy * _factors(result)).sum(),
+    "sum and entropy": lambda result: result.log_probs.sum() - 0.1 * result.entropy.sum(),
+    "one token": lambda result: result.log_probs[2],
+}
+ALIKE = ("sum", "another sum", "zero", "mean of values")
+
+
+@given(
+    loss=st.sampled_from(sorted(LOSSES)),
+    expected=st.sampled_from([1.0, 1 / 7, -2.0, 0.0, float("inf")]),
+    trained=st.sampled_from([(0,), (1,), (2,), (0, 1), (0, 1, 2)]),
+    softcap=st.sampled_from([None, 3.0]),
+    temperature=st.sampled_from([1.0, 2.0]),
+    logits_memory=st.sampled_from([1, CHUNK, 2**20]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
+def test_gradients_are_the_references(
+    loss: str, expected: float, trained: tuple[int, ...], softcap: float | None, temperature: float,
+    logits_memory: int, seed: int,
+) -> None:  # fmt: skip
+    leaves, target = _case(trained=trained, seed=seed)
+    options: dict[str, Any] = {"softcap": softcap, "logit_scale": 1.5, "temperature": temperature}
+    ours = _result(leaves, target, expected, logits_memory=logits_memory, **options)
+    theirs = _reference(leaves, target, **options)
+    torch.testing.assert_close((ours.log_probs, ours.entropy), (theirs.log_probs, theirs.entropy))
+    wanted = [leaves[index] for index in trained]
+    gradients = torch.autograd.grad(LOSSES[loss](ours), wanted)
+    torch.testing.assert_close(gradients, torch.autograd.grad(LOSSES[loss](theirs), wanted))
+
+
+def test_log_probs_have_their_gradient_by_finite_differences() -> None:
+    leaves, target = _case()
+    assert torch.autograd.gradcheck(
+        lambda *leaves: (lambda found: (found.log_probs, found.entropy))(_result(leaves, target)), leaves
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [(), ("entropy", "top1")])
+def test_the_expected_gradient_is_that_of_the_summed_loss_to_the_bit(dtype: torch.dtype, outputs: Any) -> None:
+    leaves, target = _case(dtype)
+    found = _result(leaves, target, 1 / 9, outputs=outputs)
+    log_probs = getattr(found, "log_probs", found)
+    loss = linear_cross_entropy(
+        leaves[0], leaves[1], target, leaves[2], reduction="sum", logits_memory=CHUNK, expected_grad=1 / 9
+    )
+    ours, theirs = (torch.autograd.grad(each, leaves) for each in (-log_probs.sum() / 9, loss / 9))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def _matmuls(trained: tuple[int, ...], loss: str) -> float:
+    """How many times the head's matmul is computed, in tokens per token, forward and backward."""
+    leaves, target = _case(torch.float32, trained)
+    rows = 0
+
+    def spy(function: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal rows
+            left, right = args[-2:]
+            rows += next(size for size in (*left.shape, *right.shape) if size not in (HIDDEN, VOCAB))
+            return function(*args, **kwargs)
+
+        return count
+
+    with (
+        mock.patch.object(torch, "mm", side_effect=spy(torch.mm)),
+        mock.patch.object(torch, "addmm", side_effect=spy(torch.addmm)),
+    ):
+        LOSSES[loss](_result(leaves, target, logits_memory=5 * 64 * 4)).backward()
+    return rows / TOKENS
+
+
+@pytest.mark.parametrize(
+    ("trained", "made", "recomputed"), [((0, 1, 2), 3, 3), ((0,), 2, 2), ((1,), 2, 2)], ids=["all", "frozen", "head"]
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_recomputation_only_where_the_gradient_is_not_one_number(
+    loss: str, trained: tuple[int, ...], made: int, recomputed: int
+) -> None:
+    assert _matmuls(trained, loss) == pytest.approx(made + (0 if loss in ALIKE else recomputed))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_values_are_looked_at_only_where_strides_and_entropies_say_nothing(loss: str) -> None:
+    leaves, target = _case()
+    by_values = linear_log_probs_expected.number_by_values
+    with mock.patch.object(linear_log_probs_expected, "number_by_values", side_effect=by_values) as looked:
+        LOSSES[loss](_result(leaves, target)).backward()
+    assert looked.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
+
+
+def test_a_number_of_values() -> None:
+    valid = torch.tensor([True, True, False])
+    for values in ([2.0, 2.0, 5.0], [-1.0, -1.0, float("nan")], [float("inf")] * 3):
+        found = linear_log_probs_expected.number_by_values(torch.tensor(values), valid)
+        assert found is not None
+        assert found.item() == values[0]
+    for several in ([2.0, 3.0, 2.0], [float("nan"), 1.0, 1.0], [float("nan")] * 3):
+        assert linear_log_probs_expected.number_by_values(torch.tensor(several), valid) is None
+    without = linear_log_probs_expected.number_by_values(
+        torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool)
+    )
+    assert without is not None
+    assert without.item() == 0.0
+
+
+def test_a_number_by_strides() -> None:
+    number = torch.tensor(3.0)
+    for shape in ((4,), (2, 3), (1,), ()):
+        assert one_number(number.expand(shape)) == 3.0
+    for several in (torch.ones(2), number.expand(2, 1).contiguous(), torch.ones(3, 1).expand(3, 2), torch.empty(0)):
+        assert one_number(several) is None
+
+
+@pytest.mark.parametrize("trained", [(0,), (0, 1, 2)])
+def test_a_retained_graph_is_right_for_every_loss_in_turn(trained: tuple[int, ...]) -> None:
+    leaves, target = _case(trained=trained)
+    wanted = [leaves[index] for index in trained]
+    ours, theirs = _result(leaves, target), _reference(leaves, target)
+    taken = []
+    for name in [*LOSSES, *LOSSES]:
+        gradients = torch.autograd.grad(LOSSES[name](ours), wanted, retain_graph=True)
+        torch.testing.assert_close(gradients, torch.autograd.grad(LOSSES[name](theirs), wanted, retain_graph=True))
+        taken.append((gradients, [gradient.clone() for gradient in gradients]))
+    for gradients, copies in taken:  # no later backward wrote into what an earlier one returned
+        assert all(gradient.equal(copy) for gradient, copy in zip(gradients, copies))
+
+
+@pytest.mark.parametrize("loss", ["sum", "weights", "entropy"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant: bool, loss: str) -> None:
+    leaves, target = _case()
+    checkpoint(lambda *leaves: LOSSES[loss](_result(leaves, target)), *leaves, use_reentrant=reentrant).backward()
+    expected = torch.autograd.grad(LOSSES[loss](_reference(leaves, target)), leaves)
+    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
+
+
+@pytest.mark.parametrize("loss", ["sum", "weights", "entropy"])
+def test_compiles_to_one_graph(loss: str) -> None:
+    torch._dynamo.reset()
+    leaves, target = _case(torch.float32)
+
+    def step(*leaves: torch.Tensor) -> torch.Tensor:
+        return LOSSES[loss](_result(leaves, target))
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    expected = torch.autograd.grad(LOSSES[loss](_reference(leaves, target)), leaves)
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), expected)
+
+
+@pytest.mark.parametrize("loss", ["sum", "weights", "entropy"])
+def test_a_second_derivative_is_refused(loss: str) -> None:
+    leaves, target = _case()
+    with pytest.raises(RuntimeError, match=r"linear_log_probs.*create_graph=True"):
+        torch.autograd.grad(LOSSES[loss](_result(leaves, target)), leaves, create_graph=True)
+
+
+def test_ignored_tokens_have_no_gradient_whatever_comes_from_upstream() -> None:
+    leaves, target = _case()
+    for factor in (1.0, torch.linspace(1.0, 2.0, TOKENS, dtype=torch.float64)):
+        upstream = torch.where(target == IGNORE, float("inf"), factor)
+        gradients = torch.autograd.grad(_result(leaves, target).log_probs, leaves, upstream)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert gradients[0][::4].eq(0).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_labels_and_no_tokens_have_gradients_of_zero(loss: str) -> None:
+    leaves, target = _case()
+    LOSSES[loss](_result(leaves, torch.full_like(target, IGNORE))).backward()
+    assert all(leaf.grad.eq(0).all() for leaf in leaves)
+    _result([leaves[0][:0], *leaves[1:]], target[:0]).log_probs.sum().backward()
+    assert all(leaf.grad.eq(0).all() for leaf in leaves)
+
+
+def test_a_nan_from_upstream_stays_one() -> None:
+    leaves, target = _case()
+    upstream = torch.ones(TOKENS, dtype=torch.float64)
+    upstream[1] = float("nan")
+    (gradient,) = torch.autograd.grad(_result(leaves, target).log_probs, leaves[0], upstream)
+    assert gradient[1].isnan().all()
+    assert gradient[2:].isfinite().all()
+
+
+def test_without_gradients_and_with_other_outputs_nothing_is_made() -> None:
+    leaves, target = _case()
+    with mock.patch.object(linear_log_probs_expected, "loss_and_gradients", side_effect=AssertionError):
+        with torch.no_grad():
+            assert not _result(leaves, target).log_probs.requires_grad
+        found = _result(leaves, target, outputs=("entropy", "mean_logit"))
+        (LOSSES["weights"](found) + LOSSES["entropy"](found)).backward()
+    theirs = _reference(leaves, target)
+    expected = torch.autograd.grad(LOSSES["weights"](theirs) + LOSSES["entropy"](theirs), leaves)
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
+
+
+# Real shapes, memory and waiting on a GPU.
+
+
+MIB = 2**20
+
+
+def _gpu_case(tokens: int, size: int, vocab: int, head_trained: bool = True) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    make: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(tokens, size, **make)
+    weight = torch.randn(vocab, size, **make) * (3.0 / size**0.5)
+    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
+    target[::5] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(head_trained), target
+
+
+def _gpu_factors(result: Any) -> torch.Tensor:
+    return torch.linspace(-1.0, 2.0, result.log_probs.numel(), device="cuda").to(result.log_probs)
+
+
+GPU_LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "sum": lambda result: -result.log_probs.sum() / 7,
+    "weights": lambda result: (result.log_probs * _gpu_factors(result)).sum(),
+    "entropy": lambda result: (result.entropy * _gpu_factors(result)).sum(),
+    "sum and entropy": lambda result: result.log_probs.sum() - 0.1 * result.entropy.sum(),
+}
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Any:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("loss", ["sum", "entropy", "sum and entropy"])
+def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(1000, 256, 5003, head_trained)
+
+    def step() -> None:
+        options: dict[str, Any] = {"outputs": ("entropy", "top1"), "logits_memory": 2 * MIB, "expected_grad": 1 / 7}
+        GPU_LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
+
+    step()  # compiles the kernels and sets up cuBLAS, which may wait
+    with _no_waiting():
+        step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", GPU_LOSSES)
+def test_cuda_graph_replays_on_new_inputs(loss: str) -> None:
+    hidden, weight, target = _gpu_case(512, 256, 5000)
+
+    def step() -> torch.Tensor:
+        result = linear_log_probs(
+            hidden, weight, target, outputs=("entropy",), logits_memory=2 * MIB, expected_grad=1 / 7
+        )
+        value = GPU_LOSSES[loss](result)
+        gradients = torch.autograd.grad(value, (hidden, weight))
+        return torch.stack([value.detach(), *(gradient.float().norm() for gradient in gradients)])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    target.copy_(target.roll(1))
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("loss", GPU_LOSSES)
+def test_gradients_are_no_further_from_float64_than_eager_bf16(loss: str, head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(1024, 1024, 50257, head_trained)
+    options: dict[str, Any] = {"softcap": 30.0, "outputs": ("entropy",)}
+    doubles = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)]
+    results = (
+        linear_log_probs(hidden, weight, target, logits_memory=32 * MIB, expected_grad=1 / 7, **options),
+        linear_log_probs_reference(hidden, weight, target, **options),
+        linear_log_probs_reference(*doubles, target, **options),
+    )
+    wanted, exacts = ([leaf for leaf in group if leaf.requires_grad] for group in ((hidden, weight), doubles))
+    ours, eager = (torch.autograd.grad(GPU_LOSSES[loss](result), wanted) for result in results[:2])
+    for mine, theirs, exact in zip(ours, eager, torch.autograd.grad(GPU_LOSSES[loss](results[2]), exacts)):
+        assert (mine.double() - exact).norm() <= 1.1 * (theirs.double() - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_trained", [True, False])
+def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
+    hidden, weight, target = _gpu_case(8192, 1024, 128256, head_trained)
+
+    def summed_loss() -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, target, reduction="sum")
+
+    def log_probs() -> torch.Tensor:
+        return -linear_log_probs(hidden, weight, target, outputs=("entropy",), expected_grad=1.0).log_probs.sum()
+
+    peaks = []
+    for loss in (summed_loss, log_probs):
+        loss().backward()  # workspaces and compiled kernels
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        hidden.grad = weight.grad = None
+    assert peaks[1] <= peaks[0] + MIB, f"{peaks[1] / MIB:.1f} MiB, {peaks[0] / MIB:.1f} for the loss"
+
+
+@pytest.mark.gpu
+def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers itself reads the position ids back to choose its attention kernel.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    config = LlamaConfig(
+        vocab_size=32768, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).cuda().to(torch.bfloat16).train()
+    apply_liger_kernel(model)
+    install_fused_forward(model, StatisticsOptions(("log_probs", "entropy", "is_top1"), uniform_gradient=True))
+    ids = torch.randint(0, 32768, (2, 300), device="cuda")
+    items = torch.tensor(598, device="cuda")
+
+    def step() -> None:
+        with expected_loss_gradient(1 / items):
+            outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            per_token_loss = -outputs.log_probs
+            loss = per_token_loss.sum() / torch.as_tensor(items).clamp(min=1)
+        loss.backward()
+
+    step()  # kernels are compiled here
+    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
+    with _no_waiting():
+        step()
