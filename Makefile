@@ -1,6 +1,7 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
+# make fast:       the tests that see a fault in an operator's reference, the patching, a trainer or a recipe, in 90 s
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 # make compat:     the parity tests with the oldest and newest allowed libraries
@@ -15,10 +16,10 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test lint types unit interpreter docs peers compat tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat tables clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n 's/^# make/make/p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and f"Python 3.11 or newer is needed (TRL asks for it), this is {sys.version.split()[0]}; set PYTHON=")'
@@ -41,6 +42,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 test: lint types docs unit interpreter
 
+# tests/fast.py says which.
+fast: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --fast tests
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,6 +56,15 @@ types: $(VENV)/.installed-test
 # One thread a process: the tensors are tiny, and the workers already use the cores.
 unit: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile tests
+
+# Branches of the product that the unit tests and the kernels under the interpreter take, here and in forked processes.
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet 'coverage>=7.10'
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m coverage run -m pytest -m kernel tests/kernels tests/interpreter
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 interpreter: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels
@@ -76,4 +90,4 @@ tables: $(VENV)/.installed
 	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .coverage $(VENV) .venv-oldest .venv-newest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -38,12 +38,12 @@ class Device:
             return False
 
     def empty_cache(self) -> None:
-        """Gives memory back that nothing uses."""
+        """Releases cached memory that is not in use."""
         if self.module is not None:
             self.module.empty_cache()
 
     def collect(self) -> None:
-        """Gives memory back that only cycles of objects use, such as what an error's traceback refers to."""
+        """Releases memory that only reference cycles hold, such as those of an error's traceback."""
         if self.module is not None:  # it takes a third of a second
             gc.collect()
             self.module.empty_cache()
@@ -60,7 +60,7 @@ class Device:
         return (self.module.max_memory_allocated() - before) / 2**30
 
     def saved_gibibytes(self, forward: Callable[[], tuple[torch.Tensor, ...]]) -> float | None:
-        """Memory that `forward` keeps for the backward pass: what goes with the graph while the outputs stay."""
+        """Memory that `forward` saves for backward: what is freed with the graph while the outputs stay."""
         if self.module is None:
             return None
         outputs = forward()
@@ -69,7 +69,7 @@ class Device:
         return (held - self.module.memory_allocated()) / 2**30
 
     def time(self, *parts: Callable[[Any], Any]) -> list[float]:
-        """Milliseconds of each part, one right after the other; each is given what the one before it returned."""
+        """Milliseconds of each part, run one directly after the other; each gets the result of the one before."""
         result: Any = None
         if self.module is None:
             marks = [time.perf_counter()]
@@ -89,14 +89,14 @@ class Device:
     def _prepare(self) -> None:
         """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.
 
-        The cache is left full of written lines, as the kernel before leaves it in training: what is timed writes them
-        back, and leaves as much of its own.
+        The cache is left full of written lines, as after a kernel in training: the timed code writes them back, and
+        leaves as many of its own.
         """
         if self._flush is None:
             self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
         self._flush.zero_()
         if hasattr(self.module, "_sleep"):
-            self.module._sleep(10_000_000)  # some 5 ms
+            self.module._sleep(10_000_000)  # about 5 ms
 
 
 def find_device(name: str | None) -> torch.device:

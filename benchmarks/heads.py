@@ -1,4 +1,4 @@
-"""What the operations on an LM head share: inputs, logits, the matmuls that are their floor, and float64 in parts."""
+"""Shared by the operations on an LM head: inputs, logits, the matmuls of their floor, and float64 in parts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, wide
 
 
 def head_cases(data: Data, model: Model, tokens: int, upstream: bool = False) -> Iterator[Case]:
-    """The head trained, and frozen. The logits are of deviation 3, so that probabilities are far from even.
+    """The head trained, and frozen. Logits have a standard deviation of 3, so probabilities are far from uniform.
 
     Args:
         data: Makes the inputs.
         model: Gives the sizes.
         tokens: Rows of hidden states.
-        upstream: Whether the result is a number for each token, with its own gradient.
+        upstream: Whether the result is one number per token, each with its own gradient.
     """
     hidden = data.normal(tokens, model.hidden)
     weight = data.normal(model.vocab, model.hidden, scale=3 * model.hidden**-0.5)
@@ -34,7 +34,7 @@ def head_cases(data: Data, model: Model, tokens: int, upstream: bool = False) ->
 
 
 def matmuls(*heads: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
-    """The matmuls of heads, (hidden, weight) each: the logits, and the gradient of whatever wants one."""
+    """The matmuls of heads, given as (hidden, weight): the logits, and the gradients that are required."""
 
     def run() -> None:
         for hidden, weight in heads:
@@ -57,7 +57,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | Non
 def in_parts(
     function: Callable[..., torch.Tensor], *rows: torch.Tensor, size: int = 1024, **others: Any
 ) -> torch.Tensor:
-    """Concatenated results of `function(*some_rows, **others)`, the logits of `size` rows alive at a time."""
+    """Concatenated results of `function(*some_rows, **others)`, with the logits of only `size` rows at a time."""
     parts = [
         checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False, **others)
         for part in zip(*(tensor.split(size) for tensor in rows))

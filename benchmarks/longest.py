@@ -1,6 +1,6 @@
-"""The longest sequence that trains, to an eighth of it; every try is a process of its own.
+"""The longest sequence that trains, to within an eighth.
 
-So one that runs out of memory leaves nothing behind for the next.
+Every attempt runs in a new process, so that one that runs out of memory cannot affect the next.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from liger_trainer.benchmarks.training_task import Task
 
 
 def search(trains: Callable[[int], bool], start: int) -> None:
-    """Looks for the longest length for which `trains` is true, to an eighth of it.
+    """Searches for the longest length for which `trains` is true, to within an eighth.
 
-    From `start` in steps of a factor of two, up or down, to the first that trains beside one that does not, then by
-    bisection between the two.
+    From `start`, lengths are doubled or halved until one trains and twice that does not; bisection follows.
 
     Args:
-        trains: Tries a length. What it raises ends the search.
+        trains: Tries a length. An exception ends the search.
         start: The first length, in tokens.
     """
     good, bad = start, start
@@ -42,7 +41,7 @@ def search(trains: Callable[[int], bool], start: int) -> None:
 
 
 class OutOfTime(Exception):
-    """The search is given up; what was found stays."""
+    """Ends the search; results so far are kept."""
 
 
 def find_longest(
@@ -55,11 +54,11 @@ def find_longest(
     """Searches for one provider.
 
     Args:
-        task: What is trained; its length is the first to be tried.
+        task: What is trained; its length is tried first.
         provider: Its name.
-        provider_file: A Python file that registers providers of its own.
-        seconds: For all tries together. The one under way then is ended and not counted.
-        tell: Told the outcome of every try.
+        provider_file: A Python file that registers more providers.
+        seconds: Time limit of all attempts together; the attempt that reaches it is ended and not counted.
+        tell: Called with the outcome of every attempt.
     """
     record = LongestRecord(task.model, task.layers, task.trainer, task.batch, task.lora, provider)
     deadline = time.monotonic() + seconds
@@ -77,7 +76,7 @@ def find_longest(
             record.tokens_per_second, record.peak_gibibytes = found.tokens_per_second, found.peak_gibibytes
         elif found.failure == OUT_OF_MEMORY:
             record.too_long = length
-        else:  # it says nothing about what would fit
+        else:  # this does not show what would fit
             raise OutOfTime
         return not found.failure
 
@@ -96,7 +95,7 @@ def _outcome(found: TrainingRecord) -> str:
 
 
 def table(records: list[LongestRecord]) -> Table:
-    """The providers of one task, a line each."""
+    """A table with a row for each provider of a task."""
     first = records[0]
     lora = f" · LoRA r={first.lora}" if first.lora else ""
     title = f"{first.model} · {first.trainer}{lora} · batch {first.batch} · the longest that trains"

@@ -37,16 +37,16 @@ class Timing:
 
 @dataclasses.dataclass
 class Measurement:
-    """What one provider did on one case, or why it did not.
+    """The measurement of one provider on one case, or why there is none.
 
     Attributes:
         forward: The pass that saves for backward.
-        backward: The gradients of every input that wants one.
+        backward: The gradients of every input that requires one.
         both: The two together.
-        peak_gibibytes: Peak memory above the inputs; None where the device does not count.
-        saved_gibibytes: Memory kept from the forward for the backward, the outputs not counted; None likewise.
+        peak_gibibytes: Peak memory above the inputs; None if the device does not count it.
+        saved_gibibytes: Memory saved for backward, without the outputs; None if the device does not count it.
         errors: Relative distance of each output and gradient from float64's, by name.
-        remark: What is worth knowing about the run.
+        remark: A remark on the run.
         failure: Why there is no measurement; empty if there is one.
     """
 
@@ -90,7 +90,7 @@ class Runner:
 
     @staticmethod
     def _gradient(name: str, tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """`gradient`, or what a backward that runs another one inside left in `tensor.grad`."""
+        """`gradient`, or `tensor.grad` if a backward that runs another one inside has set that."""
         gradient, tensor.grad = tensor.grad if gradient is None else gradient, None
         if gradient is None:
             raise ValueError(f"gave no gradient of {name}")
@@ -108,7 +108,7 @@ class Runner:
 
 
 class Pristine:
-    """The tensors of a case as they were: some providers write over what they are given."""
+    """Copies of the tensors of a case, as some providers overwrite their inputs."""
 
     def __init__(self, case: Case) -> None:
         inputs = [value for value in case.arguments.values() if isinstance(value, torch.Tensor)]
@@ -118,14 +118,14 @@ class Pristine:
         }
 
     def changed(self) -> str:
-        """What is not what it was, in words; empty if nothing."""
+        """The names of tensors that have changed; empty if none have."""
         kinds = [
             kind for kind, pairs in self._pairs.items() if not all(torch.equal(tensor, copy) for tensor, copy in pairs)
         ]
         return " and ".join(kinds)
 
     def restore(self) -> None:
-        """Makes them what they were."""
+        """Restores the tensors."""
         for pairs in self._pairs.values():
             for tensor, copy in pairs:
                 tensor.copy_(copy)
@@ -156,7 +156,7 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def explain(error: BaseException) -> str:
-    """One line of why a provider did not run."""
+    """Why a provider did not run, in one line."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"skipped: {error.name.split('.')[0]} is not installed"
     if isinstance(error, ImportError):
@@ -180,7 +180,7 @@ class Plan:
 
     Attributes:
         rounds: Samples of each provider.
-        deadline: `time.monotonic()` after which no further provider is begun.
+        deadline: `time.monotonic()` after which no further provider is started.
         accuracy: Whether gradients are compared with float64.
     """
 
@@ -189,7 +189,7 @@ class Plan:
     accuracy: bool = True
 
     def late(self) -> bool:
-        """Whether the time is used up."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
 
@@ -201,12 +201,12 @@ def measure(
     Args:
         case: The inputs.
         providers: Name to function.
-        exact: What is right in float64; None leaves the errors out.
+        exact: The function that is exact in float64; None to skip the errors.
         device: Where it runs.
-        plan: How often, and until when.
+        plan: How much to measure.
 
     Returns:
-        The measurements by provider, and the time of the case's matmuls where they are its floor.
+        The measurements by provider, and the time of the case's matmuls if they are its floor.
 
     Raises:
         DeviceLost: if a provider left the device unusable.
@@ -254,7 +254,7 @@ def measure(
         results[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)
         results[name].saved_gibibytes = device.saved_gibibytes(runners[name].forward)
 
-    # What takes longest to begin with comes last, should the time run out.
+    # The slowest to start comes last, in case the time runs out.
     for name in sorted(runners, key=lambda name: (name == "torch.compile", name != "liger_trainer")):
         attempt(name, functools.partial(warm_up, name))
         device.empty_cache()
@@ -271,7 +271,7 @@ def measure(
         case.floor.matmuls()
 
     def sample(name: str) -> None:
-        # A power-limited card runs faster after idle or light work: what is timed follows an untimed step of its own.
+        # A power-limited card runs faster after idle or light work, so an untimed step of the provider comes first.
         runners[name].step()
         samples[name].append(device.time(runners[name].forward, runners[name].backward))
 

@@ -30,7 +30,7 @@ class Model:
     routed_scale: float = 1.0  # of the weights of a sigmoid router
     shared_intermediate: int = 0  # of a shared expert that is wider than the others
     dense_layers: int = 0  # the first ones, without experts
-    latent_attention: bool = False  # heads, their number and size, are then those of queries and keys that are rotated
+    latent_attention: bool = False  # number and size of heads are then those of rotated queries and keys
     sliding_window: int | None = None
 
 
@@ -199,7 +199,7 @@ def _config_with_experts(model: Model, sizes: dict[str, Any]) -> PretrainedConfi
     if family == "olmoe":
         return tf.OlmoeConfig(**sizes)
     sizes["moe_intermediate_size"] = model.expert_intermediate
-    if model.latent_attention:  # every head has keys and values of its own, made from what is kept of a token
+    if model.latent_attention:  # every head has its own keys and values, computed from a token's latent
         return tf.DeepseekV3Config(**sizes | {"num_key_value_heads": model.heads})
     if family == "glm4.5":
         return tf.Glm4MoeConfig(**sizes, use_qk_norm=model.qk_norm, attention_bias=True)

@@ -22,11 +22,11 @@ _COLOURS = {
 
 
 def draw(run: Run, folder: Path, mode: str = "both") -> list[Path]:
-    """Draws what the run has enough records for.
+    """Draws the plots for which the run has enough records.
 
     Args:
         run: The results.
-        folder: Where the pictures go.
+        folder: Folder for the images.
         mode: Which time: ``"forward"``, ``"backward"`` or ``"both"``.
 
     Returns:
@@ -84,7 +84,7 @@ def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
-    """Time and peak memory over the token count, a line a provider, and the floor below them."""
+    """Time and peak memory over the token count, one line per provider, with the floor."""
     first = records[0]
     figure, (left, right) = _axes(2, " · ".join(filter(None, (first.operation, first.variant, first.model, device))))
     for provider, own in _by_provider(records).items():
@@ -92,8 +92,8 @@ def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -
         style = {"marker": "o", "markersize": 4, "label": provider, "color": _colour(provider)}
         style["linestyle"] = "-" if provider == family(provider) else ":"
         left.plot([record.tokens for record in own], [getattr(record, mode) for record in own], **style)
-        kept = [record for record in own if record.peak_gibibytes is not None]
-        right.plot([record.tokens for record in kept], [record.peak_gibibytes for record in kept], **style)
+        measured = [record for record in own if record.peak_gibibytes is not None]
+        right.plot([record.tokens for record in measured], [record.peak_gibibytes for record in measured], **style)
     name = "floor" if mode == "both" else f"{mode}_floor"
     floors = sorted({(record.tokens, getattr(record, name)) for record in records if getattr(record, name)})
     if floors:
@@ -108,7 +108,7 @@ def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -
 
 
 def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
-    """Time against peak memory, a point a provider and setting: the nearer to the lower left, the better."""
+    """Time against peak memory, one point per provider and setting; lower left is better."""
     first = records[0]
     title = " · ".join(filter(None, (first.operation, first.variant, first.model, first.shape, device)))
     figure, (axis,) = _axes(1, title)
@@ -129,7 +129,7 @@ def _is_shown(record: TrainingRecord) -> bool:
 
 
 def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
-    """Tokens/s and peak memory of each model under the Trainer, one bar a provider."""
+    """Tokens/s and peak memory of each model under the Trainer, one bar per provider."""
     from liger_trainer.benchmarks.models import MODELS
 
     labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}

@@ -1,4 +1,4 @@
-"""A model that is in memory already, quantised by bitsandbytes as transformers quantises one that it loads."""
+"""Quantises a model in memory with bitsandbytes, as transformers does when it loads one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def quantise(
     compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Puts a layer of bitsandbytes in the place of every linear layer of `model`, which it freezes.
+    """Replaces every linear layer of `model` by one of bitsandbytes, and freezes the model.
 
-    Stacked experts are left as they are: `quantize_experts` puts them in 4 bits once they have adapters.
+    Stacked experts are not quantised: `quantize_experts` does that once they have adapters.
 
     Args:
         model: On its device, with its weights.
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
-        keep: Last names of linear layers that stay as they are.
-        compute_dtype: Of products with weights in 4 bits; the weights' dtype unless given.
-        options: Of weights in 4 bits: ``compress_statistics``, ``blocksize``, ``quant_storage``.
+        keep: Last names of linear layers that are not quantised.
+        compute_dtype: Dtype of products with 4-bit weights; the weights' dtype by default.
+        options: Options of 4-bit weights: ``compress_statistics``, ``blocksize``, ``quant_storage``.
 
     Returns:
         The model.
@@ -35,7 +35,7 @@ def quantise(
             new = _int8(module) if kind == "int8" else _four_bits(module, kind, compute_dtype, options)
             new.bias = module.bias
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, new.to(module.weight.device))  # which quantises
+            setattr(model.get_submodule(parent), child, new.to(module.weight.device))  # moving it quantises it
     setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
     return model.requires_grad_(False)
 
@@ -43,7 +43,7 @@ def quantise(
 def _int8(layer: nn.Linear) -> Any:
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-    with torch.device("meta"):  # its own weight would be drawn, and thrown away
+    with torch.device("meta"):  # avoids random weights that would be thrown away
         new = Linear8bitLt(
             layer.in_features, layer.out_features, layer.bias is not None, has_fp16_weights=False, threshold=6.0
         )

@@ -1,4 +1,4 @@
-"""Results as data: one record a provider and case, and the runs that hold them with machine, versions and command."""
+"""Results as data: one record per provider and case, and runs with their machine, versions and command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
-_PACKAGES = (  # whose versions a run records
+_PACKAGES = (  # versions that a run records
     *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
 )
@@ -27,11 +27,11 @@ _PACKAGES = (  # whose versions a run records
 
 @dataclasses.dataclass
 class Machine:
-    """Where a run took place, and what it can do; the rates are measured in that run.
+    """The machine of a run; its rates are measured in that run.
 
     Attributes:
         device: The accelerator's name.
-        copy_rate: Bytes a large copy moves in a second, read plus write.
+        copy_rate: Bytes per second of a large copy, read plus write.
         matmul_rate: FLOP/s of an 8192³ matmul.
     """
 
@@ -63,8 +63,8 @@ class Record:
     """One provider's measurement on one case, in milliseconds; see `Measurement`.
 
     Attributes:
-        floor: What the two passes must cost on this machine, and those of each pass where that is known.
-        worse_than_eager: The largest factor by which a gradient is further from float64 than eager torch's.
+        floor: The least time of the two passes on this machine; `forward_floor` and `backward_floor` if known.
+        worse_than_eager: The largest ratio of a gradient's error to that of eager torch.
     """
 
     operation: str
@@ -91,7 +91,7 @@ class Record:
     failure: str = ""
 
     def fill(self, measurement: Measurement) -> Record:
-        """Takes over what was measured; returns itself."""
+        """Fills the fields from a measurement; returns itself."""
         for name in ("forward", "backward", "both"):
             timing: Timing | None = getattr(measurement, name)
             if timing is not None:
@@ -104,12 +104,12 @@ class Record:
 
     @property
     def group(self) -> tuple[str, str, int, str]:
-        """What records must share to stand in one table: they were measured in turns."""
+        """The case; records with the same one were measured in turns and belong in one table."""
         return self.operation, self.model, self.tokens, self.variant
 
     @property
     def skipped(self) -> bool:
-        """Whether the provider was not even tried, such as one that is not installed."""
+        """Whether the provider was not tried, for example because it is not installed."""
         return self.failure.startswith("skipped")
 
     def gradient_error(self) -> float | None:
@@ -117,14 +117,14 @@ class Record:
         return max((value for name, value in self.errors.items() if name.startswith("d")), default=None)
 
     def fraction_of_floor(self, mode: str = "both") -> float | None:
-        """Floor over time: 1 is the best that can be."""
+        """Floor divided by time; 1 is the best possible."""
         floor = self.floor if mode == "both" else getattr(self, f"{mode}_floor")
         time = getattr(self, mode)
         return None if floor is None or time is None else floor / time
 
 
 def compare_with_eager(records: list[Record]) -> None:
-    """Fills `worse_than_eager` of the records of one case from torch's among them."""
+    """Fills `worse_than_eager` in the records of one case from torch's record."""
     eager = next((record.errors for record in records if record.provider == "torch"), {})
     for record in records:
         ratios = [
@@ -138,17 +138,17 @@ class TrainingRecord:
     """Training steps of one provider; see `training_task.Task` for what was trained.
 
     Attributes:
-        batch: Of one GPU.
-        tokens_per_second: Of one GPU, in the median step.
-        mfu: Share of the device's published peak; None where that is not known.
-        peak_gibibytes: The most that was allocated, on the fullest GPU.
-        losses: Of every step; the providers of one task must agree.
+        batch: Batch size on one GPU.
+        tokens_per_second: Tokens/s of one GPU in the median step.
+        mfu: Fraction of the device's published peak; None if that is not known.
+        peak_gibibytes: Peak memory of the fullest GPU.
+        losses: The loss of every step; providers of one task must agree.
         failure: Why there is no result.
-        lora: Rank of the adapters; 0 where everything was trained.
-        weights_gibibytes: What was allocated before the first step.
-        gpus: Processes, one a GPU.
-        accelerate_config: Name of the configuration they were launched with; empty for one process without.
-        quantize: What the base was quantised to; empty where it was not.
+        lora: Rank of the adapters; 0 if all weights were trained.
+        weights_gibibytes: Memory allocated before the first step.
+        gpus: Processes, one per GPU.
+        accelerate_config: Name of the launch configuration; empty for one process.
+        quantize: Format of a quantised base model; empty if it was not quantised.
     """
 
     model: str
@@ -171,27 +171,27 @@ class TrainingRecord:
 
     @property
     def group(self) -> tuple:
-        """The task: what records must share to be compared."""
+        """The task; records with the same one can be compared."""
         return (*self.sweep, self.length, self.gpus)
 
     @property
     def sweep(self) -> tuple:
-        """The task but for the length of a sequence and the number of GPUs."""
+        """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
         return (*model, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 
 @dataclasses.dataclass
 class LongestRecord:
-    """The longest sequence that one provider trains on, to an eighth; see `longest.search`.
+    """The longest sequence that one provider trains on, to within an eighth; see `longest.search`.
 
     Attributes:
-        batch: Sequences of a step, or pairs of DPO.
-        length: Tokens of the longest that trained; 0 if none did.
-        too_long: Of the shortest that did not; None if none was found in the time there was.
-        tokens_per_second: At `length`, of the last step.
-        peak_gibibytes: At `length`.
-        tries: What became of each length, in the order tried.
+        batch: Sequences in a step, or pairs for DPO.
+        length: Tokens in the longest sequence that trained; 0 if none did.
+        too_long: Tokens in the shortest that did not; None if none was found in time.
+        tokens_per_second: Tokens/s of the last step at `length`.
+        peak_gibibytes: Peak memory at `length`.
+        tries: The outcome of each length, in the order of the attempts.
     """
 
     model: str
@@ -208,7 +208,7 @@ class LongestRecord:
 
     @property
     def group(self) -> tuple[str, int, str, int, int, str]:
-        """What a newer record replaces. Searches are long, and providers have nothing of each other's to be fair to."""
+        """The task and the provider, whose record a newer one replaces; providers are not measured in turns here."""
         return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
 
 
@@ -226,11 +226,11 @@ class Run:
 
     @classmethod
     def begin(cls, command: str, machine: Machine) -> Run:
-        """An empty run of today on this machine."""
+        """An empty run on this machine, with the present time."""
         return cls(command, machine, versions(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
     def write(self, folder: Path, name: str = "results") -> list[Path]:
-        """Writes `name`.json, which holds everything, and `name`.csv, one line a record; returns the files."""
+        """Writes `name`.json, with everything, and `name`.csv, with one line per record; returns the files."""
         folder.mkdir(parents=True, exist_ok=True)
         whole, lines = folder / f"{name}.json", folder / f"{name}.csv"
         whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -244,10 +244,10 @@ class Run:
 
     @classmethod
     def read(cls, file: Path) -> Run:
-        """What `write` wrote.
+        """Reads a file that `write` has written.
 
         Raises:
-            BenchmarkError: if it is something else.
+            BenchmarkError: if it is another kind of file.
         """
         try:
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -261,9 +261,9 @@ class Run:
 
 
 def _flat(record: Record | TrainingRecord | LongestRecord) -> dict[str, Any]:
-    """The fields as cells of a table: a number of errors or losses becomes as many."""
+    """The fields as cells of a table; each error and each loss gets its own cell."""
     values = dataclasses.asdict(record)
-    values.pop("tries", None)  # they stay in the JSON file
+    values.pop("tries", None)  # only in the JSON file
     errors, losses = values.pop("errors", {}), values.pop("losses", [])
     return (
         values
@@ -273,7 +273,7 @@ def _flat(record: Record | TrainingRecord | LongestRecord) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, the package and every library that is compared, as installed."""
+    """Installed versions of Python, this package and every compared library."""
     from liger_trainer._version import __version__
 
     found = {"python": platform.python_version(), "liger-trainer": __version__}
@@ -285,7 +285,7 @@ def versions() -> dict[str, str]:
     return found | {"torch": torch.__version__}
 
 
-_SHOWN_PACKAGES = (  # whose versions stand below a table
+_SHOWN_PACKAGES = (  # versions shown below a table
     *("torch", "triton", "transformers", "trl", "bitsandbytes"),
     *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
 )

@@ -8,7 +8,8 @@ the case's arguments, registered with a decorator, here or in a file of yours:
     @provider("rms_norm", "mine")
     def mine(x, weight, eps): ...
 
-It imports what it needs when it is called, so that one whose package is missing is skipped.
+It imports its library when it is called; a provider whose library is missing is skipped. [`library`] registers a
+function of a library that takes the case's arguments as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BenchmarkError(UserError):
 
 @dataclasses.dataclass
 class Data:
-    """Makes the random inputs of a case on one device, in one dtype, the same ones every time."""
+    """Makes the random inputs of a case on one device, in one dtype; the same ones every time."""
 
     device: torch.device
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class Data:
     def normal(
         self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Normal random numbers of deviation `scale`, a leaf that gets a gradient unless told otherwise."""
+        """Normal random numbers with standard deviation `scale`: a leaf that requires a gradient by default."""
         tensor = torch.randn(shape, device=self.device, dtype=dtype or self.dtype, generator=self._generator)
         return tensor.mul_(scale).requires_grad_(grad)
 
@@ -63,12 +64,12 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The least an operation must do: memory it cannot avoid moving, or matmuls it cannot avoid running.
+    """The least work of an operation: memory that it must move, or matmuls that it must run.
 
     Attributes:
-        forward: Numbers of the inputs' dtype that the forward pass reads and writes.
-        backward: Those of the backward pass.
-        matmuls: Runs the matmuls of both passes; where given they are the floor, timed among the providers.
+        forward: Elements of the inputs' dtype that the forward pass reads and writes.
+        backward: Elements that the backward pass reads and writes.
+        matmuls: Runs the matmuls of both passes; if given, these are the floor and are timed like a provider.
     """
 
     forward: float = 0
@@ -81,11 +82,11 @@ class Case:
     """One operation on given inputs.
 
     Attributes:
-        arguments: Passed to every provider by keyword; tensors that require a gradient get one.
-        shape: How the tables call the sizes.
-        floor: What the operation must at least cost.
+        arguments: Keyword arguments of every provider; tensors that require a gradient get one.
+        shape: The sizes, as the tables show them.
+        floor: The least work of the operation.
         upstream: Gradients of the outputs; empty for a scalar loss.
-        variant: Tells cases of one operation and model apart.
+        variant: Distinguishes cases of one operation and model.
     """
 
     arguments: dict[str, Any]
@@ -100,10 +101,10 @@ def row_case(data: Data, rows: int, width: int, variant: str = "", **others: Any
 
     Args:
         data: Makes x and the gradient of y.
-        rows: Of x.
-        width: Of a row.
-        variant: Tells cases apart.
-        others: The arguments beside x, which are small.
+        rows: Rows of x.
+        width: Width of a row.
+        variant: Distinguishes cases.
+        others: Arguments other than x, which are small.
     """
     size = rows * width
     arguments = {"x": data.normal(rows, width), **others}
@@ -115,7 +116,7 @@ Cases = Callable[[Data, Model, int], Iterator[Case]]
 
 @dataclasses.dataclass
 class Operation:
-    """Everything the suite knows of one operation; the providers' order is the order of the table."""
+    """One operation; its providers are in the order of the table."""
 
     name: str
     description: str
@@ -138,7 +139,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(name: str, tokens: int = 16384) -> Callable[[Cases], Cases]:
-    """Registers a generator of cases as the operation `name`, measured at `tokens` tokens unless others are asked.
+    """Registers a generator of cases as the operation `name`, measured at `tokens` tokens by default.
 
     The first line of the module's docstring describes it, ``"Title: what exactly is computed."``.
     """
@@ -175,6 +176,27 @@ def provider(operation: str, name: str, **settings: Any) -> Callable[[Function],
     return register
 
 
+def library(operation: str, name: str, path: str, **settings: Any) -> None:
+    """Registers a library's function as a provider; it gets the case's arguments by position, in the case's order.
+
+    Args:
+        operation: Name of the operation.
+        name: The library, as for [`provider`].
+        path: ``"module:function"``, imported when the provider is called.
+        settings: Keyword arguments of the function, added to the name of the provider.
+
+    Raises:
+        BenchmarkError: if there is no such operation.
+    """
+    module, _, function = path.partition(":")
+
+    def call(**arguments: Any) -> Any:
+        inputs = [value for key, value in arguments.items() if key not in settings]
+        return getattr(importlib.import_module(module), function)(*inputs, **settings)
+
+    provider(operation, name, **settings)(call)
+
+
 def reference(operation: str) -> Callable[[Function], Function]:
     """Registers the function that is right in float64, where torch's own code would need too much memory."""
 
@@ -186,7 +208,7 @@ def reference(operation: str) -> Callable[[Function], Function]:
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` under `torch.compile`, compiled anew for every case (`torch._dynamo.reset` lies between them)."""
+    """`function` under `torch.compile`, recompiled for every case (`torch._dynamo.reset` runs between them)."""
     return torch.compile(function, dynamic=False)
 
 

@@ -18,7 +18,7 @@ def make_console() -> Console:
 
 
 def number(value: float | None, form: str) -> str:
-    """`value` in a format, or nothing where there is none."""
+    """`value` in a format; empty for None."""
     return "" if value is None else format(value, form)
 
 
@@ -35,7 +35,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def _skipped(records: Sequence[Record]) -> str | None:
-    """Which providers are not in the table, and why; a library all of whose settings are missing by its name alone."""
+    """The providers that were skipped, and why; a library is named once if all its settings were skipped."""
     measured = {family(record.provider) for record in records if record.both is not None}
     reasons: dict[str, dict[str, None]] = {}
     for record in records:
@@ -47,11 +47,11 @@ def _skipped(records: Sequence[Record]) -> str | None:
 
 
 def table(records: Sequence[Record], mode: str = "both") -> Table:
-    """The records of one case, one line a provider.
+    """A table of the records of one case, with a row per provider.
 
     Args:
         records: Measured in turns.
-        mode: Which time the percentage of the floor is of: ``"forward"``, ``"backward"`` or ``"both"``.
+        mode: Which time the percentage of the floor refers to: ``"forward"``, ``"backward"`` or ``"both"``.
     """
     first = records[0]
     title = " · ".join(filter(None, (first.operation, first.variant, first.model, first.shape, first.dtype)))

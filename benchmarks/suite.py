@@ -17,16 +17,16 @@ from liger_trainer.benchmarks.registry import Case, Data, Operation, choose_prov
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What was asked for.
+    """What to measure, and how.
 
     Attributes:
-        models: Whose shapes.
+        models: Models whose shapes are used.
         tokens: Token counts; empty for each operation's own.
         providers: Libraries; empty for all.
-        dtype: Of the inputs.
+        dtype: Dtype of the inputs.
         rounds: Samples of each provider.
-        seconds: Time box of one operation on one model and token count.
-        deadline: `time.monotonic()` after which nothing further is begun.
+        seconds: Time limit of one operation on one model and token count.
+        deadline: `time.monotonic()` after which nothing further is started.
         accuracy: Whether to compare with float64.
     """
 
@@ -51,10 +51,10 @@ def run_operation(
 
     Args:
         operation: What to run.
-        settings: On what, and how often.
-        device: Where.
+        settings: What to measure, and how.
+        device: The device.
         machine: Its measured rates, which turn bytes into milliseconds.
-        complain: Told of a case that cannot be built, after which the suite goes on.
+        complain: Called with a message for a case that cannot be built; the suite then continues.
 
     Raises:
         DeviceLost: if a provider left the device unusable.

@@ -1,7 +1,7 @@
 """Rewrites the tables of README.md and docs/performance.md, and README's picture, from the results: `make tables`.
 
-The results are what `liger-trainer bench --output` wrote, copied to `benchmarks/results/MACHINE/`. Records of one case
-were measured in turns and stay together: where two files hold the same case, the newer one counts. A table stands
+The results were written by `liger-trainer bench --output` and copied to `benchmarks/results/MACHINE/`. Records of one
+case were measured in turns and stay together: if two files hold the same case, the newer one counts. A table is
 between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
@@ -54,7 +54,7 @@ def _fastest(records: Iterable[Record]) -> Record | None:
 
 
 def _shown(records: Sequence[Record], library: str) -> list[Record]:
-    """A library at its defaults and, where one is clearly faster, at the best of its settings."""
+    """A library at its defaults and, if one is clearly faster, at the best of its settings."""
     default = [record for record in records if record.provider == library]
     best = _fastest(record for record in records if family(record.provider) == library)
     return default + ([best] if best is not None and best not in default and _faster(best, default) else [])
@@ -75,7 +75,7 @@ def _work(record: Record) -> str:
 
 
 def operation_table(results: Results, groups: Sequence[tuple]) -> str:
-    """Milliseconds of forward and backward / peak GiB, the share of the floor and the error, a row a case."""
+    """Milliseconds of forward and backward / peak GiB, the share of the floor and the error; one row per case."""
     rows = []
     for group in groups:
         records = results.cases[group]
@@ -100,7 +100,7 @@ def operation_table(results: Results, groups: Sequence[tuple]) -> str:
 
 
 def error_table(results: Results, groups: Sequence[tuple]) -> str:
-    """Relative distance of every gradient from float64, a row a gradient."""
+    """Relative error of every gradient against float64, one row per gradient."""
     rows, used = [], []
     for group in groups:
         records = {record.provider: record for record in results.cases[group]}
@@ -193,7 +193,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def render(text: str, results: Results) -> str:
-    """`text` with every table made anew."""
+    """`text` with every table rewritten."""
 
     def replace(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]](results)}\n{found[3]}"

@@ -1,4 +1,4 @@
-"""How the trainers of `bench training` are built, stock or ours, on random tokens."""
+"""Builds the trainers of `bench training`, stock or ours, on random tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
-EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # no linear layers: one parameter for all experts
+EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear layers: one parameter for all experts
 
 
 class RandomTokens(torch.utils.data.Dataset):
@@ -52,7 +52,7 @@ class RandomTokens(torch.utils.data.Dataset):
 
 @dataclasses.dataclass
 class Setup:
-    """What a provider builds its trainer from."""
+    """The parts from which a provider builds its trainer."""
 
     task: Task
     model: PreTrainedModel
@@ -74,7 +74,7 @@ class Setup:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Adapters of the task's rank on all linear layers but the head; on attention and experts, not on routers."""
+        """Adapters of the task's rank on all linear layers except the head; with experts, on attention and experts."""
         from peft import LoraConfig
 
         rank = self.task.lora
@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def trl(self) -> dict[str, Any]:
-        """What every trainer of TRL is given."""
+        """Arguments of every TRL trainer."""
         return {"processing_class": _tokenizer(), "callbacks": self.callbacks, "peft_config": self.lora}
 
 
@@ -116,7 +116,7 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     trainer, config = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
     model: Any = setup.model
     if setup.lora is not None:
-        with torch.device(model.device):  # experts have so many adapters that the CPU would take long to draw them
+        with torch.device(model.device):  # random values for the many adapters of experts take long on a CPU
             model = get_peft_model(model, setup.lora)
     if ours and setup.task.quantize and MODELS[setup.task.model].experts:  # nobody else trains adapters on them
         quantize_experts(model, setup.task.quantize)
@@ -135,7 +135,7 @@ def sft(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's DPOTrainer on pairs that are tokenised already."""
+    """TRL's DPOTrainer on tokenised pairs."""
     from trl import DPOConfig, DPOTrainer
 
     from liger_trainer import LigerDPOConfig, LigerDPOTrainer
@@ -155,7 +155,7 @@ def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's GRPOTrainer from the completions on: nothing is generated, and old log-probabilities are given."""
+    """TRL's GRPOTrainer with given completions and old log-probabilities; nothing is generated."""
     from trl import GRPOConfig, GRPOTrainer
 
     from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
@@ -175,7 +175,7 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What GRPO's loss takes: prompts, completions, advantages, and the log-probabilities of when they were drawn."""
+    """The inputs of GRPO's loss: prompts, completions, advantages and old log-probabilities."""
     generator = torch.Generator().manual_seed(step)
     prompt = (task.batch, task.length // PROMPT_FRACTION)
     completion = (task.batch, task.length)
@@ -185,7 +185,7 @@ def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict
         "completion_ids": torch.randint(vocab, completion, generator=generator),
         "completion_mask": torch.ones(completion, dtype=torch.long),
         "advantages": torch.linspace(-1.0, 1.5, task.batch),
-        # About what random weights give, so that some ratios are clipped and some are not.
+        # Close to those of random weights, so that some ratios are clipped and some are not.
         "old_per_token_logps": torch.randn(completion, generator=generator) - math.log(vocab),
         "num_items_in_batch": torch.tensor(task.batch * task.length * task.gpus),
     }

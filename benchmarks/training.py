@@ -1,4 +1,4 @@
-"""Training steps from end to end: every provider in processes of its own."""
+"""End-to-end training steps: every provider in its own processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from liger_trainer.benchmarks.training_task import Task
 def run_lengths(
     task: Task, lengths: list[int], provider: str, provider_file: Path | None = None, seconds: float = 600.0
 ) -> Iterator[TrainingRecord]:
-    """Measures one provider on one length after the other, in the same processes; yields each record once it is there.
+    """Measures one provider on each length in turn, in the same processes; yields each record when it is complete.
 
-    The first failure is the last record: what does not fit or takes too long would not on a longer one.
+    The first failure is the last record: a longer sequence would fail too.
 
     Args:
-        task: What is trained; its own length is not looked at.
-        lengths: Tokens of a sequence, in ascending order.
+        task: What is trained; its own length is ignored.
+        lengths: Tokens in a sequence, in ascending order.
         provider: Its name.
-        provider_file: A Python file that registers providers of its own.
-        seconds: After which a length is given up; the first one's begin before the processes do.
+        provider_file: A Python file that registers more providers.
+        seconds: Time limit of a length; that of the first includes starting the processes.
     """
     with TrainingProcess(task, lengths, provider, provider_file) as process:
         for length in lengths:
@@ -42,7 +42,7 @@ def run_lengths(
 def run_provider(
     task: Task, provider: str, provider_file: Path | None = None, seconds: float = 600.0
 ) -> TrainingRecord:
-    """`run_lengths` of the task's own length."""
+    """[`run_lengths`] on the task's own length."""
     (record,) = run_lengths(task, [task.length], provider, provider_file, seconds)
     return record
 
@@ -64,14 +64,14 @@ def _record(task: Task, provider: str) -> TrainingRecord:
 
 
 def above_weights(record: TrainingRecord) -> float | None:
-    """GiB at the peak beyond what the model takes before its first step."""
+    """Peak memory above what is allocated before the first step, in GiB."""
     if record.peak_gibibytes is None or record.weights_gibibytes is None:
         return None
     return record.peak_gibibytes - record.weights_gibibytes
 
 
 def table(records: list[TrainingRecord]) -> Table:
-    """The providers of one task, a line each."""
+    """A table with a row for each provider of a task."""
     first = records[0]
     result = Table(title=f"{_title(first)} · batch {first.batch} × {first.length}", title_justify="left")
     result.add_column("provider", no_wrap=True)
@@ -94,9 +94,9 @@ def table(records: list[TrainingRecord]) -> Table:
 
 
 def sweep_table(records: list[TrainingRecord]) -> Table:
-    """Providers, and numbers of GPUs, over lengths: tokens/s a GPU, peak GiB of the fullest one, MFU.
+    """A table over lengths, with a row per provider and number of GPUs: tokens/s per GPU, peak GiB, MFU.
 
-    With several numbers of GPUs also the tokens/s a GPU relative to the fewest: the work of a GPU stays the same.
+    With several numbers of GPUs, also the tokens/s per GPU relative to the fewest GPUs, each with the same work.
     """
     first = records[0]
     lengths, rows = sweep(records)
@@ -110,7 +110,7 @@ def sweep_table(records: list[TrainingRecord]) -> Table:
 
 
 def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, list[str]]]]:
-    """The lengths, and a row a provider and number of GPUs: its title, and a cell for each length."""
+    """The lengths, and for each provider and number of GPUs a title and a cell for each length."""
     cases = {(record.provider, record.gpus, record.length): record for record in records}
     lengths = sorted({length for *_, length in cases})
     counts = sorted({gpus for _, gpus, _ in cases})
@@ -124,7 +124,7 @@ def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, lis
 
 
 def line(record: TrainingRecord) -> str:
-    """One record in words, for a reader who waits for the others."""
+    """One record as a line, to show progress."""
     where = f", {record.gpus} GPUs" if record.gpus > 1 else ""
     return f"{record.provider}{where}, {record.batch} × {record.length}: {_cell(record, None)}"
 

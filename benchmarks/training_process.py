@@ -1,4 +1,4 @@
-"""The processes that train one provider: how they are started, read and ended."""
+"""Starts, reads and ends the processes that train one provider."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ProcessError(Exception):
 
 
 class TrainingProcess:
-    """Trains one provider on one length after the other, in one process or in one a GPU.
+    """Trains one provider on each length in turn, in one process or in one process per GPU.
 
-    A context manager: the processes are gone behind it.
+    A context manager; it ends the processes.
 
     Args:
-        task: What is trained; its own length is not looked at.
-        lengths: Tokens of a sequence, in turn.
+        task: What is trained; its own length is ignored.
+        lengths: Tokens in a sequence, in turn.
         provider: Its name.
-        provider_file: A Python file that registers providers of its own.
+        provider_file: A Python file that registers more providers.
     """
 
     def __init__(self, task: Task, lengths: list[int], provider: str, provider_file: Path | None = None) -> None:
@@ -55,10 +55,10 @@ class TrainingProcess:
         return self
 
     def result(self, seconds: float) -> dict[str, Any]:
-        """What was measured on the next length.
+        """The measurement on the next length.
 
         Args:
-            seconds: After which it is given up.
+            seconds: Time limit.
 
         Raises:
             ProcessError: if it failed or took longer.
@@ -66,7 +66,7 @@ class TrainingProcess:
         deadline = time.monotonic() + seconds
         line = ""
         while not line.endswith("\n"):
-            ended = self.process.poll() is not None  # asked first: a last result may be written between the two
+            ended = self.process.poll() is not None  # checked first: a last result may be written in between
             line += self.results.readline()
             if line.endswith("\n"):
                 break
@@ -81,7 +81,7 @@ class TrainingProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The launcher passes it on: its processes have sessions of their own, and would outlive one that is killed.
+        # The launcher forwards the signal; its processes are in other sessions and would survive it if it were killed.
         self.process.terminate()
         try:
             self.process.wait(_END_SECONDS)
@@ -93,7 +93,7 @@ class TrainingProcess:
 
 
 def launch_command(task: Task) -> list[str]:
-    """The command that runs `training_step`: through `accelerate launch` where the task has a configuration."""
+    """The command that runs `training_step`: through `accelerate launch` if the task has a configuration."""
     step = ["-m", "liger_trainer.benchmarks.training_step"]
     if not task.accelerate_config:
         return [sys.executable, *step]
@@ -105,15 +105,15 @@ def launch_command(task: Task) -> list[str]:
 
 def _environment(task: Task) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if not task.accelerate_config and ":" not in task.device:  # seeing several GPUs, it would run nn.DataParallel
+    if not task.accelerate_config and ":" not in task.device:  # with several visible GPUs, it would run nn.DataParallel
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return environment
 
 
 def reason(errors: str, code: int) -> str:
-    """Why a process ended, in a line: from what it wrote to stderr, and its exit code."""
+    """Why a process ended, in one line, from its stderr and its exit code."""
     lines = [line for line in errors.splitlines() if line.strip()]
-    # The second is pinned memory's, the third NCCL's.
+    # The second is from pinned memory, the third from NCCL.
     if any(sign in errors for sign in ("OutOfMemoryError", "CUDA error: out of memory", "'out of memory'")):
         return OUT_OF_MEMORY
     # A traceback ends with the error; its message may go on for lines. torchrun's own comes last and says nothing.

@@ -57,12 +57,12 @@ def results_table(results: Results) -> str:
 
 
 def training_table(results: Results) -> str:
-    """Full fine-tuning on one GPU: tokens/s / peak GiB, and the share of the hardware's peak where it is known."""
+    """Full fine-tuning on one GPU: tokens/s / peak GiB, and the share of the hardware's peak if it is known."""
     return _steps_table(results, [group for group in _supervised(results) if not results.tasks[group][0].lora])
 
 
 def lora_table(results: Results) -> str:
-    """The same of adapters, on bf16 and on quantised bases; empty without results."""
+    """Training of adapters, on bf16 and on quantised base models; empty without results."""
     groups = [group for group in _supervised(results) if results.tasks[group][0].lora]
     groups.sort(key=lambda group: (results.tasks[group][0].quantize, not results.tasks[group][0].checkpointing))
     return _steps_table(results, groups) if groups else ""
@@ -133,7 +133,7 @@ def _steps(results: Results, groups: Sequence[tuple], show: Callable[[TrainingRe
 
 
 def longest_table(results: Results) -> str:
-    """The longest sequence each provider trains on, a row a provider and task."""
+    """The longest sequence that each provider trains on, one row per provider and task."""
     rows = [
         [
             _title(record.model, record.layers, record.trainer, _rank(record.lora), f"batch {record.batch}"),
@@ -174,7 +174,7 @@ def _adapters(record: TrainingRecord) -> str:
 
 
 def _fastest_of_several(records: Sequence[TrainingRecord]) -> TrainingRecord | None:
-    """Ours, where it is faster than another library that was measured."""
+    """Our record, if it is the fastest and another library was measured; else None."""
     best = max(records, key=lambda record: record.tokens_per_second or 0.0)
     compared = any(record.tokens_per_second for record in records if family(record.provider) != _OURS)
     return best if compared and family(best.provider) == _OURS else None

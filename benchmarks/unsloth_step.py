@@ -3,9 +3,10 @@
     python benchmarks/unsloth_step.py FOLDER            # LoRA r=16 on Llama-3 8B shapes, 4 x 4096 tokens
     python benchmarks/unsloth_step.py FOLDER --nf4      # on a base in NF4
 
-A script of its own, as Unsloth must be imported before transformers, which it patches, and pins older versions of it.
-It loads a model from FOLDER, where the first run leaves one: the benchmark's random weights (seed 0). Tokens, batch,
-optimizer, Trainer, timing and peak are the benchmark's, loading, adapters, checkpointing and kernels Unsloth's.
+A separate script, because Unsloth patches transformers, must be imported before it, and pins older versions of it. The
+script loads a model from FOLDER; the first run saves one there, with the benchmark's random weights (seed 0). Tokens,
+batch, optimizer, Trainer, timing and peak are the benchmark's; loading, adapters, checkpointing and kernels are
+Unsloth's.
 """
 
 from __future__ import annotations

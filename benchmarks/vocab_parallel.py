@@ -1,15 +1,15 @@
-"""The LM head with its vocabulary split over processes, beside what gathers it; one process a GPU.
+"""The LM head with its vocabulary split over processes, compared with gathering it; one process per GPU.
 
     torchrun --nproc_per_node 2 -m liger_trainer.benchmarks.vocab_parallel --model llama3-8b
 
 Every process has all hidden states and its part of the head's rows. Time is that of the slowest process, memory the
-most of any, and the error the largest distance from float64 on one process with the whole head. Providers:
+largest of all, and the error the largest distance from float64 on one process with the whole head. Providers:
 
     gathered logits     each process its columns of the logits, all of them gathered, and the loss in fp32: what a
                         trainer does whose tensor-parallel head returns whole logits
     gathered head       the whole weight gathered, and our operator for one process
     liger-kernel        its tensor-parallel operator, for log-probabilities
-    liger_trainer       ours: the logits are never gathered, but 32 bytes a token and process
+    liger_trainer       ours: instead of logits, 32 bytes per token and process are gathered
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSS, LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
 
 @dataclasses.dataclass
 class Line:
-    """What one provider did; milliseconds and GiB of the process that needed most."""
+    """The measurement of one provider: milliseconds and GiB of the process that needed most."""
 
     operation: str
     provider: str
@@ -53,7 +53,7 @@ class Line:
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all processes along a dimension; each keeps its own's gradient, as all compute the same loss."""
+    """Gathers the parts of all processes; each gets the gradient of its own part, as all compute the same loss."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int) -> Tensor:
@@ -68,7 +68,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """What all processes have alike, whose gradient is the sum of theirs."""
+    """A tensor that is the same on all processes; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 
 def _largest(values: list[float], device: Device) -> list[float]:
-    """The largest of each number among the processes."""
+    """The largest of each value over all processes."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
@@ -191,7 +191,7 @@ def measure(operation: str, case: Case, device: Device, rounds: int) -> list[Lin
 
 
 def table(lines: list[Line], title: str) -> Table:
-    """The lines of one operation."""
+    """A table of one operation."""
     result = Table(title=title, title_justify="left")
     result.add_column("provider", no_wrap=True)
     for heading in ("forward ms", "backward ms", "both ms", "GiB", "error", "gradient error"):

@@ -1,4 +1,4 @@
-"""Which positions of a batch are tokens, and which of these carry a label that trains."""
+"""Which positions of a batch are tokens, and which of those have a label that is trained on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 _IGNORE_INDEX = -100
 
-# What transformers calls the losses in which a label is that of its own token, not of the one before it.
+# Transformers' names of the losses in which a label belongs to its own position, and not to the one before it.
 _OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
 
 def first_label(model: Any) -> int | None:
-    """The first position of a row whose label trains `model`; None where labels are not those of `input_ids`.
+    """The first position of a row whose label `model` trains on; None if labels do not belong to `input_ids`.
 
-    It is 1 where a token is predicted from those before it, as the first is predicted from nothing.
+    It is 1 if a token is predicted from those before it, since there is none before the first.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
@@ -24,15 +24,15 @@ def first_label(model: Any) -> int | None:
 
 
 def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Two masks for each batch of sequences in `batch`: what is no padding, and what of that carries a label.
+    """Two masks for each batch of sequences in `batch`: which positions are tokens, and which of those have a label.
 
     Args:
-        batch: What a collator makes, or what a trainer makes of it: token ids with an attention mask or without (then
-            nothing is padding), with `labels` or a `completion_mask`; the same for both sides of a pair; or prompts and
-            completions. Anything else has no tokens.
+        batch: The output of a collator, or what a trainer has made of it: token ids with an attention mask or without
+            (then nothing is padding), and `labels` or a `completion_mask`; the same for both sides of a pair; or
+            prompts and completions. Anything else has no tokens.
 
     Yields:
-        Bool tensors `(rows, length)` on the batch's device; the second is None where positions have no labels.
+        Bool tensors `(rows, length)` on the batch's device; the second is None if positions have no labels.
     """
     if not isinstance(batch, Mapping):
         return

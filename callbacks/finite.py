@@ -1,4 +1,4 @@
-"""Which numbers of a training are not finite, on this process and on all of them."""
+"""Finds numbers that are not finite in a training, on this process and on all of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from liger_trainer.compat.torch import NORMS_OF_MANY
 
 (foreach_norm,) = require(NORMS_OF_MANY)
 
-A_PARAMETER = 0  # its place in the order in which one bad quantity causes the next
+A_PARAMETER = 0  # the rank of parameters in the order in which one bad quantity causes the next
 
 
 @dataclasses.dataclass
 class Observation:
-    """What one optimizer step has shown, still on the device."""
+    """The losses and gradient norms of one optimizer step, still on the device."""
 
     step: int
     flag: torch.Tensor
@@ -36,7 +36,14 @@ class Observation:
 def observe(
     step: int, losses: list[torch.Tensor], gradients: tuple[list[str], torch.Tensor] | None, device: Any
 ) -> Observation | None:
-    """What this process has seen, and a flag that is the same on all; `device` is where there is nothing to see."""
+    """What this process has observed, with a flag that all processes agree on; None if there is nothing to observe.
+
+    Args:
+        step: The optimizer step, from 1.
+        losses: The losses of its micro-batches, 0-d.
+        gradients: Names of parameters and the norms of their gradients; None if they are not observed.
+        device: The device of the flag if there are neither losses nor gradients.
+    """
     names, norms = gradients if gradients is not None else ([], None)
     stacked = torch.stack(losses) if losses else None
     parts = [part for part in (stacked, norms) if part is not None]
@@ -49,14 +56,14 @@ def observe(
 
 
 def _of_any_process(flag: torch.Tensor) -> torch.Tensor:
-    """Every process must decide the same; a shard of the gradients, or a loss, is known to one of them only."""
+    """Whether the flag is set on any process: a loss, or a shard of the gradients, is known to one of them only."""
     count = flag.to(torch.int32)
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
     return count.bool()
 
 
 def first_of_all_processes(observed: Observation, model: nn.Module) -> tuple[int, str]:
-    """The first bad quantity, in the order of causes and then of ranks; all processes call this at the same step."""
+    """The first bad quantity, in the order of causes and then of ranks. All processes call this in the same step."""
     found = [next(_bad_quantities(observed, model), None)]
     if is_distributed():
         mine, found = found[0], found * torch.distributed.get_world_size()
@@ -66,7 +73,7 @@ def first_of_all_processes(observed: Observation, model: nn.Module) -> tuple[int
 
 
 def _bad_quantities(observed: Observation, model: nn.Module) -> Iterator[tuple[int, str]]:
-    """The bad quantities of this process and their places in the order of causes; here the device is waited for."""
+    """The bad quantities of this process, with their rank in the order of causes. Waits for the device."""
     for name, parameter in _parameters(model):
         if not torch.isfinite(parameter).all():
             yield A_PARAMETER, f"parameter {name!r}"
@@ -83,11 +90,11 @@ def _bad_quantities(observed: Observation, model: nn.Module) -> Iterator[tuple[i
 
 
 def first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) -> str | None:
-    """The first parameter that is not finite, of all processes if they are to decide alike."""
+    """The first parameter that is not finite; of all processes if `alike`, which all of them then call."""
     parameters = [parameter for _, parameter in _parameters(model)]
     flag = torch.zeros((), dtype=torch.bool, device=args.device)
     if parameters:
-        largest = foreach_norm(parameters, math.inf)  # keeps NaN and infinity, and cannot overflow
+        largest = foreach_norm(parameters, math.inf)  # NaN and infinity stay, and it cannot overflow
         flag = torch.stack([norm.to(args.device, torch.float32) for norm in largest]).isfinite().all().logical_not()
     alike = alike and is_distributed()
     if not bool(_of_any_process(flag) if alike else flag):
@@ -97,10 +104,10 @@ def first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) 
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that are numbers, as far as this process holds them; what a quantiser has packed is none."""
+    """This process's part of the parameters, without those that a quantiser has packed."""
     quantised = getattr(model, "is_quantized", False)
     for name, parameter in model.named_parameters():
-        held = local_part(getattr(parameter, "ds_tensor", parameter).detach())  # ZeRO-3 has its partition there
+        held = local_part(getattr(parameter, "ds_tensor", parameter).detach())  # the partition of ZeRO-3
         number = held.is_floating_point() and held.dtype.itemsize > 1
         if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
             yield name, held
@@ -112,5 +119,5 @@ def is_distributed() -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """This process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

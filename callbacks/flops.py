@@ -1,4 +1,4 @@
-"""Model FLOPs per token, and what the hardware could do at most."""
+"""Model FLOPs per token, and the peak FLOP/s of the hardware."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 # Dense bf16/fp16 FLOP/s of the tensor cores from the vendors' data sheets (without structured sparsity), by a part of
-# the device's name; the first that occurs counts.
+# the device's name; the first match counts.
 PEAK_FLOPS = {
     "GB300": 2.5e15,
     "GB200": 2.5e15,
@@ -36,7 +36,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, half_precision: bool) -> float | None:
-    """Peak dense FLOP/s of `device` in bf16 or fp16; None where it is not known, as for CPUs and for fp32."""
+    """Peak dense FLOP/s of `device` in bf16 or fp16; None if it is not known, as for CPUs and for fp32."""
     if device.type != "cuda" or not half_precision:
         return None
     name = torch.cuda.get_device_name(device)
@@ -50,11 +50,11 @@ def peak_flops(device: torch.device, half_precision: bool) -> float | None:
 def flops_per_token(model: nn.Module) -> float:
     """Floating point operations that one token costs in a training step.
 
-    2 per weight it meets in the forward, 2 in the backward for the gradient of the activations, and 2 more where the
-    weight itself is trained: 6N for full fine-tuning, the usual count (Kaplan et al. 2020, appendix B), 4N for a
-    frozen model under an adapter. N leaves out the input embedding, which is a look-up (a tied one counts as the
-    head), and of a mixture of experts it counts the share a token is routed to. The attention scores and the
-    recomputation of gradient checkpointing are not counted, so the utilisation derived from it is a lower bound.
+    2 per weight in the forward, 2 in the backward for the gradient of the activations, and 2 more if the weight itself
+    is trained: 6N for full fine-tuning, the usual count (Kaplan et al. 2020, appendix B), and 4N for the frozen weights
+    under an adapter. N does not count the input embedding, which is a look-up (a tied one counts as the head), and
+    counts only the share of a mixture of experts that a token is routed to. The attention scores and the recomputation
+    of gradient checkpointing are not counted, so the utilisation computed from it is a lower bound.
 
     Args:
         model: The model before it is sharded.

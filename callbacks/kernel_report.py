@@ -1,4 +1,4 @@
-"""Prints the kernel report, once."""
+"""Prints the kernel report once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class KernelReportCallback(TrainerCallback):
     """Prints what was patched and what was left alone, once, on the main process.
 
     Args:
-        report: The report of [`apply_liger_kernel`]. The Liger trainers set it when they have patched the model; with
-            a stock `Trainer` and `use_liger_kernel=True` it is found when the training begins.
+        report: The report of [`apply_liger_kernel`]. The Liger trainers set it when they have patched the model. With a
+            stock `Trainer` and `use_liger_kernel=True`, the callback finds it when training begins.
     """
 
     def __init__(self, report: KernelReport | None = None) -> None:
@@ -23,7 +23,7 @@ class KernelReportCallback(TrainerCallback):
         self._printed: KernelReport | None = None
 
     def show(self, main_process: bool = True) -> None:
-        """Prints the report if it has not been printed."""
+        """Prints the report, unless it has been printed."""
         if main_process and self.report is not None and self.report is not self._printed:
             print(self.report, flush=True)
             self._printed = self.report

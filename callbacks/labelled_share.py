@@ -1,4 +1,4 @@
-"""Logs the share of the tokens that carries a label, and says where a batch has none."""
+"""Logs the share of tokens that have a label, and warns of a batch without any."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger("liger_trainer")
 
 
 class LabelledShareCallback(LoggedMetricsCallback):
-    """Logs `labelled_share`: of all tokens that are not padding, the share that the loss is of, between 0 and 1.
+    """Logs `labelled_share`: the share of the tokens, without padding, that have a label; between 0 and 1.
 
-    Over the micro-batches since the last training log, of all processes; `train_labelled_share` at the end is over the
-    run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers call [`count`]. Counts stay on
-    the device and are read with a log, and once after the first step, which shows most mistakes. Of an encoder-decoder,
-    whose labels are not those of its `input_ids`, nothing is counted.
+    It is over the micro-batches of all processes since the last training log; `train_labelled_share`, at the end, is
+    over the whole run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers call [`count`].
+    Counts stay on the device and are read with a log, and once after the first step, which shows most mistakes.
+    Nothing is counted for an encoder-decoder, whose labels do not belong to its `input_ids`.
     """
 
     def __init__(self) -> None:
-        # Since the last reading: tokens and labels; and of the first micro-batch without a label its step and the
-        # tokens of its longest row.
+        # Since the last reading: tokens and labels; and for the first micro-batch without a label, its step and the
+        # number of tokens in its longest row.
         self._pending: torch.Tensor | None = None
         self._empty: torch.Tensor | None = None
         self._window, self._run = [0, 0], [0, 0]
@@ -34,7 +34,7 @@ class LabelledShareCallback(LoggedMetricsCallback):
         self._first_label: int | None = 1
 
     def count(self, batches: Sequence[Any], step: int) -> None:
-        """Counts micro-batches of the optimizer step `step`, which is 1 or more; waits for nothing."""
+        """Counts micro-batches of the optimizer step `step`, from 1, without waiting for the device."""
         for batch in batches:
             masks = [(tokens, labelled) for tokens, labelled in token_masks(batch) if labelled is not None]
             if not masks or self._first_label is None:
@@ -56,7 +56,7 @@ class LabelledShareCallback(LoggedMetricsCallback):
         self._has_read = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Looks at the first step of a run."""
+        """Reads the counts of the first step of a run."""
         if not self._has_read:
             self._read(args, state)
 
@@ -104,7 +104,7 @@ def _message(step: int, longest: int, max_length: int | None) -> str:
     )
     if max_length is not None and longest >= max_length:
         cause = (
-            f"its rows fill `max_length={max_length}`, which may have cut the answers off. Increase `max_length`, or "
+            f"its rows fill `max_length={max_length}`, which may have cut off the answers. Increase `max_length`, or "
             "leave out prompts this long"
         )
     return f"Step {step} has a micro-batch without a label, which trains nothing: {cause}. (Said once.)"

@@ -1,4 +1,4 @@
-"""The progress bar of a recipe's run, with one line of the terminal a log."""
+"""The progress bar of a recipe's run, with one terminal line for each log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-# What one watches, the most important first. Keys of an evaluation begin with `eval_`, those of the end with `train_`.
+# The most important first. Keys of an evaluation begin with `eval_`, those of the whole run with `train_`.
 _WATCHED = (
     *("loss", "reward", "rewards/accuracies", "accuracy", "rewards/margins", "mean_token_accuracy"),
     *("grad_norm", "learning_rate", "tokens_per_second", "peak_memory_gib", "entropy", "epoch", "runtime"),
@@ -17,9 +17,9 @@ _WATCHED = (
 
 
 class LogLinesCallback(ProgressCallback):
-    """Shows as many numbers of each log as a line has room for, where the Trainer's own shows a dictionary of all.
+    """Shows as many numbers of each log as fit into a line; the Trainer's own callback shows a dictionary of all.
 
-    All of them are in ``trainer_state.json`` and reach every reporter.
+    All numbers are in ``trainer_state.json`` and reach every reporter.
     """
 
     def on_log(
@@ -36,12 +36,12 @@ class LogLinesCallback(ProgressCallback):
 
 
 def log_line(logs: Mapping[str, Any], step: int, width: int) -> str:
-    """One line for `logs`: the step, and what is watched as long as `width` characters last.
+    """One line for `logs`: the step, and the most important numbers that fit into `width` characters.
 
     Args:
-        logs: Names and values, as the Trainer hands them to callbacks.
-        step: The step they are of.
-        width: Characters of a line; the step is written whatever it is.
+        logs: Names and values, as the Trainer passes them to callbacks.
+        step: The step of the log.
+        width: Characters in a line; the step is written in any case.
     """
     line = f"step {step}"
     for name in _WATCHED:

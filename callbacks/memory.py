@@ -16,8 +16,8 @@ _GIB = 2**30
 class MemoryCallback(LoggedMetricsCallback):
     """Logs `peak_memory_gib`, the most this process has had allocated so far.
 
-    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`); its counter is not reset,
-    which would falsify what others measure with it. On a CPU it is the process's peak resident memory.
+    On an accelerator that is the peak of the caching allocator (`max_memory_allocated`), whose counter is not reset, so
+    that others can measure with it. On a CPU it is the peak resident memory of the process.
     """
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Notices losses and gradients that are not finite before they reach the weights, and such weights before a save."""
+"""Finds losses and gradients that are not finite before they reach the weights, and such weights before a save."""
 
 from __future__ import annotations
 
@@ -37,34 +37,32 @@ class NonFiniteError(FloatingPointError):
 
 
 class NonFiniteGuardCallback(LoggedMetricsCallback):
-    """Leaves out every update whose loss or gradients are not finite, and says which quantity was first.
+    """Skips every update whose loss or gradients are not finite, and says which quantity was first.
 
-    The weights and the optimizer's state therefore always stay those of the last good step. With `action="stop"` a
-    checkpoint of them is saved and training ends; with `"skip"` it goes on with the next batch. The learning rate
-    schedule advances in both cases. From the first such update on, each log holds `non_finite_updates`, how many have
-    been left out. The message names the step and the first bad quantity in the order in which one
-    causes the next: a parameter, the loss, a parameter's gradient (the one nearest to the loss). Several processes
-    decide alike, by one number that they reduce at each update; the message then names the rank that has the first
-    quantity, which from there has spread to the others, and the main process logs it.
+    So the weights and the optimizer's state are always those of the last good step. With `action="stop"`, a checkpoint
+    of them is saved and training ends; with `"skip"`, it goes on with the next batch. The learning rate schedule
+    advances in both cases. After the first such update, each log has `non_finite_updates`, the number of skipped ones.
+    The message names the step and the first bad quantity, in the order in which one causes the next: a parameter, the
+    loss, a parameter's gradient (the one nearest to the loss). Several processes decide alike, by one number that they
+    reduce in each update. The message, which the main process logs, then names the rank that has the first quantity.
 
-    Where a parameter is not finite there is no good state left, or never was one: that is a [`NonFiniteError`], with
-    either action. Parameters are looked at before training, and by the Liger trainers before every save, which is then
-    not made: an update can overflow although its gradients are finite. That is one reduction over the parameters.
+    If a parameter is not finite, no good state is left: that is a [`NonFiniteError`] with either action. Parameters are
+    checked before training and, by the Liger trainers, before every save, since an update can overflow although its
+    gradients are finite. The check is one reduction over the parameters; if it fails, nothing is saved.
 
-    Where the optimizer is a fused one (`adamw_torch_fused`, the default) on an accelerator, it leaves the update out
-    on the device (`found_inf`, as a gradient scaler does), and the finding is read one step later, when its copy has
-    long arrived: no step waits. Otherwise one flag is read per update. Gradients under fp16 loss scaling belong to the
-    scaler; only the loss is looked at. Under DeepSpeed, which keeps its gradients to itself, likewise, and its update
-    is not left out.
+    A fused optimizer (`adamw_torch_fused`, the default) on an accelerator skips the update on the device (`found_inf`,
+    as with a gradient scaler), and the flag is read one step later, when its copy has arrived, so no step waits.
+    Otherwise one flag is read per update. With fp16 loss scaling, the scaler checks the gradients, and this callback
+    only the loss. The same holds for DeepSpeed, which does not show its gradients; its updates are not skipped.
 
-    The Liger trainers call [`observe_loss`] and [`observe_gradients`] (before clipping, which spreads a NaN over all
-    gradients). With a stock `Trainer` the callback looks at the gradients after clipping, and not at the loss.
+    The Liger trainers call [`observe_loss`], and [`observe_gradients`] before clipping, which spreads a NaN over all
+    gradients. With a stock `Trainer`, the callback checks the gradients after clipping, and not the loss.
 
     Args:
         action: `"stop"` or `"skip"`.
 
     Attributes:
-        findings: One line for each update that was left out.
+        findings: One line for each update that was skipped.
         stopped: Whether the last training was ended by `action="stop"`.
 
     Raises:
@@ -84,15 +82,15 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         self._left_out = 0
 
     def observe_loss(self, loss: torch.Tensor) -> None:
-        """Takes the loss of one micro-batch."""
+        """Records the loss of one micro-batch."""
         self._losses.append(loss.detach().reshape(()))
 
     def observe_gradients(self, model: nn.Module) -> torch.Tensor | None:
-        """Takes the gradients as they are now; a norm each, which is not finite if any element is not.
+        """Records the norm of each gradient as it is now; the norm is not finite if any element is not.
 
         Returns:
-            The norm of all of them, as `torch.nn.utils.get_total_norm` gives it; None where the norms of this
-            process's dense gradients are not all there is to it (sharded or sparse gradients, several devices).
+            The norm of all of them, as `torch.nn.utils.get_total_norm` computes it; None if it needs more than the
+            dense gradients of this process (sharded or sparse gradients, several devices).
         """
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         named = [(name, local_part(grad)) for name, grad in gradients.items()]
@@ -100,7 +98,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         if not named:
             return None
         dense = [grad for _, grad in named]
-        # In their own dtype, as clipping takes them; float16 could overflow.
+        # In their own dtype, as in clipping, except float16, which could overflow.
         dtype = torch.float32 if any(grad.dtype == torch.float16 for grad in dense) else None
         norms = foreach_norm(dense, 2.0, dtype=dtype)
         stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -112,7 +110,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts afresh, with a look at the parameters."""
+        """Resets everything, and checks the parameters."""
         self._losses, self._gradients, self._pending, self.stopped = [], None, [], False
         self._left_out = 0
         found = first_bad_parameter(kwargs["model"], args, alike=True)
@@ -123,13 +121,13 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             )
 
     def check_before_save(self, model: nn.Module, args: TrainingArguments, state: TrainerState, alike: bool) -> None:
-        """Looks at the parameters before they are saved.
+        """Checks the parameters before they are saved.
 
         Args:
             model: The model.
             args: The training arguments, for the device and the folder with the checkpoints.
             state: The Trainer's state, for the step.
-            alike: Whether all processes make this call, and shall decide alike.
+            alike: Whether all processes make this call and have to decide alike.
 
         Raises:
             NonFiniteError: naming the first parameter that is not finite, and the last checkpoint.
@@ -141,7 +139,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the update out if what was observed since the last one is not finite."""
+        """Skips the update if anything observed since the last one is not finite."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         scaled = getattr(optimizer, "scaler", None) is not None
         if self._gradients is None and not scaled:
@@ -170,21 +168,21 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes the flag off the optimizer again."""
+        """Removes the flag from the optimizer."""
         if self._device_skip is not None:
             del self._device_skip.grad_scale, self._device_skip.found_inf
             self._device_skip = None
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-        """How many updates of this run were left out, once there is one."""
+        """How many updates of this run were skipped, if any."""
         return {"non_finite_updates": float(self._left_out)} if self._left_out else {}
 
     summary = metrics
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops with a checkpoint if that is the action."""
-        # The flag of the step before: its copy has long arrived while this step's kernels are still queued, and every
-        # process reads it at the same step. After the last step there is no later one.
+        # Reads the flag of the previous step, whose copy has arrived while the kernels of this step are still queued.
+        # Every process reads it in the same step. After the last step there is no later one to wait for.
         self._collect(kwargs["model"], args, keep=0 if state.global_step >= state.max_steps else 1)
         if self.stopped:
             control.should_training_stop = True
@@ -193,7 +191,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Reads what is left."""
+        """Reads the flags that have not been read."""
         self._collect(kwargs["model"], args, keep=0)
 
     def _collect(self, model: nn.Module, args: TrainingArguments, keep: int) -> None:
@@ -219,7 +217,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
 
 
 def _nothing_saved(args: TrainingArguments) -> str:
-    """What a run can go on from whose parameters are lost."""
+    """The end of an error: what a run whose parameters are lost can start from."""
     folder = str(args.output_dir)
     last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
     if last is None:
@@ -228,7 +226,7 @@ def _nothing_saved(args: TrainingArguments) -> str:
 
 
 def _skips_on_device(optimizer: Any) -> bool:
-    """Whether the optimizer itself leaves an update out by the tensor `found_inf`, state and step count included."""
+    """Whether the optimizer itself skips an update by the tensor `found_inf`, with its state and step count."""
     if not available(SKIPPED_ON_DEVICE) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Warns where the learning rate is so low that half-precision weights cannot take its updates."""
+"""Warns of a learning rate so low that half-precision weights cannot represent its updates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ logger = logging.getLogger("liger_trainer")
 require(WRAPPED_OPTIMIZER)
 
 SAMPLE = 2**20
-"""About how many weights are looked at."""
+"""About how many weights are sampled."""
 
 LEAST_SHARE = 0.5
-"""The share of weights that can change below which there is a warning."""
+"""Warn if a smaller share of the weights can change."""
 
 
 class RoundedUpdatesCallback(TrainerCallback):
-    """Warns once, on the main process, where Adam's updates are lost in the rounding of most weights.
+    """Warns once, on the main process, if rounding would lose Adam's updates of most weights.
 
-    An update of Adam is at most about as large as the learning rate. A weight in bf16 has 8 significant bits: from its
-    binade [2^e, 2^(e + 1)) the next number is 2^(e - 7) away, and an update below half of that is rounded away. So a
-    learning rate r changes only weights below some 2^8 r to 2^9 r, which is 1 % of those drawn with a standard
-    deviation of 0.02 for r = 5e-7. That is an upper bound: the updates of a noisy gradient are smaller than r.
+    An update of Adam is at most about as large as the learning rate. A weight in bf16 has 8 significant bits: in the
+    binade [2^e, 2^(e + 1)) neighbouring numbers are 2^(e - 7) apart, and an update below half of that is rounded away.
+    So a learning rate r changes only weights below about 2^8 r to 2^9 r. For r = 5e-7 that is 1 % of weights with a
+    standard deviation of 0.02. This is an upper bound: the updates of a noisy gradient are smaller than r.
     """
 
     def on_train_begin(
@@ -39,7 +39,7 @@ class RoundedUpdatesCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Looks at what the optimizer is going to update: all weights, adapters, or the shards of this process."""
+        """Checks what the optimizer is going to update: all weights, adapters, or this process's shards."""
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if not state.is_world_process_zero or not _is_adam(inner):
             return
@@ -60,27 +60,27 @@ class RoundedUpdatesCallback(TrainerCallback):
 
 
 def _is_adam(optimizer: Any) -> bool:
-    """Whether it rounds as torch's Adam does: a class of its own, as DeepSpeed's, may keep what is rounded away."""
+    """Whether it rounds as torch's Adam does; other classes, such as DeepSpeed's, may save what is rounded away."""
     kind = type(optimizer)
     return kind in (torch.optim.Adam, torch.optim.AdamW) or kind.__module__.startswith("bitsandbytes.optim.adam")
 
 
 def _rate(group: dict[str, Any]) -> float:
-    """The highest learning rate of a group: before the first step a warmup has set it to 0."""
+    """The highest learning rate of a group, which a warmup has set to 0 before the first step."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 @torch.no_grad()
 def changed_share(groups: list[dict[str, Any]]) -> float | None:
-    """The share of weights that an update as large as the learning rate changes, in one direction at least.
+    """The share of weights that an update as large as the learning rate changes, in at least one direction.
 
-    It is exact for a sample, evenly spread over all weights of this process.
+    It is exact for a sample that is spread evenly over all weights of this process.
 
     Args:
         groups: Parameter groups of an optimizer, with floating parameters of any shapes.
 
     Returns:
-        From 0 to 1; None where there are no weights.
+        Between 0 and 1; None if there are no weights.
     """
     weights = [(_local(weight), _rate(group)) for group in groups for weight in group["params"]]
     stride = max(sum(weight.numel() for weight, _ in weights) // SAMPLE, 1)

@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture of experts use their experts, over a training run."""
+"""How evenly the routers of a mixture of experts use the experts during training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from liger_trainer.patching.probe import full_shape, only_argument
 require(GATED_EXPERTS)
 (current_graph_task_id,) = require(ROUTER_BALANCE)
 
-NO_EXPERTS = "no experts with stacked weights, as a dense model and one with a list of experts have none"
+NO_EXPERTS = "no experts with stacked weights (it is dense, or has a list of experts)"
 
 
 class RouterBalanceCallback(LoggedMetricsCallback):
-    """Logs how the tokens are spread over the experts, and draws it into `output_dir` at the end of the run.
+    """Logs how the tokens are spread over the experts, and plots it in `output_dir` at the end of the run.
 
     With n_e the tokens given to expert e of E of a layer since the last training log, of all processes, and
     ``p = n / sum(n)``, each log gets
@@ -39,18 +39,18 @@ class RouterBalanceCallback(LoggedMetricsCallback):
       layer's; 1 where all get as much, E where one gets all;
     - `router/dropped_tokens`: choices that name no expert of the layer; 0 unless the model has a capacity.
 
-    `router_balance.csv` has the same and n itself for each log and layer; `router_balance.png` is a heat map of
-    ``n_e / mean(n)`` over the whole run, a row a layer and a column an expert.
-    A resumed run begins both anew, at its first step.
+    `router_balance.csv` has these and n itself for each log and layer. `router_balance.png` is a heat map of
+    ``n_e / mean(n)`` over the whole run, with a row for each layer and a column for each expert. A resumed run starts
+    both again from its first step.
 
-    What counts is what the experts' modules are given (of Llama 4, what its routers choose) in forwards that are
-    followed by a backward: neither evaluation and generation nor the repeated forward of a checkpointed layer. Padding
-    counts, as the experts compute it. Processes that share their tokens (tensor parallelism) count them once each. The
-    counts stay on the device and are read with the log, at once; hooks are on the modules while training alone.
+    Tokens are counted where the experts' modules receive them (for Llama 4, where its routers choose), in forwards that
+    a backward follows: not in evaluation or generation, and not when a checkpointed layer is recomputed. Padding
+    counts, since the experts compute it. Processes that share their tokens (tensor parallelism) each count them. The
+    counts stay on the device and are read with the log; the modules have hooks during training only.
 
     Attributes:
-        layers: Names of the modules, one a row.
-        history: Of each log, its step and n, `(layers, E)` int64 on the CPU.
+        layers: Names of the modules, in the order of the rows.
+        history: For each log its step and n, `(layers, E)` int64 on the CPU.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Puts the hooks on.
+        """Adds the hooks.
 
         Raises:
             ValueError: for a model without experts whose weights are stacked.
@@ -83,7 +83,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
             )
 
     def _hooked(self, model: nn.Module, layer: int, experts: nn.Module) -> RemovableHandle:
-        """Counts what the experts are given; where they are given all tokens, what their block's router chooses."""
+        """Counts the tokens that the experts receive; if they receive all, those that their block's router chooses."""
         called = self.layers[layer]
         if only_argument(experts) is not None:
             block: Any = model.get_submodule(called.rpartition(".")[0])
@@ -105,10 +105,10 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         return wrapper.register_forward_pre_hook(torch.compiler.disable(count), with_kwargs=True)
 
     def _is_first_forward(self, layer: int) -> bool:
-        """Whether a forward with a gradient runs that is not a checkpoint's repetition of one."""
+        """Whether this is a forward with gradients, and not a recomputation of one."""
         if not torch.is_grad_enabled():
             return False
-        # In a backward a checkpoint repeats its forward. A reentrant one ran without gradients the first time.
+        # A checkpoint recomputes its forward inside the backward. A reentrant one first ran without gradients.
         if current_graph_task_id() == -1:
             self._seen_forward.add(layer)
             return True
@@ -121,7 +121,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
             before, pending = pending, chosen.new_zeros(max(self._num_experts) + 1)
             self._pending[layer] = pending if before is None else pending.add_(before.to(chosen.device))
             pending = self._pending[layer]
-        # The last column is for ids that are no expert's.
+        # The last column is for ids without an expert.
         bins = chosen.masked_fill((chosen < 0) | (chosen >= experts), pending.numel() - 1)
         pending.scatter_add_(0, bins, torch.ones_like(bins))
 
@@ -146,7 +146,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes the hooks off, and writes the files on the main process."""
+        """Removes the hooks, and writes the files on the main process."""
         self._release()
         tokens, _ = self._take(args.device)
         if tokens.any():  # steps after the last log
@@ -163,7 +163,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         self._handles, self._seen_forward = [], set()
 
     def _take(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """The counts of all processes since the last call, `(layers, E)`, and the dropped ones; one transfer."""
+        """The counts of all processes since the last call, `(layers, E)`, and of dropped tokens; one transfer."""
         width = max(self._num_experts) + 1
         empty = torch.zeros(width, dtype=torch.int64, device=device)
         counts = torch.stack([self._pending.get(layer, empty).to(device) for layer in range(len(self.layers))])
@@ -200,10 +200,10 @@ class RouterBalanceCallback(LoggedMetricsCallback):
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of a model's experts, whose weights are stacked.
+    """Names and modules of a model's experts with stacked weights.
 
-    Their forward is given hidden states, the experts chosen for each token, and their weights; or, as Llama 4's, all
-    tokens of a block whose child `router` gives scores and logits.
+    Their forward takes hidden states, the experts chosen for each token, and the weights of those; or, as in Llama 4,
+    all tokens of a block whose child `router` returns scores and logits.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -217,7 +217,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _num_experts(module: Any) -> int:
-    """Experts of the layer, of all processes: the module's own number is of this process where they are split."""
+    """The number of experts of the layer on all processes; a module that is split has only its own."""
     shapes = (full_shape(weight) for weight in declared_weights(module).values())
     stacked = next((shape[0] for shape in shapes if len(shape) == 3), None)
     return module.num_experts if stacked is None else stacked

@@ -9,10 +9,10 @@ from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 
 class RouterZLossCallback(LoggedMetricsCallback):
-    """Logs `router_z_loss`: the mean over the micro-batches since the last training log, of all processes.
+    """Logs `router_z_loss`, its mean over the micro-batches of all processes since the last training log.
 
-    Without its coefficient, as `aux_loss` is logged. The Liger trainers call [`observe`] where `router_z_loss_coef` is
-    above 0; the sum stays on the device until it is logged.
+    The coefficient is not included, as in TRL's `aux_loss`. The Liger trainers call [`observe`] if `router_z_loss_coef`
+    is above 0; the sum stays on the device until it is logged.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class RouterZLossCallback(LoggedMetricsCallback):
         self._count = 0
 
     def observe(self, z_loss: torch.Tensor) -> None:
-        """Takes the z-loss of one micro-batch."""
+        """Records the z-loss of one micro-batch."""
         z_loss = z_loss.detach()
         self._sum = z_loss if self._sum is None else self._sum + z_loss.to(self._sum.device)
         self._count += 1

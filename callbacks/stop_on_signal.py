@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP, which clusters send before they take a machine, end a training with a checkpoint."""
+"""Ends training with a checkpoint on SIGTERM and SIGHUP, which clusters send before they take a machine away."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-_REPEATED_WITHIN = 2.0  # seconds; a launcher hands on to its processes the signal that they have had already
+_REPEATED_WITHIN = 2.0  # seconds; a launcher forwards the signal to its processes, which have already received it
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """Training has ended as a signal asked. `number` is the signal's."""
+    """Training was ended by a signal, whose number is `number`."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(what)
@@ -28,18 +28,18 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 class StopOnSignalCallback(TrainerCallback):
-    """Ends the training after a step, with a checkpoint, once [`receive`] has been called in any process.
+    """Ends training after a step, with a checkpoint, once [`receive`] has been called in any process.
 
-    transformers' own callback for SIGTERM (`enable_jit_checkpoint`) decides in each process alone, and processes that
-    save at different steps wait for each other for ever. Here all of them reduce one number a step. On an accelerator
-    its copy is read one step later, when it has long arrived, and every process reads it at the same step.
+    In transformers' own callback for SIGTERM (`enable_jit_checkpoint`) each process decides alone, and processes that
+    save at different steps wait for each other forever. Here all of them reduce one number per step. On an accelerator
+    its copy is read one step later, when it has arrived; every process reads it in the same step.
 
     Args:
-        announces: Whether this process says that it has had a signal.
+        announces: Whether this process prints that it has received a signal.
 
     Attributes:
-        received: The signal's number, 0 without one. Once training has stopped, it is that of any process.
-        stopped: Whether it has ended the training.
+        received: The signal's number, 0 without one. After training has stopped, that of whichever process had one.
+        stopped: Whether this callback has ended the training.
     """
 
     def __init__(self, announces: bool = True) -> None:
@@ -52,23 +52,23 @@ class StopOnSignalCallback(TrainerCallback):
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def receive(self, number: int, frame: Any = None) -> None:
-        """The handler of a signal: the first is noted, one that comes later ends the process at once."""
+        """The handler of a signal: the first one is recorded, a later one ends the process at once."""
         if os.getpid() != self._process or (self.received and time.monotonic() - self._first > _REPEATED_WITHIN):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not self.received:
             self.received, self._first = number, time.monotonic()
             name = signal.Signals(number).name
-            with contextlib.suppress(OSError, RuntimeError):  # a terminal that is gone; a print that was interrupted
+            with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a print was interrupted
                 if self.announces:
                     print(f"\n{name}: stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
-            if number == signal.SIGHUP:  # the terminal is gone, and writing to it is an error from here on
+            if number == signal.SIGHUP:  # the terminal is gone, so from now on writing to it is an error
                 with open(os.devnull, "w") as nowhere:
                     for stream in self._terminals:
                         os.dup2(nowhere.fileno(), stream)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stops with a checkpoint, and without an evaluation before it."""
+        """Stops with a checkpoint, without an evaluation before it."""
         number = self._of_all(args.device)
         if number:
             self.received, self.stopped = number, True
@@ -78,12 +78,12 @@ class StopOnSignalCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer comes here once more after a stop."""
+        """Neither saves nor evaluates again; the Trainer calls this once more after a stop."""
         if self.stopped:
             control.should_save = control.should_evaluate = False
 
     def _of_all(self, device: torch.device) -> int:
-        """The signal that any process has had, the same on all; on an accelerator as of the step before."""
+        """The signal that any process has received, the same on all; on an accelerator that of the previous step."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self.received
         number = torch.tensor(self.received, dtype=torch.int32)
@@ -106,13 +106,14 @@ class StopOnSignalCallback(TrainerCallback):
 
 @contextlib.contextmanager
 def stopping_on_signals(trainer: Trainer) -> Iterator[None]:
-    """Around a training; the signals' handlers are those from before once it is over.
+    """Around training: installs the handlers, and restores the earlier ones afterwards.
 
-    A signal that is ignored, as SIGHUP is under ``nohup``, stays so. Outside the main thread, which alone can have
-    handlers, signals do what they do.
+    A signal that is ignored, such as SIGHUP under ``nohup``, stays ignored. Outside the main thread, which alone can
+    install handlers, signals are not handled.
 
     Raises:
-        StoppedBySignal: in the place of what fails after a signal, such as a worker of a data loader that had it too.
+        StoppedBySignal: after a stop, and in place of any error after a signal, such as that of a data loader's worker
+            which the signal has ended too.
     """
     callback = StopOnSignalCallback(announces=trainer.is_world_process_zero())
     trainer.add_callback(callback)

@@ -1,4 +1,4 @@
-"""Tokens a second, and the share of the hardware's peak they use."""
+"""Tokens per second, and the share of the hardware's peak that they use."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 
 class ThroughputCallback(LoggedMetricsCallback):
-    """Logs `tokens_per_second` (all processes together) and, where the peak of the hardware is known, `mfu`.
+    """Logs `tokens_per_second` (of all processes) and, if the peak of the hardware is known, `mfu`.
 
-    Tokens are those of the attention mask, so padding does not count. The Liger trainers count each batch as they
-    fetch it, without waiting for the device; with a stock `Trainer` set
-    `TrainingArguments(include_num_input_tokens_seen="non_padding")`, whose counter is read instead. The clock leaves
-    out evaluation and saving. At the end of the run, `train_tokens_per_second` and `train_mfu` are over all of it.
+    Tokens are those of the attention mask, so padding does not count. The Liger trainers count each batch when they
+    fetch it, without waiting for the device. With a stock `Trainer`, set
+    `TrainingArguments(include_num_input_tokens_seen="non_padding")`, whose counter is read instead. The clock stops
+    during evaluation and saving. At the end, `train_tokens_per_second` and `train_mfu` are over the whole run.
 
-    MFU is ``tokens a second * FLOPs a token / (processes * peak)``, see [`flops_per_token`].
+    MFU is ``tokens per second * FLOPs per token / (processes * peak)``; see [`flops_per_token`].
     """
 
     def __init__(self) -> None:
         self.flops_per_token = 0.0
         self.replicas_per_batch = 1
-        """Processes that are given the same tokens (tensor, context and sequence parallelism)."""
+        """How many processes share the same tokens (tensor, context and sequence parallelism)."""
         self._half_precision = False
         self._pending: torch.Tensor | int = 0  # since the last reading; on the device, so that counting never waits
         self._window_tokens = self._run_tokens = 0.0
@@ -39,7 +39,7 @@ class ThroughputCallback(LoggedMetricsCallback):
         self._counts_batches = False
 
     def measure(self, model: nn.Module) -> None:
-        """Takes the model's size; to be called before the model is sharded."""
+        """Reads the model's size; to be called before the model is sharded."""
         self.flops_per_token = flops_per_token(model)
         dtypes = {parameter.dtype for parameter in model.parameters()}
         self._half_precision = bool(dtypes & {torch.bfloat16, torch.float16})
@@ -52,7 +52,7 @@ class ThroughputCallback(LoggedMetricsCallback):
                 self._pending = self._pending + tokens.sum()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Takes the model's size while it is still whole."""
+        """Reads the model's size while it is whole."""
         if kwargs.get("model") is not None:
             self.measure(kwargs["model"])
 
@@ -66,15 +66,15 @@ class ThroughputCallback(LoggedMetricsCallback):
         self._mark = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Counts the time up to here as training."""
+        """Counts the time until now as training."""
         self._tick(training=True)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leaves the time of the evaluation out."""
+        """Leaves out the time of the evaluation."""
         self._tick(training=False)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leaves the time of the saving out."""
+        """Leaves out the time of saving."""
         self._tick(training=False)
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
@@ -97,7 +97,7 @@ class ThroughputCallback(LoggedMetricsCallback):
         self._mark = now
 
     def _read(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Brings the counted tokens to the host; the Trainer has just waited for the device to read the loss."""
+        """Reads the counted tokens; the Trainer has just waited for the device to read the loss."""
         self._tick(training=True)
         if self._counts_batches:
             tokens = self._gathered(args)

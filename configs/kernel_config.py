@@ -32,7 +32,7 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Switches of the kernels; a component that is on is still applied only where it is proved equal.
+    """Switches of the kernels. A component that is on is applied only where it is proved equal to the original.
 
     Args:
         rope: Rotary position embedding.
@@ -42,22 +42,22 @@ class KernelConfig:
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.
         lora: PEFT's LoRA layers on plain linear layers, alone and in gated MLPs.
-        router: Routers of mixture-of-experts layers: what follows their logits.
+        router: Routers of mixture-of-experts layers, after their logits.
         experts: Mixtures of experts whose weights are stacked; others are lists of gated MLPs, see `swiglu`.
-        load_balancing_loss: The auxiliary loss of a mixture of experts, where `output_router_logits` asks for it.
+        load_balancing_loss: The auxiliary loss of a mixture of experts, if `output_router_logits` is set.
         cross_entropy: Cross entropy on logits; used for the head when `linear_cross_entropy` is off.
-        linear_cross_entropy: The LM head fused with its cross entropy, so that logits are never built.
-        recompute_mlp: Whether gated MLPs drop the product behind their activation and build it again in the backward: a
-            third less memory between the two, and a pass less over it where layers are checkpointed. Off, a down
-            projection is called as a module, which keeps its input.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens and keep their input alone: what an MLP needs beyond it no
-            longer grows with the sequence. Costs one more forward of the MLP; in a checkpointed layer that ends with
-            its MLP it costs none (see `liger_trainer/tiling/tiled_mlp.py`).
+        linear_cross_entropy: The LM head fused with its cross entropy, so that the logits are never all built.
+        recompute_mlp: Whether gated MLPs recompute the product of gate and up in the backward pass instead of saving
+            it: a third less memory, and one pass less over it if layers are checkpointed. Without it, the down
+            projection is called as a module, which saves its input.
+        tiled_mlp: Whether gated MLPs run in tiles of tokens and save only their input, so that their other memory does
+            not grow with the sequence. Costs one more forward pass of the MLP, except in a checkpointed layer that ends
+            with its MLP (see `liger_trainer/tiling/tiled_mlp.py`).
         global_load_balancing: Whether the auxiliary loss counts the experts' tokens over all processes, so that a batch
-            is balanced as a whole and not each process's part of it (`parallel/router_losses.py`). One all-reduce of a
-            number an expert in each forward with a gradient, which all processes must run. Needs
+            is balanced as a whole, not each process's part of it (`parallel/router_losses.py`). One all-reduce of
+            one number per expert in each forward pass with a gradient, which all processes must run. Needs
             `load_balancing_loss`.
-        logits_memory: Bytes the fused head may spend on one chunk of logits, an int or a string like ``"512MiB"``.
+        logits_memory: Bytes of one chunk of logits in the fused head, an int or a string like ``"512MiB"``.
     """
 
     rope: bool = True

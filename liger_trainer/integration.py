@@ -1,10 +1,10 @@
 """Stock `Trainer(args=TrainingArguments(use_liger_kernel=True))` runs these kernels.
 
-`Trainer.train()` hands the model to `transformers.integrations.liger.apply_liger_kernel`, a name that
-`transformers.trainer` binds when it is imported. [`install`] puts [`apply_for_trainer`] in both places, without
-importing either: a module that is not there yet is patched as it is imported. [`uninstall`] puts everything back.
+`Trainer.train()` passes the model to `transformers.integrations.liger.apply_liger_kernel`, a name that
+`transformers.trainer` binds when it is imported. [`install`] puts [`apply_for_trainer`] into both modules without
+importing them: a module that is not loaded yet is patched when it is imported. [`uninstall`] restores everything.
 
-Where the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`] says whose kernels run.
+If the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`] decides whose kernels run.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _in_charge: contextvars.ContextVar[Trainer | None] = contextvars.ContextVar("lig
 
 
 def set_stock_trainer_kernels(which: Literal["liger_trainer", "liger_kernel"]) -> None:
-    """Whose kernels the stock `Trainer` uses for `use_liger_kernel=True`, from the next `train()` on.
+    """Sets whose kernels the stock `Trainer` uses for `use_liger_kernel=True`, from the next `train()` on.
 
     Args:
         which: `"liger_trainer"` (the default) or `"liger_kernel"`, the `liger-kernel` package.
 
     Raises:
         ValueError: for anything else.
-        ImportError: for `"liger_kernel"` where that package is not installed.
+        ImportError: for `"liger_kernel"` if that package is not installed.
     """
     global _choice
     if which not in ("liger_trainer", "liger_kernel"):
@@ -98,9 +98,9 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def in_charge(trainer: Trainer) -> Iterator[None]:
-    """While a Liger trainer trains, the `Trainer` below it leaves the kernels of its model as they are.
+    """While a Liger trainer trains, the `Trainer` that it extends leaves the kernels of its model alone.
 
-    The hook is in place for that long, also where the user has taken it out.
+    For that, the hook is installed inside, even if the user has removed it.
     """
     was_installed = installed()
     install()
@@ -121,10 +121,10 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
         kernel_config: `TrainingArguments.liger_kernel_config`, with our keys or Liger's.
 
     Returns:
-        The report of what was patched; None where a Liger trainer, or the `liger-kernel` package, is in charge.
+        The report of what was patched; None if a Liger trainer, or the `liger-kernel` package, is in charge.
 
     Raises:
-        ValueError: for an unknown key, or where `nn.DataParallel` is about to wrap the model.
+        ValueError: for an unknown key, or if `nn.DataParallel` is about to wrap the model.
     """
     trainer = _in_charge.get()
     if trainer is not None and trainer.model is model:
@@ -154,7 +154,7 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
 
 
 def stock_trainer_report(model: nn.Module) -> KernelReport | None:
-    """What [`apply_for_trainer`] has put into `model`; None where it has not been called with it."""
+    """The report of [`apply_for_trainer`] for `model`; None if it has not been called with it."""
     return _reports.get(model)
 
 
@@ -195,7 +195,7 @@ def _replace(module: ModuleType) -> None:
 
 
 class _LateHook(importlib.abc.MetaPathFinder):
-    """Replaces the name in a module of `_HOOKED_MODULES` right after its import; finds nothing itself."""
+    """Replaces the name in a module of `_HOOKED_MODULES` right after its import; finds no modules itself."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in _HOOKED_MODULES:

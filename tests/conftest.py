@@ -10,8 +10,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tests of the width set their own
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from tests.fast import holds_fast_tests, is_fast
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -28,12 +32,25 @@ if INTERPRETED:
     mend_interpreter()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="run what `make fast` runs (tests/fast.py)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the imports of files without a fast test."""
+    is_file = collection_path.name.startswith("test_") and collection_path.is_file()
+    return True if config.getoption("--fast") and is_file and not holds_fast_tests(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not INTERPRETED and not torch.cuda.is_available():
         # `make interpreter` runs these: Triton interprets in a whole process or not at all.
         kernel = [item for item in items if item.get_closest_marker("kernel")]
         config.hook.pytest_deselected(items=kernel)
         items[:] = [item for item in items if not item.get_closest_marker("kernel")]
+    if config.getoption("--fast"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
+        items[:] = [item for item in items if is_fast(item)]
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     for item in items:
         if item.get_closest_marker("multigpu") and devices < 2:

@@ -1,8 +1,9 @@
-"""The wheel holds every module, recipe and launch file, and works without the source tree."""
+"""The wheel and the sdist hold every module, recipe and launch file, and work without the source tree."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -19,31 +20,56 @@ def project_file():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    source = tmp_path_factory.mktemp("source")
-    # A copy, so that the build leaves nothing in the tree and no earlier build is taken along.
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, source], check=True)
-    command = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    folder = tmp_path_factory.mktemp("wheel")
+def build(kind, source, folder):
+    """The wheel or sdist that the build backend makes of `source`."""
+    command = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", command, folder], cwd=source, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (built,) = folder.glob("*.whl")
+    (built,) = folder.iterdir()
     return built
 
 
+def held(wheel):
+    return sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy, so that builds leave nothing in the tree and take nothing along from earlier builds."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
 def test_wheel_holds_everything(wheel):
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = set()
     for folder, place in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):  # which does not follow the links in liger_trainer/
             # The sweeps choose launch configurations: tools for this repository alone.
             if path.suffix in (".py", ".yaml", ".typed") and path.is_file() and "sweeps" not in path.parts:
                 expected.add(f"{place}/{path.relative_to(ROOT / folder)}")
-    assert held == expected
+    assert held(wheel) == sorted(expected)
+
+
+def test_sdist_unpacks_and_builds_the_same_wheel(source, wheel, tmp_path):
+    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+        names = [member.name for member in archive.getmembers()]
+        assert len(names) == len(set(names))
+        assert not [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    # The links in liger_trainer/ have become folders, so the folders that they point to must not be there again.
+    assert {path.name for path in unpacked.iterdir() if path.is_dir()} == {"liger_trainer", "liger_trainer.egg-info"}
+    (tmp_path / "wheel").mkdir()
+    assert held(build("wheel", unpacked, tmp_path / "wheel")) == held(wheel)
 
 
 def test_wheel_works_on_its_own(wheel, tmp_path):

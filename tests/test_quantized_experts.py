@@ -202,7 +202,7 @@ def test_what_peft_would_get_wrong_is_an_error():
     apply_liger_kernel(quantised)
     step(quantised)
     next(module for module in quantised.modules() if four_bits(module)).register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="take hooks off the experts"):
+    with pytest.raises(RuntimeError, match="remove hooks from the experts"):
         step(quantised)
 
 
@@ -242,7 +242,7 @@ def test_a_trainer_takes_the_right_order_and_no_sharding(tmp_path, monkeypatch):
     trainer = LigerTrainer(whole_and_quantised("qwen3_moe")[1], args)
     assert any(row.kernel == "moe_experts (adapters)" for row in trainer.kernel_report)
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
-    with pytest.raises(ValueError, match="are not split, and the launch splits it with DeepSpeed"):
+    with pytest.raises(ValueError, match="cannot be split, and the launch splits it with DeepSpeed"):
         check_experts_in_4_bits(trainer)
 
 

@@ -189,7 +189,7 @@ def test_trl_mixture_of_datasets(tmp_path):
         (
             "trainer: grpo\nuse_cpu: true\nexpert_parallel_size: 2\nuse_vllm: true",
             [],
-            "`expert_parallel_size` is 2 and `use_vllm` is true: TRL would hand vLLM the weights of one process",
+            "`expert_parallel_size` is 2 and `use_vllm` is true: TRL would give vLLM the weights of one process",
         ),
         ("- a\n- b", [], "a recipe is a YAML mapping"),
         ("a: [1", [], "mine.yaml is not valid YAML: line 1, column 6: while parsing a flow sequence"),

@@ -1,4 +1,4 @@
-"""LM head + log-probabilities: one a token, each with its own gradient."""
+"""LM head + log-probabilities: one per token, each with its own gradient."""
 
 from collections.abc import Iterator
 

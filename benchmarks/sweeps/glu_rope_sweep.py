@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.rope import rope_kernel as _rope_kernel
+from liger_trainer.kernels.rope import rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
 
 ROPE_SHAPES = {  # (batch, seq, q heads, k heads, head_dim)
@@ -112,13 +112,13 @@ def sweep_rope(timer: Timer, top: int) -> None:
         last = [q[-1:].double().requires_grad_(), k[-1:].double().requires_grad_()]
         rotated = rope_reference(last[0], last[1], cos.double(), sin.double(), unsqueeze_dim=2)
         transposed = torch.autograd.grad(rotated, last, [x.detach() for x in last])
-        current = _rope_kernel.launch_config(max(q_heads, k_heads), dim // 2)
-        _rope_kernel.launch(q, k, cos, sin, *outputs, True, current)
+        current = rope_kernel.launch_config(max(q_heads, k_heads), dim // 2)
+        rope_kernel.launch(q, k, cos, sin, *outputs, True, current)
         check(f"rope {name} backward", outputs, transposed)
 
         def launch(config: tuple, tensors: Outputs = (q, k, cos, sin, *outputs)) -> None:
             q, k, cos, sin, q_out, k_out = tensors
-            _rope_kernel.launch(q, k, cos, sin, q_out, k_out, False, config)
+            rope_kernel.launch(q, k, cos, sin, q_out, k_out, False, config)
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]

@@ -57,6 +57,7 @@ def main() -> None:
         return torch.randn(shape, device="cuda", dtype=getattr(torch, given.dtype))
 
     tokens = given.tokens
+    assert grouped_mm is not None
     index = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP_K).indices
     rows, count = sort_by_expert(index, EXPERTS), tokens * TOP_K
     gate_up, down = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN), random(EXPERTS, HIDDEN, INTERMEDIATE)

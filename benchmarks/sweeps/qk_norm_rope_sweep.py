@@ -16,7 +16,7 @@ import torch
 
 from liger_trainer.functional import qk_norm_rope, rms_norm, rope
 from liger_trainer.kernels.norms.launch import NormConfig
-from liger_trainer.kernels.rope import qk_norm_rope as _qk_norm_rope_launch
+from liger_trainer.kernels.rope import qk_norm_rope as qk_norm_rope_module
 
 FORWARD = itertools.product((16, 32, 64), (4, 8))  # rows, warps
 BACKWARD = [  # rows, warps, stages, programs a multiprocessor
@@ -64,11 +64,11 @@ def main() -> None:
     print(f"fused, both passes: {milliseconds(lambda: torch.autograd.grad(fused(), trained, upstream)):.4f} ms")
     for rows, warps in FORWARD:
         config = NormConfig(rows=rows, num_warps=warps)
-        with mock.patch.object(_qk_norm_rope_launch, "forward_config", return_value=config):
+        with mock.patch.object(qk_norm_rope_module, "forward_config", return_value=config):
             print(f"forward {rows} rows, {warps} warps: {milliseconds(fused):.4f} ms")
     for rows, warps, stages, programs in BACKWARD:
         config = NormConfig(rows=rows, num_warps=warps, num_stages=stages, programs_per_sm=programs)
-        with mock.patch.object(_qk_norm_rope_launch, "backward_config", return_value=config):
+        with mock.patch.object(qk_norm_rope_module, "backward_config", return_value=config):
             time = milliseconds(lambda: torch.autograd.grad(outputs, trained, upstream, retain_graph=True))
         print(f"backward {rows} rows, {warps} warps, {stages} stages, {programs} programs: {time:.4f} ms")
 

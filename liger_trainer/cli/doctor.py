@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from liger_trainer.compat.private import installed_version
+from liger_trainer.requirements import requirements
 
 Status = Literal["ok", "note", "warning", "error"]
 _MARKS = {"ok": "[green]ok[/green]", "note": "note", "warning": "[yellow]warning[/yellow]", "error": "[red]error[/red]"}
@@ -42,26 +43,6 @@ def doctor() -> int:
     return int(any(finding.status == "error" for finding in findings))
 
 
-def _requirements() -> dict[str, str]:
-    """Supported ranges, from the installed distribution or, where nothing is installed, from pyproject.toml."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = importlib.metadata.requires("liger-trainer") or []
-    except importlib.metadata.PackageNotFoundError:
-        import re
-
-        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-        block = text.split("dependencies = [", 1)[1].split("\n]", 1)[0]
-        lines = re.findall(r'"([^"]+)"', block)
-    found = (Requirement(line) for line in lines)
-    return {
-        item.name: str(item.specifier)
-        for item in found
-        if item.marker is None or ("extra" not in str(item.marker) and item.marker.evaluate())
-    }
-
-
 def versions() -> list[Finding]:
     """Python and every dependency, with the range that is supported."""
     from packaging.specifiers import SpecifierSet
@@ -72,7 +53,7 @@ def versions() -> list[Finding]:
     python = platform.python_version()
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.11 to 3.13)"))
-    for package, wanted in _requirements().items():
+    for package, wanted in requirements().items():
         found = installed_version(package)
         supported = f"(supported {wanted})"
         if found is None:

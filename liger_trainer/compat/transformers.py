@@ -53,12 +53,8 @@ CONVERTED_CHECKPOINTS = Feature(
 SPLIT_OPTIMIZER = Feature(
     "checkpoints of the optimizer of a model that `from_pretrained` has split",
     (
-        Private(
-            "transformers.distributed.checkpoint:save_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")
-        ),
-        Private(
-            "transformers.distributed.checkpoint:load_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")
-        ),
+        Private("transformers.distributed:save_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
+        Private("transformers.distributed:load_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
     ),
 )
 

@@ -69,7 +69,7 @@ DISTILLATION = Feature(
     "the divergence of LigerDistillationTrainer",
     (
         Private("trl.trainer.utils:create_model_from_path", ("model_id", "...")),
-        Private("trl:DistillationTrainer.__init__", uses=("create_model_from_path",)),
+        Private("trl:DistillationTrainer.__init__", uses=("create_model_from_path", "BaseTunerLayer")),
         Private(
             "trl:DistillationTrainer._compute_loss",
             ("self", "unwrapped_student", "inputs", "num_items_in_batch"),

@@ -18,7 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.lm_head import RECORDABLE_DTYPES, is_sharded, through_owner, version_of, whole_parameter
+from liger_trainer.head.lm_head import (
+    RECORDABLE_DTYPES,
+    is_sharded,
+    is_split,
+    through_owner,
+    version_of,
+    whole_parameter,
+)
 from liger_trainer.head.partitions import is_partitioned, on_whole_parameters
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
@@ -102,7 +109,7 @@ def module_call(
     That is where tensor parallelism splits it.
     """
     vocab_size = vocab_size_of(head)
-    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or any(map(_is_split, head.parameters())):
+    if vocab_size is None or hidden.dtype not in RECORDABLE_DTYPES or is_split(head):
         return None, hidden
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
@@ -116,11 +123,6 @@ def vocab_size_of(head: nn.Module) -> int | None:
     """The number of logits of a head, from the first module in it that has `out_features`; None if none has."""
     sizes = (getattr(module, "out_features", None) for module in head.modules())
     return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` is still split inside the head's forward, where FSDP has gathered its own."""
-    return type(parameter).__name__ == "DTensor"
 
 
 def chunked_rows(

@@ -16,6 +16,7 @@ from liger_trainer.compat.peft import HEAD_COPIES
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FSDP_HEAD
 from liger_trainer.head.partitions import is_partitioned
+from liger_trainer.kernels.runtime import is_dtensor
 
 RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
@@ -180,6 +181,11 @@ def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
     return gathering.apply(result)
 
 
+def is_split(head: nn.Module) -> bool:
+    """Whether a parameter of `head` is still a DTensor inside its forward, where FSDP has gathered its own."""
+    return any(map(is_dtensor, head.parameters()))
+
+
 def _is_plain(parameter: Any) -> bool:
     return type(parameter) in (torch.Tensor, nn.Parameter)
 
@@ -269,7 +275,7 @@ def is_plain_linear(head: nn.Module) -> bool:
     """Whether `head` computes ``hidden @ weight.T + bias`` of an ordinary weight and bias."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    return type(head.weight) is nn.Parameter or type(head.weight).__name__ == "DTensor"
+    return type(head.weight) is nn.Parameter or is_dtensor(head.weight)
 
 
 def maps_tokens(head: nn.Module) -> bool:

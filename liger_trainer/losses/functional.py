@@ -133,7 +133,7 @@ def liger_fused_linear_kto(
     average_log_prob: bool = False,
     chunk_size: int = 1,
 ) -> Result:
-    """See [`liger_trainer.losses.LigerFusedLinearKTOLoss`]; with a reference unless told otherwise."""
+    """See [`liger_trainer.losses.LigerFusedLinearKTOLoss`]; with a reference by default."""
     loss = LigerFusedLinearKTOLoss(ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size)
     return loss(_input, weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, kl)
 

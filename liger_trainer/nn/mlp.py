@@ -175,7 +175,7 @@ class LigerFalconH1SwiGLUMLP(GatedMLP):
 
 
 class LigerMLP(GatedMLP):
-    """[`LigerSwiGLUMLP`] that does not keep the product for its backward; see [`swiglu_down`].
+    """[`LigerSwiGLUMLP`] that recomputes the product in its backward; see [`swiglu_down`].
 
     It reads `down_proj.weight` itself, so an adapter or a hook on `down_proj` is not seen.
 
@@ -203,7 +203,7 @@ class LigerMLP(GatedMLP):
 
 
 class LigerFalconH1MLP(LigerMLP):
-    """[`LigerFalconH1SwiGLUMLP`] that does not keep the product for its backward, as [`LigerMLP`].
+    """[`LigerFalconH1SwiGLUMLP`] that recomputes the product in its backward, as [`LigerMLP`].
 
     Args:
         config: Has `hidden_size`, `intermediate_size`, `hidden_act` and `mlp_multipliers`.

@@ -11,7 +11,7 @@ from liger_trainer.nn.mlp import LigerGEGLUMLP, LigerSwiGLUMLP, activation_of
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """[`LigerSwiGLUMLP`] that keeps its input alone and computes the rest again, tile by tile; see [`tiled_mlp`].
+    """[`LigerSwiGLUMLP`] that saves only its input and recomputes the rest, tile by tile; see [`tiled_mlp`].
 
     Args:
         config: See [`LigerSwiGLUMLP`].
@@ -31,7 +31,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """[`LigerGEGLUMLP`] that keeps its input alone and computes the rest again, tile by tile; see [`tiled_mlp`].
+    """[`LigerGEGLUMLP`] that saves only its input and recomputes the rest, tile by tile; see [`tiled_mlp`].
 
     Args:
         config: See [`LigerGEGLUMLP`].

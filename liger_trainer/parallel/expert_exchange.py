@@ -1,19 +1,21 @@
-"""Rows of tokens on their way to the processes that hold their experts, and back.
+"""Sends the rows of tokens to the processes that hold their experts, and the results back.
 
-Every process of a group has T tokens of its own, k choices each, and a part of the experts. With its R = T k choices
-sorted by expert (`moe_routing`), those of one process lie together, and one all-to-all brings them there::
+Each process of a group has T tokens of its own, with k choices each, and a part of the experts. With its R = T k
+choices sorted by expert (`kernels/moe/sort_by_expert.py`), the rows for one process are adjacent, and one all-to-all
+sends them::
 
-    there   x_r = hidden[order[r] // k]    w_r = weights[order[r]]
-    back    o_t = sum over j of y_slots[t k + j]                        y_r = w_r * expert(x_r)
+    send         x_r = hidden[order[r] // k]    w_r = weights[order[r]]
+    bring back   o_t = sum over j of y_slots[t k + j]                        y_r = w_r * expert(x_r)
 
-The weight travels with its row and is applied by the experts. So its gradient, ``<dO, expert(x)>``, is made there, of
-what the experts keep anyway, and the results, (R, H) on the process that asked for them, are not kept. The sums over
-the k rows of a token, in the forward and of hidden's gradient, are in fp32 and in the order of j, without atomics.
+The routing weight travels with its row and is applied by the experts. So its gradient, ``<dO, expert(x)>``, is computed
+there from what the experts save anyway, and the process that receives the results, (R, H), need not save them. The sums
+over the k rows of a token, in the forward and in the gradient of hidden, are in fp32, in the order of j and without
+atomics.
 
-`bring_back` is two operators, as in `gated_down`: the first saves, the second exchanges. A recomputation under a
-checkpoint that ends with the experts stops between them, and sends nothing back.
+`bring_back` is two operators, as in `kernels/mlp/gated_down.py`: the first saves, the second exchanges. The
+recomputation of a checkpoint that ends with the experts stops between them and sends nothing back.
 
-An exchange takes the number of rows for every process, and from it, on the host; see `Exchange`.
+The sizes of an exchange must be known to the host, see `plan_exchange`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from liger_trainer.kernels.moe.token_rows import combine_rows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_FUNCTION = "experts of other processes"
+_FUNCTION = "experts of other processes"  # in errors
 
 
 class Exchange(NamedTuple):
@@ -38,10 +40,10 @@ class Exchange(NamedTuple):
 
     Args:
         rows: The choices of this process, sorted by expert over the experts of all processes.
-        top_k: k.
-        send_sizes: The number of rows for every process.
-        recv_sizes: The number of rows from every process.
-        local_ids: int64 (sum of recv_sizes, 1), the expert of each row that arrives, counted within this process.
+        top_k: k, the choices per token.
+        send_sizes: The number of rows to send to each process.
+        recv_sizes: The number of rows to receive from each process.
+        local_ids: int64 (sum of recv_sizes, 1), the expert of each received row, counted within this process.
         group: Name of the process group.
     """
 
@@ -56,21 +58,21 @@ class Exchange(NamedTuple):
 def plan_exchange(top_k_index: torch.Tensor, num_local_experts: int, group: ProcessGroup) -> Exchange:
     """Agrees with the other processes of `group` on the sizes of an exchange.
 
-    The sizes are read by the host, once a layer: collectives take them there. It is the one synchronisation of a layer.
+    This reads the sizes from the device, because collectives take them from the host: the one host sync of a layer.
 
     Args:
         top_k_index: (T, k), experts of the whole group: process r holds those from ``r * num_local_experts`` on. T may
             differ between the processes, and be 0.
-        num_local_experts: Experts of this process, as many as of every other one.
+        num_local_experts: Experts per process.
         group: The process group.
     """
     size = group.size()
     rows = sort_by_expert(top_k_index, num_local_experts * size)
-    counts = rows.offsets.diff()  # of every expert
+    counts = rows.offsets.diff()  # rows of each expert
     parts = [num_local_experts] * size
     arriving = _all_to_all(counts, parts, parts, group.group_name).view(size, num_local_experts)
     sizes = torch.stack([counts.view(size, num_local_experts).sum(1), arriving.sum(1)])
-    send_sizes, recv_sizes = sizes.tolist()  # the read
+    send_sizes, recv_sizes = sizes.tolist()  # the host sync
     experts = torch.arange(num_local_experts, device=counts.device).repeat(size)
     local_ids = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(recv_sizes))
     return Exchange(rows, top_k_index.shape[1], send_sizes, recv_sizes, local_ids.unsqueeze(1), group.group_name)
@@ -82,22 +84,21 @@ def send(hidden: torch.Tensor, top_k_weights: torch.Tensor, exchange: Exchange) 
     Args:
         hidden: (T, H).
         top_k_weights: (T, k).
-        exchange: Of these tokens.
+        exchange: The plan for these tokens.
 
     Returns:
-        The rows that arrive, (R', H), those of one process after those of another, each sorted by expert, and their
-        weights, (R', 1).
+        The received rows, (R', H), process by process and sorted by expert within each, and their weights, (R', 1).
     """
-    sizes = exchange.send_sizes, exchange.recv_sizes, exchange.group
-    return _send(hidden, top_k_weights, *exchange.rows, *sizes)
+    order, slots, offsets = exchange.rows
+    return _send(hidden, top_k_weights, order, slots, offsets, exchange.send_sizes, exchange.recv_sizes, exchange.group)
 
 
 def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Sends results to where their tokens are, and sums those of a token.
+    """Sends the results back to the processes of their tokens, and sums those of each token.
 
     Args:
-        y: (R', H), the experts' results for what `send` gave, weighted.
-        exchange: As for `send`.
+        y: (R', H), the experts' weighted results for the rows that `send` returned.
+        exchange: The plan given to `send`.
 
     Returns:
         (T, H) in y's dtype.
@@ -108,7 +109,7 @@ def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: str) -> torch.Tensor:
     """`x` exchanged along its first dimension."""
-    collectives = torch.ops._c10d_functional  # what torch.compile traces; eager takes them alike
+    collectives = torch.ops._c10d_functional  # the ones that torch.compile can trace
     return collectives.wait_tensor(
         collectives.all_to_all_single(x.contiguous(), list(output_sizes), list(input_sizes), group)
     )
@@ -153,7 +154,7 @@ def _send_backward(
     need_hidden: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of hidden and of the weights; one that is not needed has no elements, and sends nothing."""
+    """The gradients of hidden and of the weights; one that is not needed has no elements and sends nothing."""
     dhidden, dtop_k = drows.new_empty(0), dweights.new_empty(0)
     if need_hidden:
         rows = _all_to_all(drows, send_sizes, recv_sizes, group)
@@ -177,16 +178,19 @@ refuse_second_derivative(_send_backward, _FUNCTION)
 
 
 def _setup_send(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, top_k_weights, *rows, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
+    _, top_k_weights, order, slots, offsets, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
     ctx.top_k = top_k_weights.shape[1]
-    ctx.save_for_backward(*rows)
+    ctx.save_for_backward(order, slots, offsets)
 
 
 def _backward_send(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad[:2]
-    options = ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group
-    gradients = _send_backward(drows, dweights, *ctx.saved_tensors, *options, *needs)
-    return *(x if needed else None for x, needed in zip(gradients, needs)), *(None,) * 6
+    need_hidden, need_weights = ctx.needs_input_grad[:2]
+    order, slots, offsets = ctx.saved_tensors
+    dhidden, dtop_k = _send_backward(
+        *(drows, dweights, order, slots, offsets, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group),
+        *(need_hidden, need_weights),
+    )
+    return (dhidden if need_hidden else None, dtop_k if need_weights else None, None, None, None, None, None, None)
 
 
 _send.register_autograd(_backward_send, setup_context=_setup_send)
@@ -203,7 +207,7 @@ def _bring_back_save(
     recv_sizes: Sequence[int],
     group: str,
 ) -> torch.Tensor:
-    """Stands in for the output, (T, H) of one element, whose gradient it sends to the results."""
+    """A placeholder for the output, whose gradient it sends to the results: zeros (T, H) that share one element."""
     return y.new_zeros(()).expand(order.shape[0] // top_k, y.shape[1])
 
 
@@ -221,6 +225,7 @@ def _bring_back_backward(
     recv_sizes: Sequence[int],
     group: str,
 ) -> torch.Tensor:
+    """The gradient of the results, (R', H), from that of the output."""
     return _all_to_all(dout.index_select(0, order // top_k), recv_sizes, send_sizes, group)
 
 
@@ -233,12 +238,14 @@ refuse_second_derivative(_bring_back_backward, _FUNCTION)
 
 
 def _setup_bring_back(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, order, _, _, *ctx.options = inputs
+    _, order, _, _, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
     ctx.save_for_backward(order)
 
 
 def _backward_bring_back(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    return _bring_back_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+    (order,) = ctx.saved_tensors
+    dy = _bring_back_backward(dout, order, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group)
+    return dy, None, None, None, None, None, None, None
 
 
 _bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back)
@@ -246,7 +253,7 @@ _bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_br
 
 @torch.library.custom_op("liger_trainer::expert_bring_back", mutates_args=())
 def _bring_back(
-    stand_in: torch.Tensor,
+    placeholder: torch.Tensor,
     y: torch.Tensor,
     order: torch.Tensor,
     slots: torch.Tensor,
@@ -256,13 +263,13 @@ def _bring_back(
     recv_sizes: Sequence[int],
     group: str,
 ) -> torch.Tensor:
-    """The output, whose gradient goes to `stand_in`."""
+    """The output (T, H), whose gradient goes to `placeholder`."""
     return combine_rows(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(order, slots, offsets), top_k)
 
 
 @_bring_back.register_fake
-def _(stand_in, y, *_):
-    return y.new_empty(stand_in.shape)
+def _(placeholder, y, order, slots, offsets, top_k, send_sizes, recv_sizes, group):
+    return y.new_empty(placeholder.shape)
 
 
-_bring_back.register_autograd(lambda ctx, dout: (dout, *(None,) * 8))
+_bring_back.register_autograd(lambda ctx, dout: (dout, None, None, None, None, None, None, None, None))

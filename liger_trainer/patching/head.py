@@ -25,10 +25,11 @@ from liger_trainer.head.lm_head import (
     find_lm_heads,
     is_plain_linear,
     is_sharded,
+    is_split,
     without_adapters,
 )
 from liger_trainer.head.recorded import Recorded, RecordedChain
-from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, is_split, vocab_parallel_call
+from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
 from liger_trainer.patching.model_forward import (

@@ -1,4 +1,4 @@
-"""When the gradients of micro-batches are reduced: with the last one of a step, unless the recipe says otherwise."""
+"""When gradients are reduced: with the last micro-batch of a step, or after each if the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sync_each_batch(values: Mapping[str, Any]) -> bool:
-    """Whether gradients are reduced after every micro-batch: accelerate's key of that name in `accelerator_config`.
+    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`.
 
     Raises:
         ValueError: if `accelerator_config` is neither a mapping nor the path of a JSON file with one.

@@ -1,40 +1,40 @@
-"""What one decoder layer keeps for its backward, and what its backward holds at its fullest.
+"""What one decoder layer saves for backward, and the peak memory of its backward pass.
 
-All widths are elements a token; bytes are those of `Precision`. With the kernels of this package a layer of hidden size
-H, query width Q, key (and value) width K and MLP width I keeps, where its weights are trained:
+All widths are elements per token; bytes per element are those of `Precision`. With the kernels of this package, a layer
+of hidden size H, query width Q, key (and value) width K and MLP width I with trained weights saves:
 
     attention   norm input H, its output H, rotated q, k, v: Q + 2 K, attention output Q
     MLP         norm input H, its output H, gate and up 2 I, their product I
 
-RoPE is linear and keeps nothing. QK norms keep q and k from before them (Q + K), norms behind attention and MLP their
-inputs (2 H). SDPA takes keys and values repeated to Q each where a mask rules out its own grouping. Frozen weights keep
-no input. The adapters of q, k and v keep the norm's output, H, once, and so do those of gate and up; that of the output
-projection reads what attention keeps, and the down projection's input is built again. In PEFT's own layers each adapter
-keeps one copy of its input, as fp32 adapters cast it and autocast casts it back. Dropout keeps a byte for each number
-that an adapter reads.
+RoPE is linear and saves nothing. QK norms save their inputs q and k (Q + K), norms after attention and MLP their inputs
+(2 H). SDPA takes keys and values repeated to Q each if a mask rules out its own grouping. Frozen weights save no input.
+The adapters of q, k and v save the norm's output, H, once, and so do those of gate and up; the adapter of the output
+projection reads what attention saves, and the down projection's input is recomputed. In PEFT's own layers each adapter
+saves its own copy of its input, because fp32 adapters cast it and autocast casts it back. Dropout saves a byte for each
+element that an adapter reads.
 
-The backward is fullest at one of two moments. In the down projection's, everything above is there, besides the
-incoming gradient H and that of the product, I, which the product itself is written over; with a PEFT adapter its own
-bf16 share, I, and the same in fp32, and with our dropout the former. In the attention's, the MLP is gone, and
-gradients of output, q, k, v stand beside what the attention keeps. Flash attention, SDPA's too, sums q's in fp32, 2 Q
-more, and makes those of k and v for every query head, 2 Q, where several share a key. The gated kernels' backward
-writes over gate and up, so it adds nothing.
+The backward pass peaks at one of two moments. In the down projection's, everything above is allocated, with the
+incoming gradient H and the gradient of the product, I, which overwrites the product itself; a PEFT adapter adds its own
+bf16 share, I, and the same in fp32, our dropout only the former. In the attention's, the MLP has been freed, and the
+gradients of output, q, k and v are allocated besides what attention saves. Flash attention, including SDPA's, sums the
+gradient of q in fp32, 2 Q more, and makes those of k and v for every query head, 2 Q, if several heads share a key. The
+gated kernels' backward overwrites gate and up, so it adds nothing.
 
-Experts in our operator keep gate and up of k rows, 2 k I, which their gradient is written over, and their input H where
-they are trained or have adapters; adapters of an expert that every token takes read the same. Their backward is fullest
-with k rows of the output's gradient, the gradient of the product, and the weighted product where a gradient is made of
-it, k H + 2 k I, or in the end with gradients of k rows of input and of the input, k H + H, and the gradients of all
-experts.
+Experts in our operator save gate and up of k rows, 2 k I, which their gradient overwrites, and their input H if they
+are trained or have adapters; adapters of an expert that every token takes read the same input. Their backward peaks
+with k rows of the output's gradient, the gradient of the product and, if a gradient is computed from it, the weighted
+product, k H + 2 k I; or at its end with the gradients of k rows of input and of the input, k H + H, and the gradients
+of all experts.
 
-Under expert parallelism k rows arrive for each token, if the choices are even, and stand in for the input. The
-gradient of the output arrives as k rows beside those sorted by expert, and in the end so do those of the input: k H
-more each time. transformers' own exchange keeps k H more, the results that it weights where the tokens are.
+Under expert parallelism, k rows arrive for each token if the choices are even, and replace the input. The gradient of
+the output arrives as k rows besides those sorted by expert, and so do the gradients of the input at the end: k H more
+each time. transformers' own exchange saves k H more, the results that it weights on the tokens' GPU.
 
-As transformers' grouped matmul, they keep k rows of each token, gathered (k H), gate and up (2 k I), the activation
-and the product (2 k I), the output (k H); frozen ones no gathered rows and no product. The backward begins with
-gradients of the weighted and the unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H and
-the gradients of all experts. PEFT's adapters on them make a copy of all experts with the adapters in it, and a gradient
-of that.
+Experts in transformers' grouped matmul save k rows of each token, gathered (k H), gate and up (2 k I), the activation
+and the product (2 k I), and the output (k H); frozen experts save no gathered rows and no product. The backward starts
+with gradients of the weighted and the unweighted output, 2 k H, and ends in the gate and up projection with 2 k I + k H
+and the gradients of all experts. PEFT's adapters on experts copy all experts with the adapters merged, and allocate a
+gradient of that copy.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ import dataclasses
 
 from liger_trainer.plan.shapes import LayerShape
 
-TILE_BYTES = 512 * 2**20  # of `tiled_mlp`: intermediates of one tile
+TILE_BYTES = 512 * 2**20  # intermediates of one tile of `tiled_mlp`
 ADAPTER_BYTES = 4  # PEFT's adapters are fp32
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Bytes of a number.
+    """Bytes per element.
 
     Args:
-        compute: Of what linear layers and attention make.
-        stream: Of the residual stream and the norms; 4 under autocast over fp32 weights.
+        compute: Outputs of linear layers and attention.
+        stream: Residual stream and norms; 4 under autocast over fp32 weights.
     """
 
     compute: int = 2
@@ -70,10 +70,10 @@ class LayerMemory:
     """Bytes of one layer.
 
     Args:
-        input: What checkpointing keeps of it.
-        saved: What it keeps without checkpointing, the input included.
-        working: The most that its recomputation and its backward hold beside that input.
-        gradients: Elements of weight gradients that exist at that moment and are not in `.grad` yet.
+        input: Its input, which checkpointing saves.
+        saved: What it saves without checkpointing, including the input.
+        working: Peak of its recomputation and backward, without that input.
+        gradients: Elements of weight gradients at that moment that are not in `.grad` yet.
     """
 
     input: float
@@ -83,12 +83,12 @@ class LayerMemory:
 
 
 def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:
-    """Bytes a token that the attention block keeps, its norm included.
+    """Bytes per token that the attention block saves, including its norm.
 
     Args:
         shape: The layer.
-        precision: Bytes of a number.
-        length: Tokens of a sequence; eager attention keeps scores of them all.
+        precision: Bytes per element.
+        length: Tokens in a sequence; eager attention saves scores of all pairs.
         implementation: ``"sdpa"``, ``"eager"`` or a flash attention.
     """
     repeated = _is_masked(shape, length, implementation) or implementation == "eager"
@@ -98,7 +98,7 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
         elements += shape.hidden * (3 if precision.autocast else 1)
     if shape.qk_norm:
         elements += shape.query + shape.key_value
-    stream = shape.hidden * (3 if shape.post_norms else 2)  # both norms' inputs, and that of the one behind
+    stream = shape.hidden * (3 if shape.post_norms else 2)  # inputs of both norms, and of the one after
     scores = shape.heads * length * (4 + precision.compute) if implementation == "eager" else 0
     adapters = _adapters_saved(shape, precision, shape.adapted_attention, shape.hidden)
     adapters += _adapters_saved(shape, precision, shape.adapted_output, 0)
@@ -106,7 +106,7 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
 
 
 def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = False) -> float:
-    """Bytes a token that the MLP or the experts keep, their norm's input left to the attention block."""
+    """Bytes per token that the MLP or the experts save; their norm's input counts for the attention block."""
     elements = 0
     if shape.trained:
         elements += shape.hidden * (2 if precision.autocast else 1)
@@ -115,17 +115,17 @@ def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = Fal
         elements += shape.intermediate if shape.trained and not recompute_mlp else 0
     if shape.experts_per_token:
         elements += _experts_saved(shape)
-    behind = shape.hidden * precision.stream if shape.post_norms else 0
-    unkept = 0 if shape.fused_experts and shape.adapted_experts else shape.hidden
-    adapters = _adapters_saved(shape, precision, shape.adapted_mlp, unkept)
+    after = shape.hidden * precision.stream if shape.post_norms else 0
+    unsaved = 0 if shape.fused_experts and shape.adapted_experts else shape.hidden
+    adapters = _adapters_saved(shape, precision, shape.adapted_mlp, unsaved)
     adapters += _adapters_saved(shape, precision, shape.adapted_down, 0)
-    return elements * precision.compute + behind + adapters
+    return elements * precision.compute + after + adapters
 
 
 def _experts_saved(shape: LayerShape) -> int:
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
-        # The input of experts that are trained has been counted, where it is the block's own.
+        # The input of trained experts is counted already, unless an exchange has replaced it.
         counted = shape.trained and not shape.exchanged_experts
         return 2 * inner + (0 if counted else _experts_input(shape))
     arrived = rows if shape.exchanged_experts else 0
@@ -133,7 +133,7 @@ def _experts_saved(shape: LayerShape) -> int:
 
 
 def _experts_input(shape: LayerShape) -> int:
-    """What our operator keeps of the experts' input: k rows a token where they arrive from an exchange."""
+    """Elements of the experts' input that our operator saves: k rows per token if they arrive from an exchange."""
     if not (shape.trained or shape.adapted_experts):
         return 0
     return shape.hidden * (shape.experts_per_token if shape.exchanged_experts else 1)
@@ -143,16 +143,16 @@ def _inner(shape: LayerShape) -> int:
     return shape.experts_per_token * shape.expert_intermediate
 
 
-def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unkept: int) -> float:
-    """Bytes a token that adapters keep.
+def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unsaved: int) -> float:
+    """Bytes per token that adapters save.
 
     Args:
         shape: The layer.
-        precision: Bytes of a number.
-        read: Input widths of the adapters, summed.
-        unkept: Width of that input, which they share; 0 where something else keeps it or it is built again.
+        precision: Bytes per element.
+        read: Sum of the adapters' input widths.
+        unsaved: Width of their shared input; 0 if something else saves it or it is recomputed.
     """
-    elements = min(read, unkept) if shape.fused_adapters else read
+    elements = min(read, unsaved) if shape.fused_adapters else read
     return elements * precision.compute + (read if shape.adapter_dropout else 0)
 
 
@@ -170,13 +170,13 @@ def layer_memory(
 
     Args:
         shape: The layer.
-        precision: Bytes of a number.
-        tokens: Of a micro-batch on one GPU.
-        length: Of these, the tokens of one sequence.
-        implementation: Of the attention.
-        recompute_mlp: Whether the product of a gated MLP is built again in the backward.
-        tiled_mlp: Whether it runs in tiles of tokens; experts do not.
-        expert_elements: Trained elements of the experts of one layer.
+        precision: Bytes per element.
+        tokens: Tokens in a micro-batch on one GPU.
+        length: Tokens in one sequence.
+        implementation: The attention implementation.
+        recompute_mlp: Whether the product of a gated MLP is recomputed in the backward pass.
+        tiled_mlp: Whether gated MLPs run in tiles of tokens; experts do not.
+        expert_elements: Trained elements of one layer's experts.
     """
     compute, stream = precision.compute, precision.stream
     layer_input = shape.hidden * stream
@@ -194,9 +194,9 @@ def layer_memory(
     if shape.adapted_experts and not (shape.fused_experts and shape.fused_adapters):
         merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * compute
     if tiled_mlp and shape.intermediate and not shape.experts_per_token:
-        mlp, down = shape.hidden * compute, shape.hidden * compute  # its input, and that input's gradient
+        mlp, down = shape.hidden * compute, shape.hidden * compute  # the input and its gradient
         tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
-        tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # sums of its gradients, in fp32
+        tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # fp32 sums of its gradients
     in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
     flash = implementation != "eager" and not _is_masked(shape, length, implementation)
     in_attention = tokens * (attention + upstream + _attention_backward(shape, compute, flash))
@@ -207,38 +207,38 @@ def layer_memory(
     fullest, gradients = max(moments, key=lambda moment: moment[0] + compute * moment[1])
     mask = 0.0
     if _is_masked(shape, length, implementation):
-        mask = length**2 * (1 + compute)  # as booleans, and as SDPA's kernel wants it
+        mask = length**2 * (1 + compute)  # as booleans, and in the dtype that SDPA's kernel takes
     return LayerMemory(
         tokens * layer_input, tokens * (attention + mlp) + merged, fullest - tokens * layer_input + mask, gradients
     )
 
 
 def _is_masked(shape: LayerShape, length: int, implementation: str) -> bool:
-    """Whether SDPA gets a mask, with which it runs neither flash attention nor its own grouping of heads."""
+    """Whether SDPA gets a mask, which excludes flash attention and its own grouping of heads."""
     return implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
 
 
 def _attention_backward(shape: LayerShape, compute: int, flash: bool) -> float:
-    """Gradients in the attention's backward: at its output projection, in its middle, or at q, k and v."""
+    """Gradients in the attention's backward: at its output projection, in the middle, or at q, k and v."""
     output = shape.query * compute + shape.adapted_output * _adapter_gradient(shape, compute)
     middle = (2 * shape.query + 2 * shape.key_value) * compute
     if flash:
         middle += 4 * shape.query + (2 * shape.query * compute if shape.key_value < shape.query else 0)
     adapted = shape.hidden * _adapter_gradient(shape, compute) if shape.adapted_attention else 0
     start = (shape.query + 2 * shape.key_value + 2 * shape.hidden) * compute + adapted
-    gone = 2 * shape.query * compute  # q and the output, before the projections' own backward
+    gone = 2 * shape.query * compute  # q and the output are freed before the projections' own backward
     return max(output, middle, start - gone)
 
 
 def _adapter_gradient(shape: LayerShape, compute: int) -> int:
-    """Bytes of a number that an adapter holds beside its input's gradient while it adds its own to it."""
+    """Bytes per element that an adapter needs besides its input's gradient while it adds its own."""
     if not shape.fused_adapters:
         return compute + ADAPTER_BYTES
-    return compute if shape.adapter_dropout else 0  # else a matmul adds it
+    return compute if shape.adapter_dropout else 0  # otherwise a matmul adds it
 
 
 def _experts_begin(shape: LayerShape, compute: int) -> int:
-    """What the down projection's backward adds to what is kept."""
+    """Elements that the down projection's backward adds to what is saved."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
         arrived = rows if shape.exchanged_experts else 0
@@ -247,7 +247,7 @@ def _experts_begin(shape: LayerShape, compute: int) -> int:
 
 
 def _experts_end(shape: LayerShape, compute: int) -> int:
-    """What is there when the gradient of the gate and up projection's input is."""
+    """Elements allocated when the gradient of the gate and up projection's input is."""
     inner, rows = _inner(shape), shape.experts_per_token * shape.hidden
     if shape.fused_experts:
         arriving = rows if shape.exchanged_experts else 0

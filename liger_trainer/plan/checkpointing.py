@@ -1,4 +1,4 @@
-"""Which layers a recipe checkpoints, under transformers' newer names or the older ones, which give way to them."""
+"""Which layers a recipe checkpoints; transformers' newer names win over the older ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def checkpointing_key(values: Mapping[str, Any]) -> str:
-    """The key that switches checkpointing in this recipe."""
+    """The key that switches checkpointing on in this recipe."""
     return _key(values, "activation_checkpointing", "gradient_checkpointing")
 
 
 def every_n_layers(values: Mapping[str, Any]) -> int:
-    """Of how many decoder layers one is checkpointed, where checkpointing is on.
+    """With checkpointing, one decoder layer out of this many is checkpointed.
 
     Raises:
-        ValueError: if it is no positive integer.
+        ValueError: if it is not a positive integer.
     """
     key = _key(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     settings = values[key] or {}

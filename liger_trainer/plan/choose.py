@@ -1,4 +1,4 @@
-"""Chooses among the settings: the fastest that fits."""
+"""Chooses the fastest setting that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_GPUS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A setting with its memory; `cost` is its time a token beside that of other rows."""
+    """A setting with its memory; `cost` is its time per token, to compare with other rows."""
 
     setting: Setting
     memory: Memory
@@ -26,13 +26,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The compared settings.
 
     Args:
-        rows: A row for each strategy and way: with the fastest batch that fits, or the smallest where none does.
-        best: The fastest row that fits; None where nothing does.
-        written: The recipe as it is, split as it says; as DDP where it does not, or in a way that is not planned.
-        room: Bytes of a GPU that may be planned.
+        rows: A row for each strategy and way, with the fastest batch that fits, or the smallest if none does.
+        best: The fastest row that fits; None if none does.
+        written: The recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned.
+        room: Bytes of a GPU that a plan may use.
     """
 
     rows: tuple[Row, ...]
@@ -42,17 +42,17 @@ class Plan:
 
 
 def room_of(gpu_memory: float, run: Run) -> float:
-    """Bytes of a GPU of `gpu_memory` bytes that a plan may use: less the allocator's slack, and vLLM's share."""
+    """Bytes that a plan may use of a GPU: without the allocator's slack and vLLM's share."""
     return gpu_memory * (1 - ALLOCATOR_SLACK - run.work.reserved_fraction)
 
 
 def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
-    """Estimates every setting and chooses.
+    """Estimates every setting and chooses the fastest that fits.
 
     Args:
         inputs: The recipe.
-        gpus: How many GPUs.
-        gpu_memory: Bytes of each.
+        gpus: Number of GPUs.
+        gpu_memory: Bytes of each GPU.
     """
     run, room = inputs.run, room_of(gpu_memory, inputs.run)
     groups: dict[tuple[object, ...], list[Row]] = {}
@@ -88,12 +88,12 @@ def _named_strategy(config: str | None) -> str:
 
 
 def least(inputs: Inputs, gpus: int) -> Row:
-    """The setting that takes the least memory on `gpus` GPUs."""
+    """The setting with the least memory on `gpus` GPUs."""
     return min(_rows(inputs, gpus, 0.0), key=lambda row: row.memory.total)
 
 
 def gpus_that_fit(inputs: Inputs, gpus: int, gpu_memory: float) -> int | None:
-    """The first of 2, 4, 8 ... times as many GPUs on which something fits; None where `MOST_GPUS` are too few."""
+    """The first of 2, 4, 8 ... times `gpus` on which a setting fits; None if `MOST_GPUS` are too few."""
     room = room_of(gpu_memory, inputs.run)
     while (gpus := 2 * gpus) <= MOST_GPUS:
         if any(row.fits for row in _rows(inputs, gpus, room)):

@@ -1,18 +1,18 @@
-"""The memory of one GPU through a training step, moment by moment; the fullest moment is the estimate.
+"""The memory of one GPU during a training step, at each moment that may be the peak.
 
-A step is at its fullest at one of these moments, and which one depends on the model:
+The peak is at one of these moments, depending on the model:
 
     loss            every checkpoint (or all activations), and the head
-    last layer      every checkpoint, one layer at work, the head's gradient; gradients of earlier micro-batches
-    first layer     one layer at work, the gradients of all others but the embedding
-    embedding       all gradients, and the embedding's once more where it is added to one that is there
-    optimizer       all gradients, and what the optimizer's step adds
+    last layer      every checkpoint, one layer in use, the head's gradient; gradients of earlier micro-batches
+    first layer     one layer in use, the gradients of all others except the embedding
+    embedding       all gradients, and the embedding's twice if it is added to an existing one
+    optimizer       all gradients, and the temporaries of the optimizer's step
     generation      the key/value cache of GRPO, without gradients or activations
 
-What is there at every moment, by the way the model is split, is in `splitting`. Autocast over fp32 weights caches
-half-precision copies for the forward; our experts make theirs layer by layer.
+`splitting` has the memory that is allocated at every moment, by the way the model is split. Autocast over fp32 weights
+caches half-precision copies in the forward pass; our experts make theirs layer by layer.
 
-The allocator's own slack is no part of the estimate; `ALLOCATOR_SLACK` of the GPU is kept free for it.
+The estimate does not contain the allocator's slack; `ALLOCATOR_SLACK` of the GPU is left free for it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, hel
 from liger_trainer.plan.work import Run
 
 ALLOCATOR_SLACK = 0.08
-"""Fraction of a GPU's memory that is left free: CUDA's and NCCL's own, and blocks that no longer fit anything."""
+"""Fraction of a GPU's memory that is left free, for CUDA, NCCL and fragmentation."""
 
-OFFLOAD_STASH = 5  # inputs of layers that TRL's offloading keeps on their way to the host
+OFFLOAD_STASH = 5  # layer inputs that TRL's offloading holds while they are copied to the host
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes at one moment, by what they are for."""
+    """Bytes at one moment, by purpose."""
 
     moment: str
     weights: float = 0.0
@@ -54,68 +54,68 @@ class Memory:
 
 
 def estimate(run: Run, setting: Setting) -> Memory:
-    """The fullest moment of a step."""
+    """The peak of a step."""
     return max(moments(run, setting), key=lambda memory: memory.total)
 
 
 def host_bytes(run: Run, setting: Setting) -> float:
-    """Pinned memory that all processes of this machine take for offloaded inputs of layers."""
+    """Pinned memory that all processes of this machine need for offloaded layer inputs."""
     inputs = _layer(run, setting).input * run.parameters.layers
     return setting.gpus * setting.offloading * inputs
 
 
 def moments(run: Run, setting: Setting) -> list[Memory]:
-    """All the moments at which a step may be at its fullest."""
+    """The memory at each moment that may be the peak."""
     parameters, compute = run.parameters, precision_of(run, setting).compute
     layer, head = _layer(run, setting), _head(run, setting)
     on_gpu = held(run, setting, head.weight_gradient)
     reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
-    kept = _Kept(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
+    fixed = _Fixed(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, run)
     embedding = parameters.groups["embedding"].trained_bytes
-    idle = 0.0 if setting.sharded else kept.buffers
-    late = head.weight_gradient if not setting.sharded else 0.0  # of a sharded head it is a buffer, below
+    idle = 0.0 if setting.sharded else fixed.buffers
+    late = head.weight_gradient if not setting.sharded else 0.0  # for a sharded head it is a buffer
     copies = _autocast_copies(run, setting)
-    backward = kept.buffers + (copies if not setting.checkpointing else 0.0)
+    backward = fixed.buffers + (copies if not setting.checkpointing else 0.0)
     made = layer.gradients * (0 if setting.sharded else run.weight_bytes)
     again = embedding if (setting.accumulation > 1 or parameters.tied) and not setting.sharded else 0.0
     states = optimizer_memory(run.optim, parameters).step * trained_share(run, setting)
     found = [
-        kept.at(
+        fixed.at(
             "loss",
             gradients=accumulated,
             activations=during_forward,
-            logits=head.peak - (head.weight_gradient - late),  # that of a sharded head is a buffer
+            logits=head.peak - (head.weight_gradient - late),  # for a sharded head it is a buffer
             buffers=on_gpu.loss_buffers + copies,
         ),
-        kept.at(
+        fixed.at(
             "last layer",
             gradients=accumulated,
             activations=stored + loading + layer.working,
             logits=late,
             buffers=backward,
         ),
-        kept.at(
+        fixed.at(
             "first layer",
             gradients=max(first, accumulated) + made,
             activations=layer.input + layer.working,
             logits=late if parameters.tied and accumulated else 0.0,
             buffers=backward,
         ),
-        kept.at("embedding", gradients=max(step, accumulated) + again, activations=layer.input),
-        kept.at("optimizer", gradients=step, buffers=idle + states),
+        fixed.at("embedding", gradients=max(step, accumulated) + again, activations=layer.input),
+        fixed.at("optimizer", gradients=step, buffers=idle + states),
     ]
     if run.work.generated:
-        buffers = generating_buffers(run, setting, kept.buffers)
-        found.append(kept.at("generation", generation=_generation(run, setting, compute), buffers=buffers))
+        buffers = generating_buffers(run, setting, fixed.buffers)
+        found.append(fixed.at("generation", generation=_generation(run, setting, compute), buffers=buffers))
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What is there at every moment."""
+class _Fixed:
+    """Memory that is allocated at every moment."""
 
     weights: float
     optimizer: float
@@ -171,18 +171,18 @@ def _autocast_copies(run: Run, setting: Setting) -> float:
 
 
 def _activations(layer: LayerMemory, setting: Setting, run: Run) -> tuple[float, float, float]:
-    """Activations when the last layer's backward begins, at the loss, and one that is loaded from the host."""
+    """Activations at the start of the last layer's backward, at the loss, and one being loaded from the host."""
     layers = run.parameters.layers
     checkpoints = math.ceil(layers / run.checkpoint_every) if setting.checkpointing else 0
     whole = (layers - checkpoints) * layer.saved
     stored = checkpoints * layer.input * (1 - setting.offloading) + whole
     stash = min(checkpoints * setting.offloading, OFFLOAD_STASH) * layer.input
-    at_work = layer.saved - layer.input if whole else 0.0  # of the last layer, which is among those that keep all
+    at_work = layer.saved - layer.input if whole else 0.0  # the last layer is among those that save everything
     return max(stored - at_work, layer.input), stored + stash, layer.input if setting.offloading else 0.0
 
 
 def _generation(run: Run, setting: Setting, compute: int) -> float:
-    """The cache of keys and values, one layer of it twice while it grows, and the logits of the next token in fp32."""
+    """The key/value cache, one layer of it twice while it grows, and the fp32 logits of the next token."""
     work, shape, layers = run.work, run.shape, run.parameters.layers
     sequences = work.generated * setting.batch * (setting.accumulation if work.all_micro_batches else 1)
     a_layer = sequences * 2 * shape.key_value * compute

@@ -1,20 +1,20 @@
-"""What the LM head and its loss hold beside the hidden states.
+"""The memory of the LM head and its loss, besides the hidden states.
 
-The fused head of V words over N hidden states of size H keeps one chunk of logits (`logits_memory`, or N V numbers if
-those are fewer). A cross entropy makes both gradients in the forward: dX (N H) and, for a trained head, dW (V H).
-Losses of log-probabilities make dX and dW in the backward; for a frozen head the forward keeps the gradient of each
-log-probability to its hidden state, (N, H) in fp32, and the backward makes dX of it. Logits that are kept longer
-(`retain_logits_memory`) come on top of a chunk.
+The fused head with vocabulary V over N hidden states of size H holds one chunk of logits (`logits_memory`, or N V
+elements if that is less). Cross entropy computes both gradients in the forward pass: dX (N H) and, for a trained head,
+dW (V H). Losses of log-probabilities compute dX and dW in the backward pass; for a frozen head, the forward pass saves
+the gradient of each log-probability with respect to its hidden state, (N, H) in fp32, from which the backward pass
+computes dX. Logits that are saved for backward (`retain_logits_memory`) are added to a chunk.
 
-Without the fused head, logits are whole: 12 bytes each in half precision (they, their fp32 copy, its gradient, and
-their own), or twice their size (they and their gradient) where cross entropy alone is a kernel.
+Without the fused head, all logits are built: 12 bytes each in half precision (the logits, their fp32 copy, and both
+gradients), or twice their size (the logits and their gradient) if the cross entropy is a kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-UNFUSED_BYTES = 12  # of one logit in eager cross entropy at its fullest: half precision, fp32, fp32, half precision
+UNFUSED_BYTES = 12  # peak per logit in eager cross entropy: half precision, fp32, fp32, half precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class HeadSettings:
     Args:
         loss: ``"cross_entropy"``, ``"log_probs"``, or ``"none"`` for a model without an LM head.
         fused: Whether the fused head runs.
-        cross_entropy: Whether the cross entropy on whole logits is a kernel, where the head is not fused.
+        cross_entropy: Without the fused head, whether the cross entropy on all logits is a kernel.
         logits_memory: Bytes of one chunk of logits.
-        retained: Bytes of logits that may be kept until the backward; None for one chunk, which is the chunk itself.
+        retained: Bytes of logits that may be saved for backward; None for one chunk, which is the working chunk itself.
     """
 
     loss: str = "cross_entropy"
@@ -38,7 +38,7 @@ class HeadSettings:
 
 @dataclasses.dataclass(frozen=True)
 class HeadMemory:
-    """Bytes of the head: at its fullest, and what of it lives on until the layers' backward begins."""
+    """Bytes of the head: its peak, and the weight gradient that remains when the layers' backward begins."""
 
     peak: float
     weight_gradient: float
@@ -51,11 +51,11 @@ def head_memory(
 
     Args:
         settings: How it runs.
-        tokens: N, those with a loss.
+        tokens: N, the tokens with a loss.
         hidden: H.
         vocab: V.
         compute: Bytes of a hidden state and of a logit.
-        weight: Bytes of a number of the weight's gradient.
+        weight: Bytes per element of the weight's gradient.
         trained: Whether the head is trained.
     """
     if settings.loss == "none":
@@ -67,6 +67,6 @@ def head_memory(
         whole = 2 * logits if settings.cross_entropy else tokens * vocab * max(UNFUSED_BYTES, 3 * compute)
         return HeadMemory(whole + states + gradient, gradient)
     chunk = min(settings.logits_memory, logits)
-    kept = min(settings.retained or 0, logits) if trained and settings.loss == "log_probs" else 0
+    retained = min(settings.retained or 0, logits) if trained and settings.loss == "log_probs" else 0
     unit = tokens * hidden * 4 if settings.loss == "log_probs" and not trained else 0
-    return HeadMemory(chunk + kept + states + unit + gradient, gradient)
+    return HeadMemory(chunk + retained + states + unit + gradient, gradient)

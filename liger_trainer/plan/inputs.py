@@ -1,4 +1,4 @@
-"""From a recipe to what a plan is made of. Of the model only its configuration is read."""
+"""Reads a recipe for a plan. Only the configuration of the model is read, not its weights."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Inputs:
     """A recipe as a plan sees it.
 
     Args:
-        source: Its file.
+        source: The recipe's file.
         values: All its keys.
         run: Model and work.
         notes: What was assumed, or is not counted.
-        shared_experts: Of a layer, the experts that GPUs can share; 0 where there are none or they cannot.
+        shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
     """
 
     source: Path
@@ -49,7 +49,7 @@ class Inputs:
 
     @property
     def batch_is_fixed(self) -> bool:
-        """Whether another micro-batch would be another loss: KTO estimates a mean over it, groups must be whole."""
+        """Whether another micro-batch would change the loss: KTO estimates a mean over it, groups must stay whole."""
         return self.values["trainer"] in ("kto", *_POLICY)
 
 
@@ -59,14 +59,14 @@ def read_inputs(
     """Reads a recipe and builds its model on the meta device, without memory or weights.
 
     Args:
-        name: Path of a recipe, or the bare name of a shipped one.
+        name: Path of a recipe, or the name of a shipped one.
         overrides: Command-line options that win over the file.
-        gpus: How many GPUs, for a ``generation_batch_size`` that counts all of them.
-        smoke: Plan the tiny model of ``--smoke``, offline.
-        prompt_length: Tokens of a prompt, for the trainers that generate.
+        gpus: Number of GPUs, for a ``generation_batch_size`` that counts all of them.
+        smoke: Whether to plan the tiny model of ``--smoke``, offline.
+        prompt_length: Tokens in a prompt, for the trainers that generate.
 
     Raises:
-        RecipeError: for anything wrong with the recipe, or a model that cannot be planned.
+        RecipeError: for a mistake in the recipe, or a model that cannot be planned.
     """
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
@@ -77,7 +77,7 @@ def read_inputs(
     config, mapping = _config(values, source), kernels_of(values, source)
     _check_expert_parallel(values, config, gpus, source)
     _check_four_bits(values, config, source)
-    fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # 8 bits are left to PEFT
+    fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
     try:
         every, reduced = every_n_layers(values), sync_each_batch(values)
         model, dtype = _build(values, config)
@@ -153,14 +153,14 @@ def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source
 
 
 def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
-    """Experts that `expert_parallel_size` may split: what a recipe is refused with is not proposed."""
+    """Experts that `expert_parallel_size` may split; a setting that recipes refuse is not proposed."""
     from liger_trainer.recipe.experts import can_split_experts, count_experts
 
     return count_experts(config) if can_split_experts(config) and split_obstacle(values) is None else 0
 
 
 def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
-    """The model on meta, with adapters where the recipe wants them, and the dtype of its weights."""
+    """The model on the meta device, with adapters if the recipe has any, and the dtype of its weights."""
     import torch
     from trl import ModelConfig, get_peft_config
 
@@ -242,7 +242,7 @@ def _work(
 
 
 def _has_reference(values: Mapping[str, Any]) -> bool:
-    """Whether a second model is in memory: under adapters the policy without them is the reference."""
+    """Whether a second model is in memory; with adapters, the policy without them is the reference."""
     if values["use_peft"]:
         return False
     if values["trainer"] in _POLICY:
@@ -268,19 +268,19 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
     notes = []
     name = values["model_name_or_path"]
     if name is not None and published_config(name, values["model_revision"]) is not None:
-        notes.append(f"The sizes of {name} are those that come with liger_trainer; the Hub was not asked.")
+        notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")
     if values["trainer"] in _POLICY:
-        notes.append(f"Prompts are taken to be {prompt_length} tokens long (`--prompt_length`).")
+        notes.append(f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`).")
     if not values["use_liger_kernel"]:
-        notes.append("`use_liger_kernel` is false: layers without the kernels take more than is planned.")
+        notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
     if (every := every_n_layers(values)) > 1:
-        kept = f"checkpoints one of every {every} layers; the others keep their activations."
-        notes.append(f'With `every_n_layers`, "checkpointing" {kept}')
+        meaning = f"checkpoints one of every {every} layers; the others save their activations."
+        notes.append(f'With `every_n_layers`, "checkpointing" {meaning}')
     if values["warm_start"]:
-        notes.append("The warm start, a run of its own, is not planned.")
+        notes.append("The warm start is a separate run and is not planned.")
     optim = str(getattr(values["optim"], "value", values["optim"]))
     if not is_known(optim):
-        notes.append(f"`optim: {optim}` is taken to keep 8 bytes for each trained number.")
+        notes.append(f"`optim: {optim}` is assumed to keep 8 bytes for each trained element.")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""What optimizers keep for each trained number, by the Trainer's ``optim``."""
+"""Memory of optimizer states, by the Trainer's ``optim``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from liger_trainer.plan.parameters import Parameters
 
-_IN_DTYPE = {  # states that torch keeps in the parameter's own dtype: how many
+_IN_DTYPE = {  # number of states that torch keeps in the parameter's own dtype
     "adamw_torch": 2,
     "adamw_torch_fused": 2,
     "adamw_torch_xla": 2,
@@ -17,7 +17,7 @@ _IN_DTYPE = {  # states that torch keeps in the parameter's own dtype: how many
     "adagrad": 1,
     "sgd": 0,
 }
-_FIXED = {  # bytes, whatever the dtype: bitsandbytes and torchao quantise their states, or keep them in fp32
+_FIXED = {  # bytes per element for any dtype: bitsandbytes and torchao quantise states or keep them in fp32
     "adamw_bnb_8bit": 2.0,
     "adamw_8bit": 2.0,
     "ademamix_8bit": 3.0,
@@ -40,14 +40,14 @@ _FOREACH = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 1}  # temporaries of a st
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes of the states, and of what one step adds."""
+    """Bytes of the states, and of the temporaries of one step."""
 
     states: float
     step: float
 
 
 def is_known(optim: str) -> bool:
-    """Whether the states of `optim` are looked up and not guessed."""
+    """Whether the states of `optim` are known, not assumed."""
     name = optim.removeprefix("paged_")
     return name == "adafactor" or name in _IN_DTYPE or name in _FIXED
 
@@ -55,14 +55,14 @@ def is_known(optim: str) -> bool:
 def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | None = None) -> OptimizerMemory:
     """The memory of an optimizer over all trained parameters.
 
-    torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 number and 4 for a
-    bf16 one. Adafactor keeps rows and columns of a matrix, in fp32, and needs two fp32 copies of the one it is at.
-    A page that a paged optimizer moves to the host is counted as if it had stayed.
+    torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 element and 4 for
+    a bf16 element. Adafactor keeps rows and columns of a matrix in fp32, and needs two fp32 copies of the current
+    matrix. Pages that a paged optimizer moves to the host are counted as if they had stayed.
 
     Args:
         optim: The Trainer's ``optim``.
-        parameters: The model's.
-        trained_bytes: Of all trained parameters as the optimizer sees them; those of `parameters` by default.
+        parameters: The model's parameters.
+        trained_bytes: Bytes of all trained parameters as the optimizer sees them; those of `parameters` by default.
     """
     total = parameters.total
     size = total.trained_bytes if trained_bytes is None else trained_bytes

@@ -1,4 +1,4 @@
-"""How many parameters a model has, what they are, and which of them are trained; read from a model on meta."""
+"""Counts the parameters of a model by kind, and which are trained, from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale for every 64 of them
-NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # the scale in 8 bits, and an fp32 scale for every 256 of those
+NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale per 64 elements
+NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # 8-bit scales, and an fp32 scale per 256 of those
 INT8_BYTES = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Some parameters.
+    """A group of parameters.
 
     Args:
-        elements: How many numbers.
-        bytes: That they take.
-        trained: How many of the numbers are trained.
-        trained_bytes: That these take; their gradients take as much.
+        elements: Number of elements.
+        bytes: Bytes of all elements.
+        trained: Number of trained elements.
+        trained_bytes: Bytes of the trained elements; their gradients take as many.
     """
 
     elements: int = 0
@@ -33,13 +33,13 @@ class Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def __mul__(self, share: float) -> Group:
-        """A part of them."""
+        """A fraction of the group."""
         elements, trained = round(share * self.elements), round(share * self.trained)
         return Group(elements, share * self.bytes, trained, share * self.trained_bytes)
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes of what is not trained."""
+        """Bytes of the elements that are not trained."""
         return self.bytes - self.trained_bytes
 
 
@@ -50,15 +50,15 @@ class Parameters:
     Args:
         groups: By kind: ``"embedding"``, ``"head"``, ``"experts"``, ``"layers"`` (the rest of the decoder layers),
             ``"adapters"`` (LoRA, and copies of ``modules_to_save``) and ``"other"`` (final norm, vision tower). A head
-            that is tied to the embedding is counted as the embedding.
+            that is tied to the embedding counts as the embedding.
         layer: The largest decoder layer, adapters included.
-        layers: How many decoder layers.
+        layers: Number of decoder layers.
         tied: Whether head and embedding are one parameter.
         head_trained: Whether the head's weight gets a gradient.
-        factored: Elements of Adafactor's state: rows and columns of each trained matrix instead of their product.
+        factored: Elements of Adafactor's state: rows plus columns of each trained matrix.
         largest: Elements of the largest trained parameter.
-        dequantised: Elements that are floating at once of weights in 4 bits, for their products: of the largest, or of
-            all experts of a layer; 0 without.
+        dequantised: Elements of 4-bit weights that are dequantised at once: those of the largest weight, or of all
+            experts of a layer; 0 without 4-bit weights.
     """
 
     groups: dict[str, Group]
@@ -72,20 +72,20 @@ class Parameters:
 
     @property
     def total(self) -> Group:
-        """All of them."""
+        """All parameters."""
         return sum(self.groups.values(), Group())
 
     @property
     def root(self) -> Group:
-        """What FSDP keeps in its outermost unit: all that is in no decoder layer."""
+        """FSDP's outermost unit: all parameters outside the decoder layers."""
         return self.groups["embedding"] + self.groups["head"] + self.groups["other"]
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a model: the list of modules that holds most parameters.
+    """The decoder layers of a model: the list of modules with the most parameters.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if the model has no list of modules.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
@@ -98,9 +98,9 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
 
     Args:
         model: A Hugging Face model, or a PEFT model of one.
-        bits: 4 or 8 where the linear layers will be quantised (bitsandbytes), None where not, and with 4 stacked
-            experts (`quantize_experts`). The head never is.
-        nested: Whether the scales of 4 bits are quantised too (double quantisation).
+        bits: 4 or 8 if bitsandbytes will quantise the linear layers, else None. With 4, stacked experts are quantised
+            too (`quantize_experts`). The head never is.
+        nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
@@ -151,14 +151,14 @@ def _kind(name: str, parameter: Any, embedding: Any, head: Any, inside: set[int]
 
 
 def _quantised(model: nn.Module, head: nn.Parameter | None) -> dict[int, int]:
-    """Identities and sizes of the weights that bitsandbytes quantises: of linear layers but the head and adapters."""
+    """Ids and sizes of the weights that bitsandbytes quantises: linear layers except the head and adapters."""
     linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     weights = (module.weight for name, module in linear if "lora_" not in name and module.weight is not head)
     return {id(weight): weight.numel() for weight in weights}
 
 
 def _stacked(model: nn.Module) -> dict[int, int]:
-    """The same of stacked weights of experts, the frozen ones."""
+    """Ids and sizes of the frozen stacked weights of experts."""
     from liger_trainer.patching.moe.quantized_experts import stacked_weights
 
     found = (module._parameters[name] for module, name in stacked_weights(model))

@@ -1,4 +1,4 @@
-"""What `liger-trainer plan` prints."""
+"""The output of `liger-trainer plan`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 def parameters_line(parameters: Parameters) -> str:
-    """How many parameters there are, by kind, and how many of them are trained."""
+    """The number of parameters, by kind, and of trained parameters."""
     total = parameters.total
     kinds = [f"{kind} {_count(group.elements)}" for kind, group in parameters.groups.items() if group.elements]
     tied = ", head tied to the embedding" if parameters.tied else ""
@@ -45,12 +45,12 @@ def _count(elements: int) -> str:
 
 
 def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
-    """A line a setting: GiB a GPU at the fullest moment.
+    """A table with a row per setting: GiB per GPU at the peak.
 
     Args:
-        plan: What was found.
-        title: Of the table.
-        parts: Whether there is a column for each part of the memory that is not 0 in all rows.
+        plan: The plan.
+        title: The table's title.
+        parts: Whether to add a column for each part of the memory that is not 0 in all rows.
     """
     rows = [(_as_written(plan), plan.written), *((way(row.setting), row) for row in plan.rows)]
     shown = [part for part in _PARTS if parts and any(getattr(row.memory, part) for _, row in rows)]
@@ -69,7 +69,7 @@ def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
 
 
 def parts_of(plan: Plan) -> str:
-    """What the memory is for, in the recipe as written and in the best setting: for a table without these columns."""
+    """The parts of the memory, for the recipe as written and the best setting; for a table without these columns."""
     rows = {_as_written(plan): plan.written} | ({} if plan.best is None else {"best": plan.best})
     lines = []
     for name, row in rows.items():
@@ -95,13 +95,13 @@ def _split(setting: Setting) -> str:
 
 
 def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
-    """Why this setting."""
+    """The best setting in words, and why it is best."""
     setting, fitting = best.setting, sum(row.fits for row in plan.rows)
     free = (plan.room - best.memory.total) / GIB
     text = (
-        f"Take {way(setting)}, batch {setting.batch} × {setting.accumulation} steps: by its products and its "
+        f"Take {way(setting)}, batch {setting.batch} × {setting.accumulation} steps: by its matmuls and its "
         f"communication the fastest of the {fitting} ways that fit (of {len(plan.rows)}), with {free:.1f} GiB to spare "
-        f"beside the {ALLOCATOR_SLACK:.0%} of the GPU that are kept free for the allocator."
+        f"besides the {ALLOCATOR_SLACK:.0%} of the GPU that are left free for the allocator."
     )
     host = host_bytes(inputs.run, setting) / GIB
     if host:
@@ -114,15 +114,15 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
 
 
 def _about_expert_parallel(inputs: Inputs) -> str:
-    text = " It counts experts that are chosen evenly, and GPUs of one host, over whose links the rows go; a GPU whose "
-    text += "experts are chosen more often takes more."
+    text = " This assumes that experts are chosen evenly and that the GPUs are in one host; a GPU whose experts are "
+    text += "chosen more often takes more."
     if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"]:
         text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
     return text
 
 
 def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str] = ()) -> list[str]:
-    """The command line that trains `recipe` with `options` in this setting; of the others only keys that change."""
+    """The command line that trains `recipe` with `options` in this setting; other keys appear only if they change."""
     line = ["liger-trainer", "train", recipe, "--accelerate_config", CONFIGS[setting.strategy]]
     if setting.gpus > 1:
         line += ["--num_processes", str(setting.gpus)]
@@ -135,15 +135,15 @@ def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str
 
 
 def _without(options: Sequence[str], keys: set[str]) -> list[str]:
-    """The options, with their values, of other keys than these."""
-    kept: list[str] = []
+    """The options, with their values, except those of `keys`."""
+    others: list[str] = []
     keep = True
     for word in options:
         if word.startswith("--"):
             keep = word[2:].partition("=")[0] not in keys
         if keep:
-            kept.append(word)
-    return kept
+            others.append(word)
+    return others
 
 
 def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:

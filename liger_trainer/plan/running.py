@@ -1,4 +1,4 @@
-"""What a trainer is doing, as a plan sees it: from its model and its arguments, without a recipe."""
+"""The plan of a trainer that exists, from its model and its arguments, without a recipe."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from liger_trainer.plan.work import Run, Work
 def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     """The run and the setting of a trainer whose micro-batches have ids of `shape`, rows and tokens.
 
-    Nothing of the model but sizes is read, and no memory is taken.
+    Only sizes of the model are read, and nothing is allocated.
 
     Raises:
-        ValueError: for a model, or a way to split it, that is not planned.
+        ValueError: for a model, or a way to split it, that cannot be planned.
     """
     args: Any = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -76,7 +76,7 @@ def _bytes(model: nn.Module | None) -> float:
 
 
 def _strategy(trainer: Any, model: Any) -> tuple[str, int]:
-    """How the model is split, and how many processes share the experts of a layer."""
+    """How the model is split, and how many processes share a layer's experts."""
     if trainer.is_distributed_loading_by_transformers:
         split = model.config.distributed_config
         if split.ep_size == 1 or (split.tp_size, split.dp_replicate_size, split.pp_size) != (1, 1, 1):

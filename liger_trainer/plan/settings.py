@@ -10,18 +10,18 @@ from liger_trainer.plan.parameters import Parameters
 from liger_trainer.plan.shapes import LayerShape
 
 CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2", "expert_parallel": "ddp"}
-"""Strategy to the name of its accelerate configuration; with `expert_parallel_size` the loading splits the model."""
+"""Name of each strategy's accelerate configuration; with `expert_parallel_size`, loading splits the model."""
 
 LAUNCH_TOKENS = 250
-"""What launching a micro-step costs, in tokens."""
+"""Cost of launching a micro-step, in tokens."""
 
 COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750, "expert_parallel": 750}
-"""What its communication costs, in tokens of a dense model that is trained whole: FSDP2 gathers the weights twice and
-reduces their gradients, 6 bytes a parameter at some 400 GB/s, against 8 FLOP a parameter and token at some 400 TFLOP/s;
-ZeRO-2 sends gradients, and weights once a step; DDP gradients once a step. For ranking alone."""
+"""Cost of communication, in tokens of a dense model with all weights trained: FSDP2 gathers the weights twice and
+reduces their gradients, 6 bytes per parameter at about 400 GB/s, against 8 FLOP per parameter and token at about 400
+TFLOP/s; ZeRO-2 sends gradients, and weights once per step; DDP sends gradients once per step. Only for ranking."""
 
 FLOP_PER_BYTE = 1000
-"""What is multiplied while a byte is sent, at these speeds."""
+"""FLOP in the time of sending a byte, at these speeds."""
 
 OFFLOADING_COST = 1.05
 TILED_COST = 1.02
@@ -33,14 +33,14 @@ class Setting:
 
     Args:
         strategy: ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights
-            freed after each layer) or ``"expert_parallel"`` (the same, but that tokens go to the experts).
-        gpus: How many GPUs.
+            freed after each layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
+        gpus: Number of GPUs.
         batch: ``per_device_train_batch_size``.
         accumulation: ``gradient_accumulation_steps``.
-        checkpointing: Whether every layer is computed again in the backward.
+        checkpointing: Whether every layer is recomputed in the backward pass.
         tiled_mlp: Whether gated MLPs run in tiles.
-        offloading: Of the layers' inputs, the fraction that waits in the host's memory; 0 without checkpointing.
-        expert_parallel_size: G, the GPUs that share the experts of a layer; 1 but for ``"expert_parallel"``.
+        offloading: Fraction of the layers' inputs that waits in host memory; 0 without checkpointing.
+        expert_parallel_size: G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``.
     """
 
     strategy: str = "single"
@@ -59,18 +59,18 @@ class Setting:
 
 
 def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: LayerShape) -> float:
-    """Time a token takes, relative to the same model on one GPU without checkpointing; for ranking alone.
+    """Time per token, relative to the same model on one GPU without checkpointing; only for ranking.
 
-    A trained matrix costs three products a token, one in the forward and two in the backward; a frozen one under
-    adapters costs two; checkpointing adds one. What is sent weighs more where a token meets few of the parameters
-    (experts), and less where few are trained, but that FSDP2 gathers frozen ones too. Under expert parallelism experts
-    are gathered only by the GPUs that have copies of the same ones, and the rows of tokens are sent instead.
+    A trained matrix costs three matmuls per token, one in the forward and two in the backward pass; a frozen matrix
+    with adapters costs two; checkpointing adds one. Communication weighs more if a token uses few of the parameters
+    (experts), and less if few are trained, although FSDP2 gathers frozen ones too. Under expert parallelism, only GPUs
+    with copies of the same experts gather them, and rows of tokens are sent instead.
 
     Args:
         setting: How it runs.
-        tokens: Of a micro-batch on one GPU.
-        parameters: The model's.
-        shape: Its largest layer.
+        tokens: Tokens in a micro-batch on one GPU.
+        parameters: The model's parameters.
+        shape: The shape of its largest layer.
     """
     products = 3 if shape.trained else 2
     cost = (products + setting.checkpointing) / products
@@ -89,10 +89,10 @@ def relative_cost(setting: Setting, tokens: int, parameters: Parameters, shape: 
 
 
 def exchanged_bytes(setting: Setting, parameters: Parameters, shape: LayerShape) -> float:
-    """Bytes a token that are sent to experts of other GPUs and back, in half precision.
+    """Bytes per token that are sent to experts on other GPUs and back, in half precision.
 
-    k rows go there and back in the forward and in the backward, and there once more where a layer is computed again.
-    Of these, 1/G stay where they are if the experts are chosen evenly.
+    k rows go there and back in the forward and in the backward pass, and there once more if a layer is recomputed. If
+    experts are chosen evenly, 1/G of the rows stay on their GPU.
     """
     ways = 5 if setting.checkpointing else 4
     row = 2 * shape.hidden
@@ -109,17 +109,17 @@ def candidates(
     experts: int = 0,
     whole: bool = False,
 ) -> Iterator[Setting]:
-    """All settings worth a look; each keeps the samples of an optimizer step.
+    """All settings to compare; each has the same number of samples per optimizer step.
 
     Args:
-        gpus: How many GPUs.
+        gpus: Number of GPUs.
         batch: The recipe's ``per_device_train_batch_size``.
         accumulation: The recipe's ``gradient_accumulation_steps``.
-        quantised: Whether the base is quantised, which is not split.
+        quantised: Whether the base is quantised; it is then not split.
         tiles: Whether the model has gated MLPs to tile.
-        fixed_batch: Whether the batch stays what it is.
-        experts: Of a layer, those that GPUs can share; 0 for none.
-        whole: Whether every GPU must have all of the model, as with experts in 4 bits.
+        fixed_batch: Whether the batch must not change.
+        experts: Experts per layer that GPUs can share; 0 for none.
+        whole: Whether every GPU must have the whole model, as with experts in 4 bits.
     """
     strategies = [("single", 1)] if gpus == 1 else [("ddp", 1)] if whole else [("ddp", 1), ("zero2", 1)]
     if gpus > 1 and not quantised:

@@ -1,4 +1,4 @@
-"""The sizes of a decoder layer that its activations depend on, read from a model on meta and its configuration."""
+"""The sizes of a decoder layer that determine its activations, from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer, the largest of the model, in elements a token.
+    """The model's largest decoder layer, in elements per token.
 
     Args:
         hidden: Size H of the residual stream.
         query: Width of all query heads.
-        key_value: Width of all key heads; that of the value heads is the same.
+        key_value: Width of all key heads, and of all value heads.
         intermediate: Width I of the dense MLP, or of the expert that every token takes; 0 for none.
-        experts: How many experts it has; 0 in a dense layer.
-        experts_per_token: How many experts a token takes; 0 in a dense layer.
-        expert_intermediate: Width of each.
-        heads: Query heads.
+        experts: Number of experts; 0 in a dense layer.
+        experts_per_token: Number of experts per token; 0 in a dense layer.
+        expert_intermediate: Width of each expert.
+        heads: Number of query heads.
         qk_norm: Whether queries and keys are normalised.
         post_norms: Whether attention and MLP are followed by norms, as in Gemma 2 and 3.
-        sliding_window: Tokens a sliding-window layer sees; None where there is no such layer.
+        sliding_window: Tokens that a sliding-window layer sees; None without such a layer.
         full_layers: Fraction of the layers that see the whole sequence.
-        adapted_attention: Input widths of the adapters in front of the attention (of q, k and v), summed.
+        adapted_attention: Sum of the input widths of the adapters of q, k and v.
         adapted_output: The same of the attention's output projection.
         adapted_mlp: The same of the gate and up projections.
         adapted_down: The same of the down projection.
         adapted_experts: Whether the experts have adapters.
-        fused_adapters: Whether adapters run in our operators, which keep no copies of their inputs; else PEFT's do.
-        fused_experts: Whether experts run in our operator; else in transformers' grouped matmul.
-        exchanged_experts: Whether the experts' rows are those of other GPUs too (expert parallelism).
-        adapter_dropout: Whether adapters have dropout, whose mask is kept.
+        fused_adapters: Whether adapters run in our operators, which save no input copies, or in PEFT's layers.
+        fused_experts: Whether experts run in our operator, or in transformers' grouped matmul.
+        exchanged_experts: Whether experts get rows of other GPUs too (expert parallelism).
+        adapter_dropout: Whether adapters have dropout, whose mask is saved.
         trained: Whether the layer's own weights are trained.
         vocab: Size V of the vocabulary.
     """
@@ -71,12 +71,12 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
     """The [`LayerShape`] of a model.
 
     Args:
-        model: On any device.
-        fused_adapters: Whether its adapters, if it has some, will run in our operators.
-        fused_experts: The same of its experts.
+        model: A model on any device.
+        fused_adapters: Whether its adapters, if any, will run in our operators.
+        fused_experts: The same for its experts.
 
     Raises:
-        ValueError: if its configuration lacks what a decoder has.
+        ValueError: if its configuration lacks a size that decoders have.
     """
     config = model.config.get_text_config()
     for needed in ("hidden_size", "num_attention_heads"):
@@ -140,7 +140,7 @@ def _windows(config: Any) -> tuple[int | None, float]:
 
 
 def _adapted(layer: nn.Module) -> dict[str, int]:
-    """Input widths of the linear layers that have a LoRA adapter, by the place where they read."""
+    """Sums of the input widths of linear layers with a LoRA adapter, by their place in the layer."""
     widths = dict.fromkeys(("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"), 0)
     for name, module in layer.named_modules():
         if not getattr(module, "lora_A", None) or _is_of_experts(name):

@@ -1,19 +1,24 @@
-"""What one GPU holds of weights, gradients and optimizer states, by the way the model is split.
+"""Weights, gradients and optimizer states on one GPU, by the way the model is split.
 
 FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
-the GPUs; whole, in the compute dtype, are two layers (one at work, one on its way), two layers' gradients (one being
-made, one being reduced), and for the whole backward what is in no layer: embedding and head, and the head's gradient.
-Expert parallelism splits everything in the dtype that it is loaded in, and of the experts of a layer a GPU only ever
-has those of 1/G. transformers makes units of its own there: the embedding, the experts of a layer, the rest of it, and
-the final norm with the head, which alone stays whole from the loss to its own backward. So one layer's experts and
-their gradients are whole, two layers of the rest, and the embedding on its way or the gradient of the head being
-reduced. Adapters, which are made after that model was split, are whole on every GPU.
-Both split a stack of experts between experts, never through one: of 8 on 16 GPUs, 8 GPUs hold one each, not a half.
-Gradients of micro-batches before the last of a step are whole in both: Trainer turns `set_requires_gradient_sync` off,
-and FSDP2 then adds them up before it splits them. With accelerate's `sync_each_batch` they are split as they come.
-ZeRO-2 keeps half-precision weights whole, splits gradients, and adds an fp32 master copy of weights and gradients,
-split, and two buckets of 5e8 numbers. DDP keeps buckets as large as all gradients. The largest weight in 4 bits has a
-buffer when floating.
+the GPUs. In the compute dtype, two layers are gathered (one in use, one being prefetched), with two layers' gradients
+(one being computed, one being reduced); the embedding, the head and the head's gradient stay whole for the whole
+backward pass.
+
+Expert parallelism splits everything in the dtype it is loaded in, and a GPU only ever holds 1/G of a layer's experts.
+transformers makes these units: the embedding, the experts of a layer, the rest of the layer, and the final norm with
+the head, which stays whole only from the loss to its own backward. So one layer's experts and their gradients are
+whole, two layers of the rest, and the embedding being prefetched or the head's gradient being reduced. Adapters, which
+are added after the split, are whole on every GPU.
+
+Both split a stack of experts between experts, never through one: with 8 experts on 16 GPUs, 8 GPUs hold one expert
+each. In both, gradients of micro-batches before the last of a step are whole: the Trainer turns
+`set_requires_gradient_sync` off, and FSDP2 adds them up before it splits them. With accelerate's `sync_each_batch` they
+are split at once.
+
+ZeRO-2 holds half-precision weights whole, splits gradients, and adds a split fp32 master copy of weights and gradients,
+and two buckets of 5e8 elements. DDP holds buckets as large as all gradients. The largest 4-bit weight has a buffer for
+its dequantised elements.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from liger_trainer.plan.parameters import Group, Parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.work import Run
 
-ZERO_BUCKET = 500_000_000  # numbers, DeepSpeed's default
+ZERO_BUCKET = 500_000_000  # elements, DeepSpeed's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +40,13 @@ class Held:
     """Bytes on one GPU.
 
     Args:
-        weights: The part of the weights that is always there.
-        states: Of the optimizer.
-        buffers: Of the communication, with what of weights and gradients is whole meanwhile.
+        weights: Weights that stay allocated.
+        states: Optimizer states.
+        buffers: Communication buffers, with gathered weights and unreduced gradients.
         loss_buffers: The same at the loss.
-        first_gradients: Gradients when the first layer's are made.
-        gradients: All of them.
-        accumulated: Gradients of earlier micro-batches, while another one runs.
+        first_gradients: Gradients at the time of the first layer's backward.
+        gradients: All gradients.
+        accumulated: Gradients of earlier micro-batches while another one runs.
     """
 
     weights: float
@@ -54,18 +59,18 @@ class Held:
 
 
 def precision_of(run: Run, setting: Setting) -> Precision:
-    """Bytes of activations: FSDP2 and ZeRO-2 hand out half-precision weights, so the residual stream is that too."""
+    """Bytes per element of activations: FSDP2 and ZeRO-2 compute with half-precision weights and residual stream."""
     compute = 2 if run.mixed else run.weight_bytes
     return Precision(compute, compute if setting.strategy in ("zero2", "fsdp2") else run.weight_bytes)
 
 
 def gathered_bytes(run: Run, setting: Setting) -> int:
-    """Bytes of a number of a trained weight, and of its gradient, where they are whole."""
+    """Bytes per element of a gathered trained weight, and of its whole gradient."""
     return precision_of(run, setting).compute if setting.strategy in ("zero2", "fsdp2") else run.weight_bytes
 
 
 def trained_share(run: Run, setting: Setting) -> float:
-    """The part of the trained weights whose gradients and states one GPU has."""
+    """The fraction of the trained weights whose gradients and states one GPU holds."""
     groups, total = run.parameters.groups, run.parameters.total
     if setting.strategy == "zero2":
         return 1 / setting.gpus
@@ -75,7 +80,7 @@ def trained_share(run: Run, setting: Setting) -> float:
 
 
 def _split(run: Run, setting: Setting) -> Group:
-    """What one GPU holds for good of a model that is split by rows, of which stacked experts have no more than E."""
+    """One GPU's shard of a model that is split by rows; stacked experts have only as many rows as experts."""
     total, experts = run.parameters.total, run.parameters.groups["experts"]
     copies = setting.gpus // setting.expert_parallel_size
     count = run.shape.experts // setting.expert_parallel_size
@@ -84,12 +89,12 @@ def _split(run: Run, setting: Setting) -> Group:
 
 
 def held(run: Run, setting: Setting, head_gradient: float) -> Held:
-    """What a GPU holds of a model.
+    """The memory of a model on one GPU.
 
     Args:
         run: The model.
         setting: How it is split.
-        head_gradient: Bytes of the gradient of the head's weight, where it is whole.
+        head_gradient: Bytes of the whole gradient of the head's weight.
     """
     parameters, total = run.parameters, run.parameters.total
     if setting.sharded:
@@ -132,25 +137,25 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
 
 
 def _buffers_of_experts(run: Run, setting: Setting, number: int, head_gradient: float) -> tuple[float, float]:
-    """What is whole in the units of expert parallelism: in the backward of a layer, and at the loss."""
+    """Whole weights and gradients under expert parallelism: in the backward of a layer, and at the loss."""
     parameters = run.parameters
     every_expert = parameters.groups["experts"] * (1 / parameters.layers)
     experts, rest = every_expert * (1 / setting.expert_parallel_size), parameters.layer + every_expert * -1
     layer = _gathered(experts, number) + number * experts.trained
     layer += 2 * (_gathered(rest, number) + number * rest.trained)
     embedding, root = (_gathered(group, number) for group in (parameters.groups["embedding"], parameters.root))
-    if parameters.tied:  # the head's unit has it
+    if parameters.tied:  # the head's unit holds it
         return layer + root + head_gradient, root + head_gradient
     return layer + max(embedding, head_gradient), root - embedding + head_gradient
 
 
 def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:
-    """`group`, the whole model or one layer of `layers`, without the experts of other GPUs."""
+    """`group`, the whole model or one of `layers` layers, without the experts of other GPUs."""
     return group + run.parameters.groups["experts"] * ((1 / setting.expert_parallel_size - 1) / layers)
 
 
 def generating_buffers(run: Run, setting: Setting, buffers: float) -> float:
-    """What `generate` finds, or gathers: FSDP2 of accelerate puts all weights together."""
+    """Buffers during `generate`: accelerate's FSDP2 gathers all weights for it."""
     whole = setting.strategy == "fsdp2"
     return _gathered(run.parameters.total, precision_of(run, setting).compute) if whole else buffers
 
@@ -160,6 +165,6 @@ def _gathered(group: Group, number: int) -> float:
 
 
 def _last_gradients(parameters: Parameters) -> float:
-    """Of the first layer, and of an embedding of its own."""
+    """Gradients of the first layer, and of an embedding that is not tied."""
     embedding = 0.0 if parameters.tied else parameters.groups["embedding"].trained_bytes
     return parameters.layer.trained_bytes + embedding

@@ -1,1 +1,1 @@
-"""Linear layers and MLPs that run on a part of the tokens at a time."""
+"""MLPs that run on one tile of the tokens at a time."""

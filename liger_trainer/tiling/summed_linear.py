@@ -1,17 +1,17 @@
-"""The linear layers of a module that runs piece by piece, and whose weight gradients are sums over the pieces.
+"""Linear layers of a module that runs tile by tile, with weight gradients that are summed over the tiles.
 
-    y_t = x_t @ W.T + b        dW = sum over pieces t of dy_t.T @ x_t        db = sum over t and tokens of dy_t
+    y_t = x_t @ W.T + b        dW = sum over tiles t of dy_t.T @ x_t        db = sum over t and tokens of dy_t
 
-Autograd would round dW of every piece to the weight's dtype and hand it over to be added: an error that grows with the
-pieces, and more passes over memory of the weight's size. Here the matmul adds to the sum itself, which is in fp32 where
-the weight is narrower, and rounded once.
+Autograd would round the dW of each tile to the weight's dtype before adding it: an error that grows with the number of
+tiles, and more passes over memory of the weight's size. Here the matmul adds to the sum itself, which is in fp32 where
+the weight is narrower and rounded once at the end.
 
-Where a piece's result is that of a linear layer, the backward does not look at it: it is not computed a second time, as
-torch's checkpoint does not, which stops when it has what was saved.
+Where the module's result is the output of a linear layer, the backward does not need it. So the recomputation of a tile
+skips that product, just as torch's checkpoint stops once it has recomputed every saved tensor.
 
-For the time of a piece every plain `nn.Linear` is of a class with another forward. What else a module is made of goes
-the way of autograd, as does compiled code, and so do weights that an operator takes without calling their layer, as
-those of adapters: their gradients are small, and are added piece by piece.
+While a tile runs, every plain `nn.Linear` of the module has the class `LinearInTile`, whose forward is ours. Everything
+else goes through autograd: other modules, compiled code, and weights that an operator reads without calling their
+layer, such as those of adapters, whose gradients are small and added tile by tile.
 """
 
 from __future__ import annotations
@@ -29,78 +29,86 @@ from liger_trainer.kernels.matmul import matmul_into
 
 
 class GradientSum:
-    """The sum of a parameter's gradients: of several ones in fp32 where they are narrower, rounded once at the end."""
+    """The sum of a parameter's gradients over the tiles.
+
+    Args:
+        parameter: The parameter.
+        several: Whether there is more than one tile. The sum is then in fp32 at least, and rounded once at the end.
+    """
 
     def __init__(self, parameter: torch.Tensor, several: bool) -> None:
         self._parameter = parameter
         self._wide = torch.promote_types(parameter.dtype, torch.float32) if several else parameter.dtype
         self._total: torch.Tensor | None = None
-        self._is_ours = False
+        self._is_owned = False
         self._operand = parameter
 
     def operand(self, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter in `dtype`, cast once."""
+        """The parameter in `dtype`; the cast is cached."""
         if self._operand.dtype != dtype:
             self._operand = self._parameter.to(dtype)
         return self._operand
 
     def add(self, gradient: torch.Tensor | None) -> None:
-        """Adds a gradient; None is 0."""
+        """Adds a gradient; None counts as 0."""
         if gradient is None:
             return
         if self._total is None:
             self._total = gradient
         else:
-            self._ours().add_(gradient)
+            self._owned().add_(gradient)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds ``left.T @ right``, of (n, out) and (n, in)."""
+        """Adds ``left.T @ right`` for left (n, out) and right (n, in)."""
         if self._total is None:
             dtype = torch.promote_types(self._wide, left.dtype)
-            self._total, self._is_ours = right.new_empty(self._parameter.shape, dtype=dtype), True
+            self._total, self._is_owned = right.new_empty(self._parameter.shape, dtype=dtype), True
             matmul_into(self._total, left.t(), right)
         else:
-            matmul_into(self._ours(), left.t(), right, add=True)
+            matmul_into(self._owned(), left.t(), right, add=True)
 
     def add_rows(self, rows: torch.Tensor) -> None:
-        """Adds the sum of `rows`, (n, out)."""
+        """Adds the sum over n of `rows`, (n, out)."""
         self.add(rows.sum(0, dtype=torch.promote_types(self._wide, rows.dtype)))
 
-    def _ours(self) -> torch.Tensor:
-        """The total, to be added to in place; what autograd returned may be shared."""
+    def _owned(self) -> torch.Tensor:
+        """The total as a tensor that may be written to; a gradient from autograd may be shared, so it is copied."""
         assert self._total is not None
-        if not self._is_ours:
+        if not self._is_owned:
             wide = torch.promote_types(self._total.dtype, torch.float32)
-            self._total, self._is_ours = self._total.to(wide, copy=True), True
+            self._total, self._is_owned = self._total.to(wide, copy=True), True
         return self._total
 
     def take(self) -> torch.Tensor | None:
-        """The sum in the parameter's dtype, which is then no longer held here; None without a gradient."""
+        """The sum in the parameter's dtype, and releases it; None if there was no gradient."""
         total, self._total = self._total, None
         return None if total is None else total.to(self._parameter.dtype)
 
 
 _Forward = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
 _FORWARDS: dict[nn.Linear, _Forward] = {}
-_CallOf = tuple[int, nn.Linear]
-"""A call by its number and its layer, as hooks that are there in the backward alone may change what is called."""
+"""The forward of each layer that is a `LinearInTile` at the moment."""
+
+_Call = tuple[int, nn.Linear]
+"""A call of a linear layer: its number in the tile, and its layer, as hooks may make the recomputation call others."""
 
 
-class LinearOfPiece(nn.Linear):
-    """What a plain linear layer is for the time of a piece; a class, which compiled code recognises."""
+class LinearInTile(nn.Linear):
+    """The class of a plain linear layer while a tile runs; a class and not a bound forward, so that it compiles."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the forward that `_forward_of_linears` set; in compiled code, that of `nn.Linear`."""
         return super().forward(x) if torch.compiler.is_compiling() else _FORWARDS[self](self, x)
 
 
 @contextlib.contextmanager
 def _forward_of_linears(module: nn.Module, forward: _Forward) -> Iterator[None]:
-    """Within it `forward(linear, x)` is the forward of all plain linear layers of `module`."""
+    """A context in which `forward(linear, x)` is the forward of all plain linear layers of `module`."""
     linears = [layer for layer in module.modules() if type(layer) is nn.Linear and "forward" not in vars(layer)]
     try:
         for linear in linears:
             _FORWARDS[linear] = forward
-            linear.__class__ = LinearOfPiece
+            linear.__class__ = LinearInTile
         yield
     finally:
         for linear in linears:
@@ -108,8 +116,8 @@ def _forward_of_linears(module: nn.Module, forward: _Forward) -> Iterator[None]:
             _FORWARDS.pop(linear, None)
 
 
-class ResultOfLinear:
-    """Finds out which call of a linear layer gives a module's result, if one does."""
+class ResultFinder:
+    """Finds the call of a linear layer whose output is the result of the module."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -118,39 +126,40 @@ class ResultOfLinear:
         self._version = 0
 
     def watching(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Watches the layers of `module` while it runs."""
+        """A context that watches the linear layers of `module`, which runs inside."""
         return _forward_of_linears(module, self._forward)
 
     def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         y = nn.Linear.forward(layer, x)
         self._calls += 1
         self._layer = layer
-        seen = layer._forward_hooks or nn.modules.module._has_any_global_hook()
-        self._last, self._version = None if seen else weakref.ref(y), y._version
+        hooked = layer._forward_hooks or nn.modules.module._has_any_global_hook()
+        self._last, self._version = None if hooked else weakref.ref(y), y._version
         return y
 
-    def call_of(self, y: torch.Tensor) -> _CallOf | None:
-        """The call whose result `y` is, untouched and without a hook that has seen it; else None."""
+    def call_of(self, y: torch.Tensor) -> _Call | None:
+        """The call that returned `y`; None if no call did, a hook saw `y`, or `y` was written to since."""
         if self._layer is None or self._last is None or self._last() is not y or y._version != self._version:
             return None
         return self._calls, self._layer
 
 
 class SummingLinears:
-    """Adds the gradients of the weights of linear layers to their sums as soon as a backward comes by.
+    """Makes the backward of linear layers add the gradients of their parameters to the sums directly.
 
     Args:
-        totals: The sums of the parameters that need a gradient, by the `id` of the tensors that stand for them.
-        unread: Which call's result nobody reads: it is not computed, but 0.
+        totals: The sum of each parameter that needs a gradient, by the `id` of the tensor that replaces it in the
+            module.
+        unread: The call whose output nothing reads; it returns zeros instead.
     """
 
-    def __init__(self, totals: dict[int, GradientSum], unread: _CallOf | None) -> None:
+    def __init__(self, totals: dict[int, GradientSum], unread: _Call | None) -> None:
         self._totals = totals
         self._unread = unread
         self._calls = 0
 
     def within(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Acts on the layers of `module` while it runs."""
+        """A context that acts on the linear layers of `module`, which runs inside."""
         return _forward_of_linears(module, self._forward)
 
     def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +167,7 @@ class SummingLinears:
         weight: torch.Tensor = layer.weight
         bias: torch.Tensor | None = layer.bias
         total, bias_total = self._totals.get(id(weight)), self._totals.get(id(bias))
-        if total is None or type(weight) is not torch.Tensor:  # frozen, computed, or a DTensor
+        if total is None or type(weight) is not torch.Tensor:  # frozen, not a parameter, or a DTensor
             return nn.Linear.forward(layer, x)
         dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
@@ -185,7 +194,7 @@ class _SummedLinear(torch.autograd.Function):
         shape = (*x.shape[:-1], weight.shape[0])
         if not compute:
             return x.new_zeros(shape)
-        y = x.new_empty(shape)  # what F.linear returns may be a view, and then nobody may write over it
+        y = x.new_empty(shape)  # not F.linear, whose result may be a view, which must not be written to
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if bias is None:
             torch.mm(rows, operand.t(), out=out)

@@ -1,17 +1,18 @@
 """An MLP over tiles of the sequence that is its own checkpoint (after Arctic Long Sequence Training, arXiv 2506.13996).
 
-The forward runs the MLP tile by tile and keeps its input alone. The backward runs each tile again, takes the gradients
-of that tile, and hands on the gradient of the input and one sum for every parameter: hooks of DDP and FSDP on a
-parameter see one gradient, as they do without tiles. Sums of half-precision gradients are kept in fp32, and linear
-layers add to them without a gradient of the tile in between (`_summed_linear`).
+The forward runs the MLP tile by tile and saves only its input. The backward recomputes each tile, takes its gradients,
+and returns the gradient of the input and one sum for each parameter: hooks of DDP and FSDP on a parameter see one
+gradient, as they do without tiles. Sums of half-precision gradients are in fp32, and linear layers add to them without
+building the gradient of a tile (`summed_linear.py`).
 
-Cost: one more forward of the MLP, but for a last layer that is linear (11 instead of 9 products of weights and tokens
-for a gated MLP). Memory: the intermediates of one tile, and in the backward the summed gradients.
+Cost: one more forward of the MLP, except for a last layer that is linear (11 instead of 9 products of weights and
+tokens for a gated MLP). Memory: the intermediates of one tile and, in the backward, the summed gradients.
 
-Inside a layer that is checkpointed as a whole the MLP would run a third time, to no use: the tiles' backward needs
-their input alone. So the input is saved by a node of its own, in front of the tiles. A non-reentrant checkpoint stops
-as soon as it has everything that was saved, which is there, if nothing behind the MLP in the layer saves anything (a
-residual addition does not; a norm behind the MLP does). A reentrant checkpoint always runs the layer to its end.
+Inside a layer that is checkpointed as a whole, the MLP would run a third time, for nothing: the backward of the tiles
+only needs their input. So the input is saved by a node of its own, before the tiles. A non-reentrant checkpoint stops
+as soon as it has recomputed every saved tensor, which is then the case before the tiles, unless something after the MLP
+in the layer saves a tensor (a residual addition does not; a norm after the MLP does). A reentrant checkpoint always
+runs the layer to its end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.autograd import saved_as_is, second_derivative_message
-from liger_trainer.tiling.summed_linear import GradientSum, ResultOfLinear, SummingLinears
+from liger_trainer.tiling.summed_linear import GradientSum, ResultFinder, SummingLinears
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
 
@@ -36,7 +37,7 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class _Call(nn.Module):
-    """`mlp_forward(module, x)` as a module's forward, whose parameters `functional_call` can replace."""
+    """`mlp_forward(module, x)` as the forward of a module, so that `functional_call` can replace the parameters."""
 
     mlp_forward: Forward
 
@@ -45,7 +46,7 @@ class _Call(nn.Module):
         self.module = module
         self.__dict__["mlp_forward"] = mlp_forward
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        # Each place once, as functional_call leaves other tensors in a module that it meets under two names.
+        # Each place once: functional_call does not restore a module that it meets under two names.
         self.places = {
             f"{path}.{key}": names[id(parameter)]
             for path, part in module.named_modules(prefix="module")
@@ -54,10 +55,13 @@ class _Call(nn.Module):
         }
 
     def forward(self, x: torch.Tensor, finish: Callable[[torch.Tensor], Any]) -> Any:
+        """`finish` of the MLP's result for the tile `x`."""
         y = self.mlp_forward(self.module, x)
         if not isinstance(y, torch.Tensor) or y.shape[:-1] != x.shape[:-1]:
-            shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-            raise ValueError(f"`mlp_forward` made {shape} of {tuple(x.shape)}; it must give one vector a token.")
+            given = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+            raise ValueError(
+                f"`mlp_forward` returned {given} for {tuple(x.shape)}; it must return one vector per token."
+            )
         return finish(y)
 
     def with_parameters(
@@ -66,18 +70,19 @@ class _Call(nn.Module):
         tile: torch.Tensor,
         finish: Callable[[torch.Tensor], Any] = lambda y: y,
     ) -> Any:
-        """`finish` of the result for one tile, with other tensors in the places of the module's parameters."""
+        """`finish` of the result for one tile, with `parameters` in place of the module's own."""
         tensors = {place: parameters[name] for place, name in self.places.items() if name in parameters}
         return functional_call(self, tensors, (tile, finish), tie_weights=False)
 
 
 def _tiles(x: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
-    """Tiles of the tokens, with the rank of `x`: all leading dimensions are 1, so tiles cross sequences."""
+    """Tiles of the tokens, with as many dimensions as `x`; all leading ones are 1, so tiles cross sequences."""
     tokens = x.reshape(*(1,) * (x.dim() - 2), -1, x.shape[-1])
     yield from tokens.split(length, dim=-2) if tokens.shape[-2] else (tokens,)
 
 
 def _forward_in_tiles(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, length: int) -> torch.Tensor:
+    """The results of `call` for tiles of `length` tokens, in one tensor."""
     result, start = None, 0
     for tile in _tiles(x, length):
         y = call(tile)
@@ -91,7 +96,7 @@ def _forward_in_tiles(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 
 class _State:
-    """What a forward depends on besides its tensors, as it is now."""
+    """The current state that a forward depends on besides its tensors: autocast and random numbers."""
 
     def __init__(self, device: torch.device, preserve_rng_state: bool) -> None:
         self.device = device
@@ -104,6 +109,7 @@ class _State:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
+        """A context with that state; random numbers go on afterwards from where they were."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, self.dtype, enabled=self.enabled))
             if self.rng is not None:
@@ -117,13 +123,13 @@ class _State:
             yield
 
 
-class _Hold(torch.autograd.Function):
-    """Saves what the tiles' backward needs, in front of them, so that a checkpoint around need not run them again."""
+class _SaveInput(torch.autograd.Function):
+    """Saves what the backward of the tiles needs, before them, so that a checkpoint around need not run them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameters: tuple[torch.Tensor, ...], held: list[Any]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, parameters: tuple[torch.Tensor, ...], saving: list[Any]) -> torch.Tensor:
         ctx.save_for_backward(x, *parameters)
-        held.append(ctx)
+        saving.append(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -132,30 +138,32 @@ class _Hold(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
+    """The MLP in tiles; `saving` is the context of the `_SaveInput` before it."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         call: _Call,
         names: tuple[str, ...],
-        held: Any,
+        saving: Any,
         need_x: bool,
         length: int,
         preserve_rng_state: bool,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.names, ctx.held, ctx.need_x, ctx.length = call, names, held, need_x, length
+        ctx.call, ctx.names, ctx.saving, ctx.need_x, ctx.length = call, names, saving, need_x, length
         ctx.state = _State(x.device, preserve_rng_state)
-        # Detached, as autocast caches what it makes of a leaf that requires gradients, here without a graph.
+        # Detached: autocast would cache casts of leaves that require gradients, and here these would have no graph.
         values = {name: parameter.detach() for name, parameter in zip(names, parameters)}
         ctx.unread = []
 
         def forward(tile: torch.Tensor) -> torch.Tensor:
-            result = ResultOfLinear()
-            with result.watching(call.module):
+            finder = ResultFinder()
+            with finder.watching(call.module):
                 y = call.with_parameters(values, tile)
-            ctx.unread.append(result.call_of(y))
+            ctx.unread.append(finder.call_of(y))
             return y
 
         return _forward_in_tiles(forward, x, length)
@@ -164,11 +172,11 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         (dy,) = gradients
         if dy is None:
-            return (None,) * (7 + len(ctx.names))
+            return None, None, None, None, None, None, None, *([None] * len(ctx.names))
         if torch.is_grad_enabled():
             raise RuntimeError(second_derivative_message("tiled_mlp"))
-        x, *parameters = ctx.held.saved_tensors
-        # Stand-ins, so that neither hooks of the parameters nor their .grad see the gradient of a single tile.
+        x, *parameters = ctx.saving.saved_tensors
+        # New leaves, so that neither hooks of the parameters nor their .grad see the gradient of a single tile.
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         values = dict(zip(ctx.names, leaves))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.need_x else None
@@ -181,7 +189,7 @@ class _Tiled(torch.autograd.Function):
                     torch.autograd.grad, inputs=inputs, grad_outputs=dy_tile, allow_unused=True
                 )
                 linears = SummingLinears({id(leaf): total for leaf, total in zip(leaves, sums)}, unread)
-                # The gradients are taken inside, so that a checkpoint in the MLP runs again what it ran.
+                # The gradients are taken inside of the context, where a checkpoint in the MLP recomputes what it ran.
                 with torch.enable_grad(), linears.within(ctx.call.module):
                     found = list(ctx.call.with_parameters(values, inputs[0] if ctx.need_x else tile, gradients_of))
                 if dx is not None:
@@ -195,20 +203,20 @@ class _Tiled(torch.autograd.Function):
 
 
 def _widths(module: nn.Module) -> Iterator[int]:
-    """Input and output size of every matrix in `module`."""
+    """The sum of input and output size of each matrix in `module`."""
     for part in module.modules():
         width, height = getattr(part, "in_features", None), getattr(part, "out_features", None)
         if isinstance(width, int) and isinstance(height, int) and not part._modules:
-            yield width + height  # of a quantised layer the weight's own shape says nothing
+            yield width + height  # the shape of a quantised weight does not tell
         else:
             yield from (sum(p.shape) for p in part._parameters.values() if p is not None and p.dim() == 2)
 
 
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:
-    """Tokens of a tile.
+    """The number of tokens of a tile.
 
-    Without `num_tiles` as many as `tile_memory` allows, if a token needs a row of the input and of the output of every
-    linear layer or matrix in the module, which is about what a gated MLP's backward holds.
+    Without `num_tiles` it is as large as `tile_memory` allows, assuming that a token needs the input and the output of
+    every linear layer or matrix in the module, which is about what the backward of a gated MLP holds.
 
     Raises:
         ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
@@ -222,12 +230,10 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
         raise ValueError(f"`tile_memory` is {tile_memory}; it must be a positive number of bytes.")
     width = sum(_widths(module))
     if not width:
-        raise ValueError(
-            "`module` has no matrices that the memory of a tile could be estimated from; give `num_tiles`."
-        )
+        raise ValueError("`module` has no matrices to estimate the memory of a tile from; give `num_tiles`.")
     longest = max(tile_memory // (x.element_size() * width), 1)
     length = max(math.ceil(tokens / math.ceil(tokens / longest)), 1) if tokens else 1
-    multiple = 128  # of a matrix product's own tiles
+    multiple = 128  # the tile of a matrix product
     return min(-(-length // multiple) * multiple, longest) if length > multiple else length
 
 
@@ -240,29 +246,29 @@ def tiled_mlp(
     *,
     preserve_rng_state: bool = True,
 ) -> torch.Tensor:
-    """``mlp_forward(module, x)`` in tiles of tokens, each computed again in the backward.
+    """``mlp_forward(module, x)`` in tiles of tokens, each recomputed in the backward.
 
-    It is the MLP's own checkpoint. A non-reentrant checkpoint around the layer does not run the MLP a third time where
-    the layer ends with it and a residual addition; a reentrant one does, as does any where a norm follows the MLP.
+    This is a checkpoint of the MLP. A non-reentrant checkpoint around the whole layer does not run the MLP a third time
+    if the layer ends with the MLP and a residual addition; a reentrant one does, and so does any if a norm follows.
 
     Args:
-        mlp_forward: Computes the MLP from `module` and a tile, (..., tile, hidden) of `x`'s rank: every token for
-            itself, one vector a token, the same way each time it is called. Not `module`'s own forward if that calls
-            `tiled_mlp`.
-        module: Holds the parameters, all of which are to be found on it at the call and in one unit of FSDP.
-        x: (..., tokens, hidden), of at least two dimensions; tiles run on over the leading ones.
-        num_tiles: How many tiles; None for as many as keep a tile within `tile_memory`.
+        mlp_forward: Computes the MLP from `module` and a tile, (..., tile, hidden) with as many dimensions as `x`: one
+            vector per token, independent of other tokens and the same in each call. Not `module`'s own forward if that
+            calls `tiled_mlp`.
+        module: Holds the parameters, all of which must be present at the call and in one unit of FSDP.
+        x: (..., tokens, hidden), of at least two dimensions; tiles run across the leading ones.
+        num_tiles: Number of tiles; None for as few as keep a tile within `tile_memory`.
         tile_memory: Bytes that the intermediates of a tile may take (an estimate; see `tile_length`). Tiles of 4096
             tokens and more keep matrix products at full speed.
-        preserve_rng_state: Compute again with the forward's random numbers; off for MLPs without dropout, whose
-            forward then neither reads nor restores a random state (needed inside CUDA graphs).
+        preserve_rng_state: Recompute with the random numbers of the forward. Off for MLPs without dropout: the random
+            state is then neither read nor restored, which CUDA graphs need.
 
     Returns:
-        What `mlp_forward` gives, of all tokens. Under ``torch.compile`` the tiles are torch's own checkpoints.
+        The results of `mlp_forward` for all tokens. Under ``torch.compile`` each tile is a checkpoint of torch.
 
     Raises:
-        ValueError: If `x` has one dimension, the tiles' size is not positive or cannot be estimated, the parameters are
-            partitioned by DeepSpeed ZeRO-3, or `mlp_forward` returns something else than one vector a token.
+        ValueError: If `x` has fewer than two dimensions, the size of a tile is not positive or cannot be estimated, the
+            parameters are partitioned by DeepSpeed ZeRO-3, or `mlp_forward` does not return one vector per token.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     if x.dim() < 2:
@@ -272,7 +278,7 @@ def tiled_mlp(
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         raise ValueError(
             "The parameters of `module` are partitioned by DeepSpeed ZeRO-3, which gathers them for one forward at a "
-            "time; tiled_mlp works with FSDP2 and ZeRO-2."
+            "time; use FSDP2 or ZeRO-2 with tiled_mlp."
         )
     if torch.compiler.is_compiling():
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
@@ -282,12 +288,12 @@ def tiled_mlp(
     call = _Call(mlp_forward, module)
     if not torch.is_grad_enabled() or not (x.requires_grad or named):
         if x.numel() <= length * x.shape[-1]:
-            return mlp_forward(module, x)  # such as a token of a generation
+            return mlp_forward(module, x)  # such as a single token in generation
         return _forward_in_tiles(lambda tile: call.with_parameters({}, tile), x, length)
-    held: list[Any] = []
-    source = x if x.requires_grad else x.detach().requires_grad_()  # a node saves nothing where nothing needs it
+    saving: list[Any] = []
+    source = x if x.requires_grad else x.detach().requires_grad_()  # a node whose input needs no gradient saves nothing
     values = tuple(named.values())
     return _Tiled.apply(
-        *(_Hold.apply(source, values, held), call, tuple(named), held[0], x.requires_grad, length),
+        *(_SaveInput.apply(source, values, saving), call, tuple(named), saving[0], x.requires_grad, length),
         *(preserve_rng_state, *values),
     )

@@ -19,7 +19,6 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.utils.versions import require_version
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
@@ -60,8 +59,6 @@ from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z
 from liger_trainer.trainers.offloading import step_offloading
 
 logger = logging.getLogger("liger_trainer")
-
-require_version("transformers>=5.19", "The Liger trainers need it: `pip install 'transformers>=5.19,<6'`.")
 
 require(NON_FINITE_GUARD)
 
@@ -213,7 +210,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             return result
         z_loss = mean_z_loss(z_losses)
         self._z_loss.observe(z_loss)
-        coefficient = getattr(self.args, "router_z_loss_coef", 0.0) / loss_divisor(self, num_items_in_batch)
+        args: Any = self.args
+        coefficient = args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)
         return with_z_loss(result, coefficient * z_loss)
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import set_seed
 
@@ -17,11 +17,16 @@ from liger_trainer.trainers.checks.reward_functions import checked_reward_functi
 from liger_trainer.trainers.checks.trl_arguments import check_completions
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
-class GenerationMixin(LigerTRLMixin):
+    class _Base(LigerTRLMixin, GRPOTrainer): ...
+else:
+    _Base = LigerTRLMixin
+
+
+class GenerationMixin(_Base):
     """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards."""
-
-    reward_funcs: list[Any]  # TRL's
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -30,25 +35,26 @@ class GenerationMixin(LigerTRLMixin):
         seed_groups_alike(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        # It takes the prompts of all processes at a time; the processes of a group share theirs.
-        sampler.batch_size //= self.get_tp_size()  # type: ignore[union-attr]
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)
+        # Its batches have the prompts of all processes; the processes of a tensor-parallel group share theirs.
+        sampler.batch_size //= self.get_tp_size()
         return sampler
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         own = self.reward_funcs
         self.reward_funcs = checked_reward_functions(own)
         try:
-            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+            return super()._calculate_rewards(*args, **kwargs)
         finally:
             self.reward_funcs = own
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
-        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
-        if not getattr(self, "tools", None):  # a turn after a tool's answer may be empty
+        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if not getattr(self, "tools", None):  # after a tool's answer a turn may be empty
             completion_ids = generated[0] if isinstance(generated, tuple) else generated
-            check_completions(completion_ids, "vLLM" if self.args.use_vllm else "Generation")  # type: ignore[attr-defined]
+            config: Any = self.args
+            check_completions(completion_ids, "vLLM" if config.use_vllm else "Generation")
         return generated
 
 
@@ -63,10 +69,10 @@ def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..
 
 
 def seed_groups_alike(trainer: Any) -> None:
-    """Seeds the processes of a tensor-parallel group of a GRPO or RLOO `trainer` alike; nothing without one.
+    """Gives all processes of a tensor-parallel group of a GRPO or RLOO `trainer` the same seed.
 
     Raises:
-        ValueError: for what TRL cannot do alike on all processes of a group: vLLM, a streamed dataset, and groups of
+        ValueError: for what TRL does differently on the processes of a group: vLLM, a streamed dataset, and groups of
             completions that are spread over processes.
     """
     size, args = trainer.get_tp_size(), trainer.args
@@ -74,14 +80,14 @@ def seed_groups_alike(trainer: Any) -> None:
         return
     if args.use_vllm:
         raise ValueError(
-            f"`use_vllm` is true and the model is split by tensor parallelism (`tp_size` is {size}). vLLM answers "
-            "every process with completions of its own, and these must be the same: set `use_vllm=False`, or load the "
-            "model without `tp_size` and spread it with FSDP2."
+            f"`use_vllm` is true and the model is split by tensor parallelism (`tp_size` is {size}). vLLM gives every "
+            "process completions of its own, and these must be the same: set `use_vllm=False`, or load the model "
+            "without `tp_size` and split it with FSDP2."
         )
     if not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError(
-            "`train_dataset` is streamed and the model is split by tensor parallelism, whose processes would get other "
-            "prompts. Give a dataset with a length."
+            "`train_dataset` is streamed and the model is split by tensor parallelism, whose processes would get "
+            "different prompts. Give a dataset with a length."
         )
     rows = args.per_device_train_batch_size * args.steps_per_generation
     if rows % args.num_generations:

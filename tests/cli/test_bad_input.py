@@ -196,7 +196,7 @@ def test_output_folder_of_the_user_is_not_touched(recipe, capsys):
 
 def test_output_folder_that_cannot_be_written(recipe, capsys, monkeypatch):
     assert "'data.jsonl', which is a file" in refused(capsys, recipe(output_dir="data.jsonl"))
-    assert "'data.jsonl/run' cannot be made" in refused(capsys, recipe(output_dir="data.jsonl/run"))
+    assert "'data.jsonl/run' cannot be created" in refused(capsys, recipe(output_dir="data.jsonl/run"))
     monkeypatch.setattr("os.access", lambda *arguments: False)  # permissions do not bind the administrator
     assert "'run' cannot be written to" in refused(capsys, recipe())
 

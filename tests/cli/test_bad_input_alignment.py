@@ -270,7 +270,7 @@ def test_a_resumed_run_needs_the_model_it_began_with(recipe, capsys):
     assert main(["train", recipe("dpo", PAIR, save_strategy="steps", save_steps=1)]) == 0
     shutil.rmtree("run/initial_model")
     message = refused(capsys, "mine.yaml", "--max_steps", "2", "--resume_from_checkpoint", "true")
-    assert "The model that the run began with is not in 'run/initial_model' any more" in message
+    assert "The model that the run started with is no longer in 'run/initial_model'" in message
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

@@ -313,7 +313,7 @@ def test_pickled_weights_that_are_damaged(base, capsys):
     path = base()
     Path("base/model.safetensors").unlink()
     Path("base/pytorch_model.bin").write_bytes(b"garbage" * 50)
-    assert "the weights of 'base' cannot be read: a file of them is damaged" in refused(capsys, path)
+    assert "the weights of 'base' cannot be read: a weights file is damaged" in refused(capsys, path)
 
 
 def test_a_smoke_run_of_a_broken_configuration(base, capsys):

@@ -43,7 +43,7 @@ def test_shipped_recipes_need_no_network(capsys, no_network, recipe):
     code, out, err = run(capsys, recipe, "--gpus", "8", "--gpu_memory", "80GB")
     assert code == 0, err
     name = yaml.safe_load(find_recipe(recipe).read_text(encoding="utf-8"))["model_name_or_path"]
-    assert f"The sizes of {name} are those that come with liger_trainer; the Hub was not asked." in out
+    assert f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked." in out
 
 
 def test_the_sizes_of_every_shipped_recipe_are_there():

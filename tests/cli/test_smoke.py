@@ -69,7 +69,7 @@ def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):
     recipe = load_recipe(find_recipe("llama3_8b_sft_qlora"), options, smoke=True)
     assert recipe.model.use_peft
     assert not recipe.model.load_in_4bit
-    assert "leaves `load_in_4bit` out" in caplog.text
+    assert "ignores `load_in_4bit`" in caplog.text
 
 
 @pytest.mark.parametrize("trainer", ["sft", "causal_lm"])

@@ -35,13 +35,13 @@ def in_a_process(folder, *arguments, **environment):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp says what it was given")
-@pytest.mark.parametrize("command", [("train", "quickstart"), (str(ROOT / "recipes" / "quickstart.yaml"),)])
 @pytest.mark.parametrize(
-    ("given", "policy", "spins"),
+    ("command", "given", "policy", "spins"),
     [
-        ({}, "PASSIVE", "0"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None),
-        ({"GOMP_SPINCOUNT": "77"}, None, "77"),
+        (("train", "quickstart"), {}, "PASSIVE", "0"),
+        ((str(ROOT / "recipes" / "quickstart.yaml"),), {}, "PASSIVE", "0"),
+        (("train", "quickstart"), {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None),
+        ((str(ROOT / "recipes" / "quickstart.yaml"),), {"GOMP_SPINCOUNT": "77"}, None, "77"),
     ],
 )
 def test_threads_that_wait_do_not_spin(tmp_path, command, given, policy, spins):

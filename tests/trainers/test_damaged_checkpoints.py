@@ -79,10 +79,10 @@ def test_a_shard_that_is_missing(run):
 @pytest.mark.parametrize(
     ("lost", "told"),
     [
-        (["optimizer.pt"], "the optimizer and the learning rate schedule start anew"),
-        (["scheduler.pt"], "the optimizer and the learning rate schedule start anew"),
-        (["rng_state.pth"], "random numbers are others"),
-        (["optimizer.pt", "scheduler.pt", "rng_state.pth"], "start anew, and random numbers"),
+        (["optimizer.pt"], "the optimizer and the learning rate schedule start again"),
+        (["scheduler.pt"], "the optimizer and the learning rate schedule start again"),
+        (["rng_state.pth"], "random numbers will differ"),
+        (["optimizer.pt", "scheduler.pt", "rng_state.pth"], "start again, and random numbers"),
     ],
 )
 def test_state_that_is_lost_is_told(lost, told, run, caplog):
@@ -112,7 +112,7 @@ def test_another_model(trained, tmp_path):
 
 def test_arguments_that_the_checkpoint_overrules_are_told_in_one_line(run, caplog):
     resume(run, learning_rate=5e-4, weight_decay=0.3, adam_beta2=0.9, save_steps=5, logging_steps=2)
-    (line,) = [record.getMessage() for record in caplog.records if "keeps the values" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "uses the values" in record.getMessage()]
     assert "`learning_rate` is 0.01, not 0.0005" in line
     assert "`weight_decay` is 0.0, not 0.3" in line
     assert "`adam_beta1, adam_beta2` is (0.9, 0.999), not (0.9, 0.9)" in line
@@ -130,7 +130,7 @@ def test_what_is_said_to_be_overruled_is(run):
 def test_the_same_arguments_are_not_mentioned(run, caplog):
     trainer = resume(run)
     assert trainer.state.global_step == 5
-    assert "keeps the values" not in caplog.text
+    assert "uses the values" not in caplog.text
     assert "holds no" not in caplog.text
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 

@@ -117,7 +117,7 @@ def test_a_tied_head_that_shares_a_weight_between_units_is_refused(name, mesh):
 def test_dora_is_refused_under_fsdp1():
     run = trainer(save_strategy="no")
     run.model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(ValueError, match="`use_dora` does not go together with FSDP1"):
+    with pytest.raises(ValueError, match="`use_dora` does not work with FSDP1"):
         check_fsdp1_adapters(run)
 
 

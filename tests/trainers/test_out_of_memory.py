@@ -54,8 +54,8 @@ def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
     error, text = failure(trainer)
     assert should_reduce_batch_size(error)
     assert "An allocation of 2.50 GiB failed, in or after a micro-batch of 4 × 10 tokens." in text
-    assert "Estimated at its fullest moment" in text
-    off, on = text.split("Already so:")
+    assert "Estimated at its peak" in text
+    off, on = text.split("Already set:")
     for budget in (
         "logits_memory: 256MiB", 'liger_kernel_config: {"tiled_mlp": true}', "activation_offloading: true",
         "per_device_train_batch_size: 2, gradient_accumulation_steps: 6",
@@ -78,14 +78,14 @@ def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_pa
         name for name, _ in helps
     }
     # As the whole logits take 40 MB of these 512 MiB.
-    assert "logits_memory: 256MiB" in text.split("Of no help here by these estimates:")[1].splitlines()[0]
+    assert "logits_memory: 256MiB" in text.split("By these estimates no help here:")[1].splitlines()[0]
 
 
 def test_what_is_on_is_not_proposed(tmp_path):
     trainer = build(tmp_path, per_device_train_batch_size=1, liger_kernel_config={"tiled_mlp": True})
     trainer.args.activation_offloading, trainer.args.activation_offloading_fraction = True, 0.5
     _, text = failure(trainer)
-    off, on = text.split("Already so:")
+    off, on = text.split("Already set:")
     assert "gradient_checkpointing: true" in off
     assert "activation_offloading_fraction: 1.0" in off
     for budget in ("tiled_mlp", "per_device_train_batch_size: 1", "activation_offloading: true"):
@@ -130,7 +130,7 @@ def test_sft_too(tmp_path):
 
     args = LigerSFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON)
     trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
-    assert "Estimated at its fullest moment" in failure(trainer)[1]
+    assert "Estimated at its peak" in failure(trainer)[1]
 
 
 def test_auto_find_batch_size_still_finds_one(tmp_path):

@@ -137,4 +137,4 @@ def test_a_reference_model_that_moves_is_not_in_the_checkpoint_and_told(tmp_path
     moving = {**ARGUMENTS, "max_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 1}
     build("DPO", True, tmp_path / "run", folder, **moving).train()
     build("DPO", True, tmp_path / "run", folder, **{**moving, "max_steps": 3}).train(resume_from_checkpoint=True)
-    assert "holds no reference model: the one that `sync_ref_model` moves is that of the beginning" in caplog.text
+    assert "holds no reference model: the one that `sync_ref_model` updates starts again" in caplog.text

@@ -135,7 +135,7 @@ def test_a_checkpoint_that_one_rank_did_not_finish_is_none(undisturbed, tmp_path
     assert f"{tmp_path}/checkpoint-4 could not be written ([Errno 28] No space left on device)" in full.stderr
     assert "MiB were free there" in full.stderr
 
-    killed = run("save", tmp_path, "kill")
+    killed = torchrun(save, tmp_path, "kill")
     assert killed.returncode == 1
     assert folders(tmp_path) == ["_incomplete", "checkpoint-2"]
     # Rank 0 had written what the Trainer writes last: missing is a part of rank 1.

@@ -16,10 +16,10 @@ from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.nf4 import NF4Weight
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
-from liger_trainer.tiling.summed_linear import LinearOfPiece
+from liger_trainer.tiling.summed_linear import LinearInTile
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_LINEARS = (nn.Linear, LinearOfPiece)  # the latter in a tiled MLP
+_LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 

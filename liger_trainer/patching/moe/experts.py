@@ -33,11 +33,15 @@ from liger_trainer.patching.binding import (
     is_chosen,
     overriding_forward,
 )
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.gated_mlp import dummy_child
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
+
+_HAS_REGISTRY = available(EXPERTS)
+if _HAS_REGISTRY:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 _OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
 _REPLACED = (None, "eager", *_OF_TRANSFORMERS, IMPLEMENTATION)
@@ -67,20 +71,14 @@ def liger_experts_forward(
     # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits are dequantised at every read.
     as_written = serves_as_written(hidden_states) and not is_parametrized(self)
     if as_written or (not torch.is_grad_enabled() and of_model == "batched_mm"):
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))
         return theirs(self, hidden_states, top_k_index, top_k_weights)
     return config.forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _choose(module: nn.Module, forward: Callable) -> None:
-    """Binds `forward` to a module that asks transformers' registry."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+if _HAS_REGISTRY:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, liger_experts_forward)
-    choose(module, forward)
 
 
 def forward_of_ours(module: Any) -> Callable | None:
@@ -101,17 +99,15 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     if len(arguments) == 1:
         return None  # see `scaled_experts`, which looks at the block around it
     target = class_of(module).__name__
-    reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
+    reason = _obstacle(module, layout, arguments) if enabled("experts") else SWITCHED_OFF
     if reason:
         return Finding("experts", target, module, reason=reason)
     assert isinstance(layout, ExpertsFormula)
     key = "experts", identity(module), layout
-    if key not in probe.cache:
-        probe.cache[key] = _probe_experts(module, layout, probe)
-    formula, agreement = probe.cache[key]
+    formula, agreement = probe.once(key, _probe_experts, module, layout, probe)
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
-    bind = _choose if _is_dispatched(module) else bind_forward
+    bind = choose if _is_dispatched(module) else bind_forward
     return Finding(
         "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
     )
@@ -144,7 +140,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
     foreign = overriding_forward(module)
     if foreign is not None and not getattr(module, "_is_expert_parallel", False):
         return f"its forward is already overridden by {foreign}"
-    if _is_dispatched(module) and not available(EXPERTS):
+    if _is_dispatched(module) and not _HAS_REGISTRY:
         return "the installed transformers chooses how experts run in another way"
     chosen = _implementation(module)
     if chosen not in _REPLACED:
@@ -206,8 +202,6 @@ def _originals(module: Any) -> list[Callable]:
     own = [_own_loop(module)]
     if _implementation(module) not in _OF_TRANSFORMERS:
         return own
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     return [*own, ALL_EXPERTS_FUNCTIONS["grouped_mm"]]
 
 

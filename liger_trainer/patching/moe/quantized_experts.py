@@ -84,7 +84,7 @@ def quantize_experts(
     leaves out the experts.
 
     Args:
-        model: With stacked weights, (experts, ...), called `gate_up_proj` or `up_proj`, and `down_proj`.
+        model: A model with stacked weights `(experts, ...)` named `gate_up_proj` or `up_proj`, and `down_proj`.
         quant_type: ``"nf4"`` or ``"fp4"``.
         double_quant: Whether the scales of the blocks of 64 are quantised too.
         device: Where the weights are quantised and stay; by default, where they are.
@@ -150,7 +150,7 @@ def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractCo
         raise RuntimeError(
             "Adapters on experts in 4 bits run in our operator alone, as PEFT's own forward is wrong for them. Call "
             "`apply_liger_kernel(model)` or train with a trainer of liger_trainer, with `experts` and `lora` left on; "
-            "take hooks off the experts; without autocast, give them hidden states in their own dtype."
+            "remove hooks from the experts; without autocast, give them hidden states in their own dtype."
         )
     return contextlib.nullcontext()
 
@@ -176,7 +176,7 @@ def check_adapted(model: nn.Module) -> None:
                 if any((path, name, adapter) not in wrapped for name in meant):
                     raise ValueError(
                         f"The adapter {adapter!r} names {target!r}, but {path} was in 4 bits when it was made, and has "
-                        "none. Make or load adapters first, and call `quantize_experts` after."
+                        "none. Make or load adapters first, then call `quantize_experts`."
                     )
 
 

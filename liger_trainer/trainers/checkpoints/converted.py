@@ -1,11 +1,12 @@
-"""Checkpoints whose tensors are not the model's own, one for one: converted when they were saved, or of a split model.
+"""Checkpoints whose tensors differ from the model's: those of converted models, and of models that are split.
 
-transformers saves a mixture of experts as it was published, expert by expert, while the module holds the weights of all
-experts in one tensor. The Trainer resumes by name, and experts, whose names in the checkpoint the model does not have,
-stay those that training began with. So where names differ, the weights are read as `from_pretrained` reads them.
+transformers saves a mixture of experts as it was published, expert by expert, while the module has the weights of all
+experts in one tensor. The Trainer resumes by name: experts, whose names in the checkpoint the model does not have,
+would keep the weights that training began with. So where names differ, the weights are loaded as `from_pretrained`
+loads them.
 
-A model that `from_pretrained` has split (`DistributedConfig`) is saved whole, and read in parts, each process its own.
-Its optimizer is written in parts by all processes.
+A model that `from_pretrained` has split (`DistributedConfig`) is saved whole, and each process loads its own part. All
+processes write the state of its optimizer in parts.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ require(CONVERTED_CHECKPOINTS)
 require(WRAPPED_OPTIMIZER)
 
 OPTIMIZER_FOLDER = "optimizer"
-"""Where a checkpoint of a split model keeps its optimizer's state, in the format of `torch.distributed.checkpoint`."""
+"""The folder, in a checkpoint of a split model, of the optimizer's state (format of `torch.distributed.checkpoint`)."""
 
 
 class ConvertedCheckpointsMixin(_Base):
-    """Put before a Trainer: resumes from checkpoints whose names are not the model's, and with a split model."""
+    """Comes before a Trainer: resumes from checkpoints whose names are not the model's, and with a split model."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._reads_as_pretrained(resume_from_checkpoint):
@@ -79,7 +80,7 @@ class ConvertedCheckpointsMixin(_Base):
             return
         _, load_optimizer_distributed = require(SPLIT_OPTIMIZER)
         folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
-        if os.path.isdir(folder):  # else it was saved with `save_only_model`
+        if os.path.isdir(folder):  # otherwise it was saved with `save_only_model`
             with _with_filled_groups(self.optimizer) as optimizer:
                 load_optimizer_distributed(self.model, optimizer, folder)
             assert self.lr_scheduler is not None
@@ -88,11 +89,11 @@ class ConvertedCheckpointsMixin(_Base):
 
 @contextlib.contextmanager
 def split_models_resume(args: Any, model: Any) -> Iterator[None]:
-    """Around the construction of a Trainer, which refuses to save the optimizer of a split model.
+    """Around the construction of a Trainer, which would refuse to save the optimizer of a split model.
 
     Args:
-        args: The training arguments, whose `save_only_model` is true meanwhile if the model is split.
-        model: The model, or the name that it is loaded by with `args.model_init_kwargs`.
+        args: The training arguments; inside, `save_only_model` is true if the model is split.
+        model: The model, or the name from which it is loaded with `args.model_init_kwargs`.
     """
     split = getattr(model, "is_distributed_loading_by_transformers", False)
     if not split and "distributed_config" not in (getattr(args, "model_init_kwargs", None) or {}):
@@ -108,7 +109,7 @@ def split_models_resume(args: Any, model: Any) -> Iterator[None]:
 def load_as_pretrained(model: Any, folder: str) -> None:
     """Gives `model` the weights that ``from_pretrained(folder)`` would have.
 
-    They are in memory twice meanwhile: of a split model in the parts of the process, of any other on the CPU.
+    While they are loaded, they are in memory twice: the process's part of a split model, any other model on the CPU.
     """
     config = getattr(model.config, "distributed_config", None)
     options = {} if config is None else {"distributed_config": config}
@@ -116,7 +117,7 @@ def load_as_pretrained(model: Any, folder: str) -> None:
 
 
 def saved_names(folder: str) -> set[str]:
-    """The names of the tensors of a checkpoint; none where it holds no safetensors of a whole model."""
+    """The names of the tensors in a checkpoint; empty if it has no safetensors of a whole model."""
     index, single = Path(folder, SAFE_WEIGHTS_INDEX_NAME), Path(folder, SAFE_WEIGHTS_NAME)
     if index.is_file():
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -130,9 +131,9 @@ def saved_names(folder: str) -> set[str]:
 
 @contextlib.contextmanager
 def _with_filled_groups(wrapped: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizer without what accelerate puts around it, and meanwhile without groups that hold no parameter.
+    """The optimizer inside accelerate's wrapper; inside, without groups that have no parameter.
 
-    The Trainer makes such a group where nothing goes without weight decay, as with LoRA; torch cannot read it back.
+    The Trainer creates such a group if every parameter has weight decay, as with LoRA, and torch cannot load it.
     """
     optimizer = getattr(wrapped, "optimizer", wrapped)
     groups = optimizer.param_groups
@@ -140,5 +141,5 @@ def _with_filled_groups(wrapped: Any) -> Iterator[torch.optim.Optimizer]:
     try:
         yield optimizer
     finally:
-        filled = iter(optimizer.param_groups)  # reading a state makes them anew
+        filled = iter(optimizer.param_groups)  # loading a state replaces the groups
         optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]

@@ -1,12 +1,12 @@
-"""Adapters that FSDP1 would train and not save, and those that FSDP2 cannot be given.
+"""Adapters that FSDP1 would train but not save, and adapters that FSDP2 cannot load.
 
-From 0.21 on PEFT looks adapters up by the names of their layers, of which it takes FSDP's prefix only at the beginning.
-Inside FSDP1's nested units the names do not match the state dict's: checkpoints and `save_model` lack those adapters,
-and nothing says so.
+Since 0.21, PEFT finds adapters by the names of their layers, from which it removes FSDP's prefix only at the beginning.
+Inside FSDP1's nested units the names do not match the state dict's, so checkpoints and `save_model` silently lack those
+adapters.
 
-For FSDP2 accelerate moves the model to the meta device and ties its weights anew, which fails in transformers where
-PEFT has put something around the tied head: with a KeyError or an AttributeError that names no cause. Copies and
-trained rows share weights with the embedding that accelerate does not know of.
+For FSDP2, accelerate moves the model to the meta device and ties its weights again. If PEFT has wrapped the tied head,
+that fails in transformers with a KeyError or an AttributeError that names no cause. Copies and trained rows share
+weights with the embedding without accelerate's knowledge.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ require(FSDP_PLUGIN)
 
 
 def check_fsdp1_adapters(trainer: Any) -> None:
-    """Refuses a run whose checkpoints would lack its adapters; warns where none are to be written.
+    """Refuses a run whose checkpoints would lack its adapters; warns if none are to be written.
 
     Raises:
         ValueError: for an adapted model under FSDP1 with ``save_strategy`` other than ``"no"``, and for DoRA.
@@ -40,8 +40,8 @@ def check_fsdp1_adapters(trainer: Any) -> None:
         return
     if any(getattr(config, "use_dora", False) for config in trainer.model.peft_config.values()):
         raise ValueError(
-            "`use_dora` does not go together with FSDP1, which makes a unit of each trained matrix: DoRA reads them "
-            "outside of their units. Use FSDP2 (`fsdp_version: 2`, `--accelerate_config fsdp2`), DDP or ZeRO."
+            "`use_dora` does not work with FSDP1, which makes each trained matrix a unit: DoRA reads them outside of "
+            "their units. Use FSDP2 (`fsdp_version: 2`, `--accelerate_config fsdp2`), DDP or ZeRO."
         )
     if _are_found_in_units():
         return
@@ -57,10 +57,10 @@ def check_fsdp1_adapters(trainer: Any) -> None:
 
 
 def check_fsdp2_tied_head(trainer: Any) -> None:
-    """Refuses a model whose tied head PEFT has wrapped, where accelerate would not get it under FSDP2.
+    """Refuses a model whose tied head PEFT has wrapped, if accelerate could not load it under FSDP2.
 
     Raises:
-        ValueError: for such a model under FSDP2; with a LoRA adapter on the head only where
+        ValueError: for such a model under FSDP2; with a LoRA adapter on the head only if
             ``fsdp_cpu_ram_efficient_loading`` is on.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -87,10 +87,10 @@ def check_fsdp2_tied_head(trainer: Any) -> None:
 
 @functools.cache
 def _are_found_in_units() -> bool:
-    """Whether this PEFT finds the adapter of a layer in a nested unit, with FSDP1's own name between the two."""
+    """Whether the installed PEFT finds the adapter of a layer that is inside a nested unit of FSDP1."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    with torch.random.fork_rng(devices=[]):  # the weights are drawn, and the run's own numbers shall stay
+    with torch.random.fork_rng(devices=[]):  # initialising the weights must not change the run's random numbers
         unit = nn.Module()
         unit.add_module(_WRAPPED, nn.ModuleDict({"linear": nn.Linear(2, 2)}))
         model: Any = get_peft_model(nn.ModuleDict({"unit": unit}), LoraConfig(r=1, target_modules=["linear"]))

@@ -1,4 +1,4 @@
-"""One run at a time writes in an output folder."""
+"""A lock that lets one run at a time write in an output folder."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from accelerate.utils import broadcast_object_list
 logger = logging.getLogger("liger_trainer")
 
 LOCK = "_lock"
-"""The file in ``output_dir`` that a run locks, and removes at its end. Uploads leave names with this start out."""
+"""The file in ``output_dir`` that a run locks, and removes at its end. Uploads skip names that begin like this."""
 
-_owned: dict[Path, int] = {}  # by this process, in the thread of this number: a lock keeps only other processes out
+_owned: dict[Path, int] = {}  # the thread of this process that owns a folder; a lock excludes other processes only
 
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Makes `folder` this run's own meanwhile; all processes of the run call this, and its first one locks.
+    """Inside, `folder` belongs to this run. All processes of the run call this; the first one takes the lock.
 
-    The system unlocks it when that process ends, however it ends. Where the file system has no locks, that is said, and
-    the run goes on without. Inside another `owned` of the same folder it does nothing.
+    The system releases the lock when that process ends, however it ends. If the file system has no locks, there is a
+    warning, and the run goes on without one. Inside another `owned` of the same folder this does nothing.
 
     Raises:
         BlockingIOError: in all processes, if another run owns the folder; nothing in it has been touched.
@@ -54,7 +54,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def _take(folder: Path) -> tuple[IO[str] | None, str | None]:
-    """The locked file (None where there are no locks), and why it could not be locked."""
+    """The locked file (None if there are no locks), and why it could not be locked (None if it could)."""
     if folder in _owned:
         return None, f"another run of this process is writing in {str(folder)!r}"
     try:
@@ -69,23 +69,23 @@ def _take(folder: Path) -> tuple[IO[str] | None, str | None]:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
                     break
-            file.close()  # of a run that has ended just now, and taken the file away
+            file.close()  # it belonged to a run that has just ended, and removed the file
         file.truncate(0)
         since = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         file.write(f"pid {os.getpid()} on {socket.gethostname()}, since {since}\n")
         file.flush()
     except (OSError, ImportError) as error:
-        logger.warning("%s cannot be locked (%s): nothing keeps another run from writing there.", folder, error)
+        logger.warning("%s cannot be locked (%s): nothing prevents another run from writing there.", folder, error)
         return None, None
     return file, None
 
 
 def _lock(file: IO[str]) -> bool:
-    """Whether no other process had it; an OSError where there are no locks."""
+    """Whether the lock was free; raises an OSError if there are no locks."""
     import fcntl  # not on Windows
 
     try:
-        # It belongs to the process, while a lock by `flock` would outlive it in the workers of its data loader.
+        # This lock belongs to the process; one by `flock` would live on in the workers of its data loader.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False

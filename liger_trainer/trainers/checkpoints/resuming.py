@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint must hold, what of a run it does not bring back, and which arguments it overrules."""
+"""Resuming: checks of a checkpoint, what of a run it does not restore, and which arguments it overrides."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ logger = logging.getLogger("liger_trainer")
 require(RESUMING)
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-_OF_TORCH = re.compile(  # a file of the user's own may be anything
+_OF_TORCH = re.compile(  # other files are the user's own, and may be anything
     r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args).*\.(pt|pth|bin)$|_states\.pt$"
 )
-_PICKLE = b"\x80\x02"  # how files of torch.save begin that are no zip archives
+_PICKLE = b"\x80\x02"  # the beginning of files of torch.save that are not zip archives
 _ARGUMENTS = {"initial_lr": "learning_rate", "betas": "adam_beta1, adam_beta2", "eps": "adam_epsilon"}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be resumed from; the text is the whole message."""
+    """A checkpoint that cannot be resumed from; the text is the whole message."""
 
 
 class ResumingMixin(_Base):
-    """Put before a Trainer: looks at a checkpoint before it resumes from it."""
+    """Comes before a Trainer: checks a checkpoint before the Trainer resumes from it."""
 
     def train(
         self,
@@ -63,12 +63,13 @@ class ResumingMixin(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Trains; see [`~transformers.Trainer.train`]. ``True`` goes on from the last *complete* checkpoint.
+        """Trains; see [`~transformers.Trainer.train`]. ``True`` resumes from the last *complete* checkpoint.
 
         Raises:
-            ValueError: if there is none in ``output_dir``.
-            CheckpointError: if the checkpoint is damaged, or of adapters where a whole model trains, or the reverse.
-            BlockingIOError: if checkpoints are to be saved, and another run is writing in the folder.
+            ValueError: if ``output_dir`` has no complete checkpoint.
+            CheckpointError: if the checkpoint is damaged, or has adapters and the run trains a whole model, or the
+                reverse.
+            BlockingIOError: if checkpoints are to be saved and another run is writing in the folder.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
         with owned(Path(self._get_output_dir(trial))) if saves else contextlib.nullcontext():
@@ -90,22 +91,22 @@ class ResumingMixin(_Base):
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
 
     def _say_what_is_lost(self, checkpoint: Path) -> None:
-        """One line where the checkpoint does not hold all of a run's state, as with `save_only_model`."""
+        """Warns if the checkpoint does not have all of a run's state, as with `save_only_model`."""
         if self.is_deepspeed_enabled or not self.is_world_process_zero():  # DeepSpeed's own loading raises
             return
         lost = {}
         if not any(checkpoint.glob("optimizer*")) or not (checkpoint / SCHEDULER_NAME).is_file():
-            lost["optimizer.pt or scheduler.pt"] = "the optimizer and the learning rate schedule start anew"
+            lost["optimizer.pt or scheduler.pt"] = "the optimizer and the learning rate schedule start again"
         rng_state = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
         if not (checkpoint / rng_state).is_file():
-            lost[rng_state] = "random numbers are others"
+            lost[rng_state] = "random numbers will differ"
         if getattr(self.args, "sync_ref_model", False):
-            lost["reference model"] = "the one that `sync_ref_model` moves is that of the beginning again"
+            lost["reference model"] = "the one that `sync_ref_model` updates starts again from its initial weights"
         if lost:
             logger.warning("%s holds no %s: %s.", checkpoint, ", no ".join(lost), ", and ".join(lost.values()))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _told_which(resume_from_checkpoint):
+        with _naming(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -114,22 +115,22 @@ class ResumingMixin(_Base):
             return
         assert self.optimizer is not None
         asked = [dict(group) for group in self.optimizer.param_groups]
-        with _told_which(checkpoint):
+        with _naming(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             _check_optimizer(asked, self.optimizer.param_groups)
         overruled = [*_overruled(asked, self.optimizer.param_groups), *self._overruled_steps()]
         if overruled and self.is_world_process_zero():
             logger.warning(
-                "A resumed run keeps the values of its checkpoint: %s. For others, start a new run on the model in %s.",
+                "A resumed run uses the values of its checkpoint: %s. For others, start a new run on the model in %s.",
                 *("; ".join(overruled), checkpoint),
             )
         if isinstance(self.lr_scheduler, LambdaLR) and self.lr_scheduler.last_epoch > 0:
-            # The checkpoint has the rate that its own `max_steps` gave to the next step.
+            # The learning rate in the checkpoint was computed for the next step with the checkpoint's `max_steps`.
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of one step; none where a checkpoint has all of them: the Trainer would make one more."""
+        """The micro-batches of one step; none if the checkpoint is of the last one: the Trainer would do one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
@@ -139,13 +140,13 @@ class ResumingMixin(_Base):
         asked = TrainerState()
         asked.compute_steps(self.args, self.state.max_steps)
         for kind in ("logging", "eval", "save"):
-            given, kept = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
-            if getattr(self.args, f"{kind}_strategy") == "steps" and given != kept:
-                yield f"`{kind}_steps` is {kept}, not {given}"
+            given, restored = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
+            if getattr(self.args, f"{kind}_strategy") == "steps" and given != restored:
+                yield f"`{kind}_steps` is {restored}, not {given}"
 
 
 def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Raises a ValueError where the state is another optimizer's: torch takes it, and fails in the first step."""
+    """Raises ValueError for the state of another optimizer, which torch would load, and fail in the first step."""
     missing = sorted(
         {key for before, after in zip(asked, loaded, strict=False) for key in before.keys() - after.keys()}
     )
@@ -154,17 +155,17 @@ def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mappin
 
 
 def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What of the optimizer's arguments is not as the training arguments have it."""
-    lines: dict[str, None] = {}  # once, though every group has it
+    """The optimizer's arguments that differ from the training arguments, a line for each."""
+    lines: dict[str, None] = {}  # each once, though every group has it
     for before, after in zip(asked, loaded, strict=False):
-        for key in before.keys() & after.keys() - {"params", "lr"}:  # the schedule makes `lr` of `initial_lr`
+        for key in before.keys() & after.keys() - {"params", "lr"}:  # the schedule computes `lr` from `initial_lr`
             if before[key] != after[key]:
                 lines[f"`{_ARGUMENTS.get(key, key)}` is {after[key]}, not {before[key]}"] = None
     return sorted(lines)
 
 
 def _check(checkpoint: Path, model: Any) -> None:
-    """Refuses a checkpoint that is damaged or of another kind; reads no more than where its files say what they hold.
+    """Refuses a checkpoint that is damaged or of another kind; reads only the headers of its files.
 
     Raises:
         CheckpointError: naming the file, and the checkpoint before it.
@@ -190,7 +191,7 @@ def _check(checkpoint: Path, model: Any) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Which file of a checkpoint is cut short or missing, and how that shows; None for a checkpoint that is whole."""
+    """Which file of a checkpoint is truncated or missing, and how it shows; None if the checkpoint is complete."""
     for path in sorted(checkpoint.rglob("*")):
         try:
             if path.suffix == ".safetensors":
@@ -214,8 +215,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _told_which(checkpoint: str) -> Iterator[None]:
-    """Around the loading of a checkpoint, which may be of another model."""
+def _naming(checkpoint: str) -> Iterator[None]:
+    """Around the loading of a checkpoint: an error names the checkpoint, which may be of another model."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: one is written in a folder of its own and renamed once all of it is."""
+"""Checkpoints that are complete or absent: each is written in a staging folder and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger("liger_trainer")
 rotate_checkpoints, *_ = require(WHOLE_CHECKPOINTS)
 
 STAGING = "_incomplete"
-"""The folder in ``output_dir`` where a checkpoint is written. What is in it when nothing runs may be deleted, once
-`finish_interrupted` has taken out what is whole."""
+"""The folder in ``output_dir`` where checkpoints are written. When nothing runs, its content may be deleted after
+`finish_interrupted` has moved complete checkpoints out of it."""
 
-_WHOLE, _REPLACED = ".whole", ".replaced"  # what is left of a checkpoint is its name
+_WHOLE, _REPLACED = ".whole", ".replaced"  # suffixes: complete but not yet renamed, and replaced by a newer one
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _NO_ROOM_WORDS = (
-    "PytorchStreamWriter failed writing",  # torch.save, by where it fails: at a file's content or its end
+    "PytorchStreamWriter failed writing",  # torch.save, depending on where in a file it fails
     "iostream error",
     ". unexpected pos ",
     *(f"(os error {number})" for number in _NO_ROOM),  # safetensors
@@ -46,10 +46,9 @@ _NO_ROOM_WORDS = (
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first, once `finish_interrupted` has run.
+    """The complete checkpoints in `folder`, oldest first, after `finish_interrupted`.
 
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint of a stock trainer whose writing was cut short has
-    none.
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint that a stock trainer could not finish has none.
     """
     finish_interrupted(folder)
     found = []
@@ -59,24 +58,24 @@ def complete_checkpoints(folder: Path) -> list[Path]:
         try:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            logger.warning("%s is not complete (its writing was cut short); it is not used.", path)
+            logger.warning("%s is not complete (writing it was interrupted); it is not used.", path)
             continue
         found.append(path)
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says; -1 for a name that is no checkpoint's."""
+    """The step in a checkpoint's name; -1 for any other name."""
     number = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", checkpoint.name)
     return -1 if number is None else int(number.group(1))
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; the text says where, and what room there was."""
+    """A checkpoint could not be written; the text says where, and how much space was free."""
 
 
 def room_in(folder: Path) -> str:
-    """How much room a run's folder has, and how to make some: a new checkpoint is written before an old one goes."""
+    """How much space a run's folder has, and how to free some: a new checkpoint is written before one is deleted."""
     whole = folder.absolute()
     free = shutil.disk_usage(next(path for path in (whole, *whole.parents) if path.exists())).free
     room = f"{free / 2**20:,.1f} MiB were free there"
@@ -85,22 +84,22 @@ def room_in(folder: Path) -> str:
         return room
     oldest = checkpoints[0]
     size = f"{sum(path.stat().st_size for path in oldest.rglob('*') if path.is_file()) / 2**20:,.1f} MiB"
-    if len(checkpoints) == 1:  # without it there is nothing to go on from
+    if len(checkpoints) == 1:  # without it there would be nothing to resume from
         return f"{room}, beside the only checkpoint, {str(oldest)!r} ({size})"
     return f"{room}; delete an old checkpoint, of which {str(oldest)!r} ({size}) is the oldest"
 
 
 def out_of_room(error: BaseException) -> bool:
-    """Whether the error of any library says that nothing more could be written; checkpoint formats have their own."""
+    """Whether an error, of whatever library, says that nothing more could be written."""
     return getattr(error, "errno", None) in _NO_ROOM or any(words in str(error) for words in _NO_ROOM_WORDS)
 
 
 class WholeCheckpointsMixin(_Base):
-    """Put before a Trainer: ``checkpoint-N`` appears under its name only when every process has written its part.
+    """Comes before a Trainer: ``checkpoint-N`` gets its name only when every process has written its part.
 
-    So a process that is killed while it saves leaves the checkpoints before it, and none that is half written; and
-    older ones are deleted (`save_total_limit`) only after that. Against a machine that loses power, whose disk may
-    forget what was written, this is no help.
+    So a process that is killed while it saves leaves the earlier checkpoints and no incomplete one. Older checkpoints
+    are deleted (`save_total_limit`) only after that. This does not protect against a loss of power, after which a disk
+    may not have what was written last.
     """
 
     _saving = False
@@ -110,7 +109,7 @@ class WholeCheckpointsMixin(_Base):
         return os.path.join(folder, STAGING) if self._saving else folder
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._saving:  # the upload reads the folder in the background, and must not see it renamed
+        if not self._saving:  # an upload reads the folder in the background, so it must have its final name
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -124,7 +123,7 @@ class WholeCheckpointsMixin(_Base):
         self.accelerator.wait_for_everyone()
         self._saving = True
         try:
-            with _told_where(final, staged.parent):
+            with _naming_the_place(final, staged.parent):
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving = False
@@ -144,7 +143,7 @@ class WholeCheckpointsMixin(_Base):
             )
 
     def _name_the_best(self, run_dir: Path, staged: Path) -> None:
-        """Puts into the state the name that the best checkpoint has, or is about to have."""
+        """Puts the final name of the best checkpoint into the state; the Trainer has put its staging name there."""
         if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
             return
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
@@ -156,36 +155,36 @@ class WholeCheckpointsMixin(_Base):
 
 
 def put_in_place(staged: Path, final: Path) -> None:
-    """Gives a checkpoint that is whole its name, and removes the folder it was written in.
+    """Gives a complete checkpoint its final name, and removes the folder that it was written in.
 
-    Called by one process of every machine. Where they share the folder, renaming gives the checkpoint to one of them.
+    One process of every machine calls this. If the machines share the folder, the rename succeeds for one of them.
     """
     whole = staged.with_name(staged.name + _WHOLE)
     try:
         staged.rename(whole)
     except FileNotFoundError:
         return
-    if final.exists():  # of the same step, from a run before this one
+    if final.exists():  # of the same step, from an earlier run
         final.rename(staged.with_name(staged.name + _REPLACED))
     whole.rename(final)
     shutil.rmtree(staged.parent, ignore_errors=True)
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Gives checkpoints in `folder` their names that were whole when their process was killed over giving them.
+    """Gives complete checkpoints in `folder` their final names if their process was killed before it could.
 
-    Any number of processes may call this at once.
+    Any number of processes may call this at the same time.
     """
     for whole in (folder / STAGING).glob(f"{PREFIX_CHECKPOINT_DIR}-*{_WHOLE}"):
         final = folder / whole.name.removesuffix(_WHOLE)
-        if not final.exists():  # else the one that it was to replace, which is whole too
+        if not final.exists():  # otherwise it is the one to be replaced, which is complete too
             with contextlib.suppress(FileNotFoundError):  # another process was first
                 whole.rename(final)
 
 
 @contextlib.contextmanager
-def _told_where(final: Path, staging: Path) -> Iterator[None]:
-    """Around the writing of a checkpoint: what fails is told with its place and the room there, and is cleared away."""
+def _naming_the_place(final: Path, staging: Path) -> Iterator[None]:
+    """Around the writing of a checkpoint: an error names the path and the free space; what was written is removed."""
     try:
         yield
     except Exception as error:
@@ -197,5 +196,5 @@ def _told_where(final: Path, staging: Path) -> Iterator[None]:
         raise CheckpointWriteError(
             number or errno.ENOSPC,
             f"{final} could not be written ({str(error).splitlines()[0]}): {room}. What was written of it has been "
-            "removed; the checkpoints before it are as they were.",
+            "removed; the earlier checkpoints are unchanged.",
         ) from error

@@ -1,1 +1,1 @@
-"""Checks of what a trainer is given."""
+"""Checks of what a trainer is given, and errors that say what to do."""

@@ -1,4 +1,4 @@
-"""Labels and token ids checked while the batch is still on the CPU, where looking costs nothing."""
+"""Checks of labels and token ids while the batch is still on the CPU, where reading them costs nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _IGNORE_INDEX = -100
 
 
 class BatchError(ValueError):
-    """A batch that the model has no rows for."""
+    """A batch with a label or token id outside of the model's vocabulary."""
 
 
 class CheckedCollator:
-    """Runs a collator and checks its batch: an id out of range would end in a device-side assert later on.
+    """Runs a collator and checks its batch; an id out of range would end in a device-side assert later.
 
     Args:
         collator: The collator.
-        num_labels: Size of the vocabulary that labels index, or None to leave labels unchecked.
-        num_tokens: Size of the embedding that `input_ids` index, or None to leave them unchecked.
+        num_labels: Size of the vocabulary that labels index; None not to check labels.
+        num_tokens: Size of the embedding that `input_ids` index; None not to check them.
     """
 
     def __init__(self, collator: Callable, num_labels: int | None, num_tokens: int | None) -> None:
@@ -60,7 +60,7 @@ def checked_collator(collator: Callable, model: nn.Module) -> Callable:
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:
-    """Checks the token ids of prompts that never pass a collator, as those that a policy answers.
+    """Checks the token ids of prompts that do not pass through a collator, such as those that a policy answers.
 
     Raises:
         BatchError: for an id out of range.

@@ -1,4 +1,4 @@
-"""An accelerator that runs out of memory in training: the error says what would take less, and how much."""
+"""Advice for an accelerator that runs out of memory in training: which arguments would take less, and how much."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_trainer.plan.work import Run
 logger = logging.getLogger("liger_trainer")
 
 _GIB = 2**30
-_FIXED_BATCH = ("KTO", "GRPO", "RLOO")  # another micro-batch would be another loss
+_FIXED_BATCH = ("KTO", "GRPO", "RLOO")  # their loss depends on the size of a micro-batch
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits")
 
 
@@ -30,9 +30,9 @@ class Budget:
     """An argument that trades time for memory.
 
     Args:
-        text: What to write for it.
-        on: Whether it is already written so.
-        applied: The plan's run and setting with it.
+        text: The argument and its value, as a recipe has them.
+        on: Whether it is already set so.
+        applied: Maps a plan's run and setting to those with the argument.
     """
 
     text: str
@@ -42,29 +42,29 @@ class Budget:
 
 @contextlib.contextmanager
 def memory_advice(trainer: Any) -> Iterator[None]:
-    """Around training: the error of an accelerator without memory is raised again, as the same class, with advice.
+    """Around training: raises the error of an accelerator that is out of memory again, with advice.
 
     Raises:
-        torch.OutOfMemoryError: from the one it explains, whose text it begins with.
+        torch.OutOfMemoryError: from the original error, with whose text it begins.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         try:
             text = advice(error, trainer, trainer._step_shape)
-        except Exception as problem:  # whatever it is, the user is to see the error that it would have explained
+        except Exception as problem:  # whatever it is, the user needs to see the original error
             logger.debug("No advice on the memory: %s", problem)
             raise error from None
         raise torch.OutOfMemoryError(f"{error}\n\n{text}") from error
 
 
 def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None) -> str:
-    """What failed, what would take less memory, and the estimates of a plan where one can be made.
+    """Says what failed and what would take less memory, with estimates if a plan can be made.
 
     Args:
-        error: Of the allocator.
-        trainer: Whose arguments and model the advice is for.
-        shape: Rows and tokens of the last micro-batch; None where they are not known, and nothing is estimated.
+        error: The error of the allocator.
+        trainer: The trainer whose arguments and model the advice is for.
+        shape: Rows and tokens of the last micro-batch; None if they are not known, in which case nothing is estimated.
     """
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     size = f"An allocation of {asked.group(1)} failed" if asked else "An allocation failed"
@@ -74,11 +74,11 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
     estimates: list[str] = []
     try:
         estimates = _estimated(off, *running(trainer, shape)) if shape is not None else []
-    except Exception as problem:  # the names of the arguments are worth something without
+    except Exception as problem:  # the names of the arguments help without estimates too
         logger.debug("No estimate of the memory: %s", problem)
     lines += estimates or ["What may take less memory:", *(f"  {budget.text}" for budget in off)]
     on = [budget.text for budget in found if budget.on]
-    lines += [f"Already so: {'; '.join(on)}."] if on else []
+    lines += [f"Already set: {'; '.join(on)}."] if on else []
     lines.append(
         f"`liger-trainer plan RECIPE --gpus {trainer.args.world_size}` estimates their combinations; shorter sequences "
         "and adapters (`use_peft`) take less too."
@@ -87,14 +87,14 @@ def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None
 
 
 def _estimated(off: list[Budget], run: Run, setting: Setting) -> list[str]:
-    """The memory as it is, and what is left of it with each of the budgets; those that save most first."""
+    """The memory as it is and with each of the budgets; those that save most come first."""
     now = estimate(run, setting)
     with_each = sorted((estimate(*budget.applied(run, setting)).total, budget.text) for budget in off)
     helps = [f"  {text}  ({total / _GIB:.2f} GiB)" for total, text in with_each if total < now.total]
     idle = [text for total, text in with_each if total >= now.total]
-    lines = [f"Estimated at its fullest moment ({now.moment}): {now.total / _GIB:.2f} GiB, {_parts(now)}."]
+    lines = [f"Estimated at its peak ({now.moment}): {now.total / _GIB:.2f} GiB, {_parts(now)}."]
     lines += ["What takes less memory, each alone:", *helps] if helps else []
-    return lines + ([f"Of no help here by these estimates: {'; '.join(idle)}."] if idle else [])
+    return lines + ([f"By these estimates no help here: {'; '.join(idle)}."] if idle else [])
 
 
 def budgets(trainer: Trainer) -> list[Budget]:

@@ -1,4 +1,4 @@
-"""Reward functions whose mistakes are told with the function's name and the sample."""
+"""Reward functions wrapped so that an error names the function and the sample."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ get_callable_name, is_async_callable = require(REWARD_FUNCTIONS)
 
 RewardFunction = Callable[..., Any]
 
-_LARGEST = torch.finfo(torch.float32).max  # TRL keeps rewards in fp32
+_LARGEST = torch.finfo(torch.float32).max  # TRL stores rewards in fp32
 
 _checked: weakref.WeakSet[RewardFunction] = weakref.WeakSet()  # plain functions: a callable object may have no hash
 
 
 class RewardError(ValueError):
-    """A reward function raised, or returned something that is not one number (or None) a completion."""
+    """A reward function raised, or did not return one number or None for each completion."""
 
 
 def checked_reward_functions(functions: Any) -> Any:
-    """What a trainer takes as `reward_funcs`, with every function checked; models and their names stay as they are.
+    """The `reward_funcs` of a trainer, with every function wrapped in checks; models and names of models stay.
 
     Args:
         functions: A function, a model, the name of one, a list of these, or None.
@@ -43,12 +43,12 @@ def checked_reward_functions(functions: Any) -> Any:
 
 
 def checked_reward_function(function: RewardFunction, name: str | None = None) -> RewardFunction:
-    """`function`, raising [`RewardError`] with its name and the sample where it fails.
+    """`function`, except that a failure is a [`RewardError`] with its name and the sample.
 
     Args:
-        function: Called with `prompts`, `completions` and the columns of the data, by keyword; may be async. The
+        function: Called by keyword with `prompts`, `completions` and the columns of the data; may be async. The
             keywords of a `functools.partial` win over columns of the same name.
-        name: What the messages call it; its own name where it is not given. Logs keep its own name.
+        name: What messages call it; its own name by default. Logs use its own name.
     """
     if inspect.isfunction(function) and function in _checked:
         return function
@@ -83,7 +83,7 @@ def checked_reward_function(function: RewardFunction, name: str | None = None) -
 
 
 def needed_columns(function: RewardFunction) -> set[str]:
-    """The columns without which `function` cannot be called: its parameters that have no default."""
+    """The columns that `function` cannot be called without: its parameters that have no default."""
     given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
@@ -94,7 +94,7 @@ def needed_columns(function: RewardFunction) -> set[str]:
 
 
 def _samples(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of a call with one sample each: every list of the batch's length holds one value a sample."""
+    """The arguments for a call on each sample alone; every list as long as the batch has one value for each sample."""
     count = len(given["completions"])
     batched = {key for key, value in given.items() if isinstance(value, (list, tuple)) and len(value) == count}
     for position in range(count):
@@ -137,8 +137,8 @@ def _checked_rewards(name: str, rewards: Any, completions: Sequence[Any]) -> lis
         rewards = rewards.tolist()
     if not isinstance(rewards, (list, tuple)):
         raise RewardError(
-            f"The reward function `{name}` returned {type(rewards).__name__}, not a list with one number (or None) a "
-            "completion."
+            f"The reward function `{name}` returned {type(rewards).__name__}, not a list with one number (or None) for "
+            "each completion."
         )
     if len(rewards) != len(completions):
         raise RewardError(

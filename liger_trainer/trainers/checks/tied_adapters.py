@@ -12,16 +12,16 @@ logger = logging.getLogger("liger_trainer")
 
 
 def warn_of_tied_adapters(model: nn.Module) -> None:
-    """Warns where an adapter is on the head or on the embedding of a model that ties the two.
+    """Warns if an adapter is on the head or on the embedding of a model that ties the two.
 
-    The training is right. But PEFT's merge adds the adapter to the weight that both use, and adds it twice where
+    Training is right. But PEFT's merge adds the adapter to the weight that both use, and adds it twice if
     `ensure_weight_tying` has put it on both.
     """
     if adapts_tied_weight(model):
         logger.warning(
-            "The LM head is tied to the embedding, and an adapter is on one of them or both. It trains as it should, "
-            "but PEFT's `merge_and_unload()` would change both by changing the weight they share, with "
-            "`ensure_weight_tying` twice, so the merged model would compute other logits. Untie the head before you "
+            "The LM head is tied to the embedding, and an adapter is on one of them or both. Training is right, but "
+            "PEFT's `merge_and_unload()` would change both, since they share a weight (with `ensure_weight_tying` even "
+            "twice), so the merged model would compute other logits. Untie the head before you "
             "merge: `head = model.get_output_embeddings(); head = getattr(head, 'base_layer', head); "
             "head.weight = torch.nn.Parameter(head.weight.detach().clone())`."
         )

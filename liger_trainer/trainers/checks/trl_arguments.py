@@ -1,4 +1,4 @@
-"""Checks of what a TRL trainer is given, where its own error would come late or say little."""
+"""Checks of what a TRL trainer is given, where TRL's own error would come late or be unclear."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def check_rows(dataset: Any, name: str = "train_dataset") -> None:
-    """Checks that preparing a dataset has left something of it.
+    """Checks that a dataset still has rows after it was prepared.
 
     Raises:
         ValueError: for a dataset of known length without rows.
@@ -24,7 +24,7 @@ def check_rows(dataset: Any, name: str = "train_dataset") -> None:
 def check_reference(policy: nn.Module, reference: nn.Module, processing_class: Any) -> None:
     """Checks that a reference model has an embedding for every token the policy is trained on.
 
-    Sizes that differ by padding alone are fine: both then hold the tokenizer's ids.
+    Sizes that differ only by padding are fine: both embeddings have the tokenizer's ids.
 
     Raises:
         ValueError: naming both sizes.
@@ -42,11 +42,11 @@ def check_reference(policy: nn.Module, reference: nn.Module, processing_class: A
 
 
 def check_completions(completion_ids: Sequence[Sequence[int]], source: str) -> None:
-    """Checks that there is a token in every completion, on whose last one TRL's statistics are built.
+    """Checks that every completion has a token, since TRL's statistics read the last one.
 
     Args:
         completion_ids: Token ids of each completion.
-        source: What made them, for the error.
+        source: What generated them, for the error.
 
     Raises:
         ValueError: naming the first completion without a token.

@@ -1,1 +1,1 @@
-"""What mixtures of experts ask of a trainer."""
+"""What mixtures of experts need from a trainer."""

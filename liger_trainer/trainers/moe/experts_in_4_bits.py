@@ -8,10 +8,10 @@ from liger_trainer.patching.moe.quantized_experts import check_adapted, four_bit
 
 
 def check_experts_in_4_bits(trainer: Any) -> None:
-    """Checks that every adapter has what it names, and that the launch does not split the model.
+    """Checks that every adapter exists for the weights that it names, and that the launch does not split the model.
 
     Raises:
-        ValueError: if one has not, or it does.
+        ValueError: if an adapter is missing, or the launch splits the model.
     """
     if not any(four_bits(module) for module in trainer.model.modules()):
         return
@@ -19,6 +19,6 @@ def check_experts_in_4_bits(trainer: Any) -> None:
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         way = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
         raise ValueError(
-            f"`model` has experts in 4 bits, which are not split, and the launch splits it with {way}. Launch it on "
+            f"`model` has experts in 4 bits, which cannot be split, and the launch splits it with {way}. Launch it on "
             "one GPU, or with `--accelerate_config ddp`."
         )

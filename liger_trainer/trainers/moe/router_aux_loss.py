@@ -1,9 +1,8 @@
-"""The auxiliary loss of a mixture of experts, averaged over micro-batches and processes as its coefficient means it.
+"""The auxiliary loss of a mixture of experts, averaged over micro-batches and processes.
 
-A model that is given labels adds its auxiliary loss to the cross entropy. The Trainer has divided the cross entropy by
-the labels of a whole step, so the sum of its micro-batches and processes is a mean; the sum of the auxiliary losses,
-each a mean already, is not: it grows with both. The models take their coefficient at every forward, so that is where
-the division is made up for.
+A model that is given labels adds its auxiliary loss to the cross entropy. The Trainer divides the cross entropy by the
+labels of a whole step, so its sum over micro-batches and processes is a mean. Each auxiliary loss is already a mean, so
+their sum would grow with both numbers. The models read their coefficient in every forward, so it is divided there.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _NAMES = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoe's
 
 
 def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
-    """Where the forwards of `model` find the coefficient of their auxiliary loss: objects, with the attribute's name.
+    """The objects and attributes from which the forwards of `model` read the coefficient of their auxiliary loss.
 
-    A forward reads it from its module, or, in multimodal models, from the configuration of the language model. Warns
-    where a model is asked for its routers' logits and neither has one.
+    A forward reads it from its module or, in multimodal models, from the configuration of the language model. Warns if
+    the configuration asks for the routers' logits and neither has a coefficient.
     """
     holders: dict[int, Any] = {id(module): module for module in model.modules()}
     asks = False
@@ -40,7 +39,7 @@ def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
         warn_once(
             "auxiliary loss",
             "The model is asked for its routers' logits (`output_router_logits`), but has no `router_aux_loss_coef`. "
-            "If it adds an auxiliary loss to its loss, that grows with `gradient_accumulation_steps` and the number of "
+            "If the model adds an auxiliary loss, that loss grows with `gradient_accumulation_steps` and the number of "
             "processes; divide its coefficient by both. (Said once.)",
         )
     return found
@@ -50,12 +49,12 @@ def aux_loss_coefficients(model: nn.Module) -> list[tuple[Any, str]]:
 def averaged_aux_loss(
     trainer: Any, coefficients: list[tuple[Any, str]], num_items: torch.Tensor | int | None
 ) -> Iterator[None]:
-    """Inside, forwards with labels scale their auxiliary loss so that what the Trainer makes of it is a mean.
+    """Inside, forwards with labels scale their auxiliary loss so that the Trainer's sum of it is a mean.
 
     Args:
-        trainer: The trainer; in evaluation, the mean is over processes alone.
-        coefficients: Of [`aux_loss_coefficients`].
-        num_items: What the model divides its cross entropy by; None where it takes the mean of a micro-batch.
+        trainer: The trainer; in evaluation, the mean is over processes only.
+        coefficients: From [`aux_loss_coefficients`].
+        num_items: The divisor of the model's cross entropy; None if it is the mean over a micro-batch.
     """
     factor = process_scale(trainer, num_items) * (loss_divisor(trainer, num_items) if trainer.model.training else 1)
     given = [(holder, name, getattr(holder, name)) for holder, name in coefficients] if factor != 1 else []

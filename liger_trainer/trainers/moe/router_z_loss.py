@@ -1,7 +1,7 @@
 """The z-loss of the routers, added to whatever loss a trainer computes.
 
-The losses of TRL's trainers know nothing of it, and take of a model's outputs what they need. The forwards inside a
-`compute_loss` leave it in [`recorded_z_losses`] instead, and it is added to what `compute_loss` returns.
+The losses of TRL's trainers have no such term. So the forwards inside a `compute_loss` record it in
+[`recorded_z_losses`], and it is added to what `compute_loss` returns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from liger_trainer.patching.report import KernelReport
 
 
 class RouterLogitsError(ValueError):
-    """A z-loss was asked for, and the forwards of a step leave none."""
+    """A z-loss was asked for, and the forwards of a step recorded none."""
 
 
 def check_router_losses(trainer: Any, coefficient: float) -> None:
-    """Raises where there is a coefficient, and it is known that no step of `trainer` will have a z-loss.
+    """Raises if there is a coefficient, and it is known that no step of `trainer` will have a z-loss.
 
-    A model whose configuration has no `output_router_logits`, or is not of transformers, may compute one all the same:
-    its first step tells ([`mean_z_loss`]).
+    A model whose configuration has no `output_router_logits`, or is not from transformers, may still compute one; its
+    first step shows it ([`mean_z_loss`]).
 
     Args:
         trainer: After its construction.
@@ -32,7 +32,7 @@ def check_router_losses(trainer: Any, coefficient: float) -> None:
 
     Raises:
         ValueError: if no router's loss of ours is in the model, as in a dense one.
-        RouterLogitsError: if it is, and neither the trainer nor the model's configuration asks for the routers' logits.
+        RouterLogitsError: if neither the trainer nor the model's configuration asks for the routers' logits.
     """
     if not coefficient:
         return
@@ -45,7 +45,7 @@ def check_router_losses(trainer: Any, coefficient: float) -> None:
             f"`router_z_loss_coef` is {coefficient}, but the z-loss is computed by the kernel `{COMPONENT}`, which is "
             f"not applied ({reason}). Set `router_z_loss_coef` to 0, or train a mixture of experts with that kernel."
         )
-    # A forward that no trainer of TRL asks for them does as its configuration says.
+    # Unless a trainer of TRL asks for them, a forward does what its configuration says.
     config = getattr(trainer.model, "config", None)
     asks = not isinstance(config, PreTrainedConfig) or getattr(config.get_text_config(), "output_router_logits", True)
     if not (asks or getattr(trainer, "aux_loss_enabled", False)):

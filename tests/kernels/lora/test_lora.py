@@ -135,7 +135,7 @@ def test_fp32_adapters_in_a_bf16_model():
     for index in (0, 1, 2, 3):
         error, allowed = ((each[index].double() - truth[index]).norm() for each in (ours, eager))
         assert error <= 1.1 * allowed + 1e-12, index
-    for index in (4, 5):  # of operands that are bf16: not as exact as those in fp32, but more so than a bf16 result
+    for index in (4, 5):  # products of bf16 operands: less exact than those of fp32, but more than a bf16 result
         assert (ours[index].double() - truth[index]).norm() <= 2**-8 * truth[index].norm()
         assert not torch.equal(ours[index], ours[index].bfloat16().float())
 
@@ -156,8 +156,8 @@ def test_autocast_casts_as_it_does_for_linear_layers(wide):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
 
 
-def kept(function, *parameters):
-    """Sizes and dtypes of the tensors saved for the backward, but for the parameters, each memory once."""
+def saved_for_backward(function, *parameters):
+    """Shapes and dtypes of the tensors saved for backward except for `parameters`, each storage once."""
     saved = {}
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
@@ -177,12 +177,12 @@ def test_a_layer_keeps_its_input_and_a_few_columns():
     x = normal(40, 64, seed=0, dtype=half)
     weight = normal(96, 64, seed=1, dtype=half, needs=False)
     a, b = normal(8, 64, seed=2, dtype=wide), normal(96, 8, seed=3, dtype=wide)
-    ours = kept(lambda: lora_linear(x, weight, None, a, b), weight, a, b)
+    ours = saved_for_backward(lambda: lora_linear(x, weight, None, a, b), weight, a, b)
     assert ours == [((40, 8), half), ((40, 64), half)]
-    eager = kept(lambda: F.linear(x, weight) + F.linear(F.linear(x.to(wide), a), b), weight, a, b)
+    eager = saved_for_backward(lambda: F.linear(x, weight) + F.linear(F.linear(x.to(wide), a), b), weight, a, b)
     assert ((40, 64), wide) in eager
     mask = torch.rand(40, 64) < 0.5
-    masked = kept(lambda: lora_linear(x, weight, None, a, b, 1.0, mask), weight, a, b)
+    masked = saved_for_backward(lambda: lora_linear(x, weight, None, a, b, 1.0, mask), weight, a, b)
     assert masked == [((40, 8), half), ((40, 64), half), ((40, 64), torch.bool)]
 
 
@@ -205,7 +205,7 @@ def test_errors_name_the_argument():
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 def test_masked_layers_and_narrow_ranks_of_a_real_size(masked, device):
-    """Columns of z that start at no multiple of 16 bytes, and masks."""
+    """The columns of z start at addresses that are no multiples of 16 bytes."""
     torch.manual_seed(0)
 
     def randn(*shape, scale=2048**-0.5):

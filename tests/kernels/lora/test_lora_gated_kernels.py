@@ -19,11 +19,11 @@ ROWS, COLUMNS = 70, 75
 def several_tiles_a_program(monkeypatch):
     for name in ("_FORWARD", "_BACKWARD"):
         monkeypatch.setattr(kernels, name, kernels.LaunchConfig(16, 32, 4, 3, 1))
-    monkeypatch.setattr(kernels, "num_sms", lambda device: 8)  # two programs for five tiles, one below another
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 8)  # two programs for a column of five tiles
 
 
 def low_rank(rows, rank, seed, dtype, device):
-    """One column of `z` after another adapter's; the matrix of a parameter, transposed; None without a rank."""
+    """Columns of a `z` shared with another adapter, and a transposed parameter; None without a rank."""
     if rank is None:
         return None
     z = seeded_randn(rows, rank + 3, seed=seed, dtype=dtype, device=device, scale=0.3)[:, 3:]
@@ -35,7 +35,7 @@ def strided(rows, seed, dtype, device):
 
 
 def plus(tensor, update):
-    """The sum, of a matrix in the dtype of z, which decides on which side of a clamp a value is."""
+    """The sum, with the matrix rounded to the dtype of z: that decides on which side of a clamp a value is."""
     if update is None:
         return tensor.double()
     z, matrix, scaling = update
@@ -105,7 +105,7 @@ def test_compiles_ahead_of_time(target, rank, dtype):
 
 
 def test_compiles_without_adapters():
-    """What an update that is not there stands in for is not read: no multiplication is left."""
+    """Without updates no matmul is left: the arguments in their places are not read."""
     tensors = [torch.empty(1, dtype=torch.bfloat16).expand(8192, 1024) for _ in range(3)]
     with recorded_launches() as launches:
         kernels.launch_backward(*tensors, [None, None, None], "silu", math.inf)

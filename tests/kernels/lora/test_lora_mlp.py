@@ -18,7 +18,7 @@ from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
-from tests.kernels.lora.test_lora import kept
+from tests.kernels.lora.test_lora import saved_for_backward
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
 from tests.quantised import moved, random_weight
 
@@ -86,7 +86,7 @@ def test_as_accurate_as_eager(dtype, options, masked, device):
     if dtype == torch.float32:
         assert_as_accurate(ours, eager, tensors(device, dtype), upstream)
         return
-    # Few numbers round by chance: all results taken together.
+    # Errors of a few numbers vary by chance, so those of all results are added.
     leaves = [tensor.requires_grad_() for tensor in tensors(device, dtype)]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     truth = torch.autograd.grad(eager(*wide), wide, upstream[0].double())
@@ -114,7 +114,7 @@ NAMES = [f"{layer}_{parameter}" for layer in ("gate", "up", "down") for paramete
 @pytest.mark.kernel
 @pytest.mark.parametrize("index", range(1, len(SHAPES)), ids=NAMES)
 def test_parameters_of_another_size(index, device):
-    """None is read past its end: an A and a B whose ranks or features do not fit are told."""
+    """A, B and W whose sizes do not fit are refused, so none is read past its end."""
     for given in (lambda x: x[:-1], lambda x: x[:, :-1]):
         parameters = tensors(device)
         parameters[index] = given(parameters[index]).contiguous()
@@ -127,7 +127,7 @@ def test_the_product_is_not_kept(device):
     half = torch.bfloat16
     leaves = [leaf.requires_grad_(len(leaf) < 5) for leaf in tensors(device, half)]  # x and A
     leaves = [leaf if leaf.shape[-1] > 4 else leaf.detach().float().requires_grad_() for leaf in leaves]  # and B
-    ours = kept(lambda: on_layers(lora_mlp)(*leaves), *leaves[1:])
+    ours = saved_for_backward(lambda: on_layers(lora_mlp)(*leaves), *leaves[1:])
     gate_or_up = ((2, 5, INTERMEDIATE), half)
     z, stacked_a = ((2, 5, 5), half), ((5, HIDDEN), half)
     assert [each for each in ours if 0 not in each[0]] == [z, ((2, 5, HIDDEN), half), gate_or_up, gate_or_up, stacked_a]
@@ -135,7 +135,7 @@ def test_the_product_is_not_kept(device):
 
 @pytest.mark.kernel
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
-    """Its recomputation ends where all is back that was saved, as it does with the linear layer of torch."""
+    """The recomputation stops at the last saved tensor, as it does with torch's linear layer."""
     calls, native = [], operators.lora_down_product
     monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
     leaves = [leaf.requires_grad_() for leaf in tensors(device)]
@@ -186,7 +186,7 @@ def test_opcheck(pending, four_bits, device):
     arguments = gate, up, base, None, *added, *options, *statistics, factors, [0.5], [True], "silu", scalars(), False
     torch.library.opcheck(operators.lora_down_save, arguments)
     stand_in = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
-    # The gradients of the operands come from the other operator, so there is no one schema check of both.
+    # The gradients of the operands come from the other operator, so each is checked on its own.
     operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments[:-1]]
     operands[5:9] = [[each.detach() for each in some] for some in operands[5:9]]
     torch.library.opcheck(operators.lora_down_product, (stand_in, *operands))

@@ -24,7 +24,7 @@ def seed():
 
 
 def by_hand(weight):
-    """The formula, an element at a time."""
+    """The formula, one element at a time."""
     flat, values = weight.packed.flatten().tolist(), []
     for index in range(weight.shape[0] * weight.shape[1]):
         byte, block = flat[index // 2], index // weight.blocksize
@@ -49,7 +49,7 @@ def test_the_formula(shape, nested):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_bit_for_bit_what_bitsandbytes_makes(quant_type, nested, blocksize, dtype):
-    # Rows of whole blocks: of others bitsandbytes' own CPU code reads wrong scales.
+    # Rows of whole blocks: for others, the CPU code of bitsandbytes reads wrong scales.
     weight, expected = matrix(torch.randn(300, blocksize).to(dtype), quant_type, nested, blocksize)
     out = torch.empty(weight.shape, dtype=dtype)
     assert torch.equal(nf4_dequantize(weight, dtype), expected)
@@ -70,7 +70,7 @@ def test_the_bits_of_the_reference(shape, blocksize, nested, dtype, device):
     out = memory[:-8].view(shape)
     assert nf4_dequantize(weight, out=out) is out
     assert torch.equal(out, nf4_dequantize_reference(weight, dtype))
-    assert (memory[-8:] == 7).all()  # nothing is written behind it
+    assert (memory[-8:] == 7).all()  # nothing is written past the end
 
 
 @pytest.mark.kernel
@@ -163,7 +163,7 @@ def test_one_buffer_of_the_largest_matrix():
     first.sum().backward()
     (buffer,) = nf4._buffers.values()
     assert (buffer.memory.numel(), buffer.memory.data_ptr()) == (24 * 16, memory)
-    assert torch.equal(first, before)  # a result is none of the buffer
+    assert torch.equal(first, before)  # a result does not share the buffer
     lora_linear(x.bfloat16(), small, None, c, d)
     assert {key[1] for key in nf4._buffers} == {torch.float32, torch.bfloat16}
     nf4.free_buffers()
@@ -171,7 +171,7 @@ def test_one_buffer_of_the_largest_matrix():
 
 
 def test_a_stream_without_a_buffer(monkeypatch):
-    """Nothing is kept, and none of the buffer of another stream is used."""
+    """A product there leaves no memory allocated and does not use the buffer of another stream."""
     x, (a, b) = torch.randn(4, 16), adapters(24, 16, dtype=torch.float32)
     weight = random_weight(24, 16)
     expected = lora_linear(x, weight, None, a, b)
@@ -186,7 +186,7 @@ def test_a_stream_without_a_buffer(monkeypatch):
 
 
 def test_streams_that_have_a_buffer(monkeypatch):
-    """Not the ones on which CUDA graphs are captured, and torch.compile warms up for them without capturing."""
+    """Only the default one: on others CUDA graphs are captured, and torch.compile warms up for them."""
     default, other = object(), object()
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     for stream in (default, other):
@@ -290,7 +290,7 @@ def test_compiles_ahead_of_time(target, blocksize, nested, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_training_steps_under_torch_compile(mode, device):
-    """CUDA graphs allow no memory of the buffers to be kept between calls."""
+    """With CUDA graphs no buffer may stay allocated between calls."""
     hidden, intermediate, rank = 256, 512, 8
     layers, leaves = [], []
     for rows, columns in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):

@@ -89,7 +89,7 @@ def test_errors_name_what_is_wrong(device):
     for function in (swiglu, geglu):
         with pytest.raises(ValueError, match=r"`gate` is \(2, 3, 24\) and `up` is \(2, 3, 23\)"):
             function(gate, up[..., 1:])
-        with pytest.raises(ValueError, match="they must have one shape"):
+        with pytest.raises(ValueError, match="they must have the same shape"):
             function(gate, up[0])
         with pytest.raises(ValueError, match="must be on one device"):
             function(gate, up.to("meta"))
@@ -312,7 +312,7 @@ def test_inplace_backward_gives_the_same_gradient_also_twice(activation, fused, 
     (expected,) = torch.autograd.grad(projected(x, activation, fused, False).square().sum(), x)
     loss = projected(x, activation, fused, True).square().sum()
     assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)  # the kept graph's tensors were left alone
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)  # the tensors of the retained graph were left alone
     for use_reentrant in (False, True):
         loss = checkpoint(projected, x, activation, fused, True, use_reentrant=use_reentrant).square().sum()
         loss.backward()

@@ -108,7 +108,7 @@ def test_half_precision_is_no_worse_than_eager(fused, dtype, device):
 @pytest.mark.kernel
 @variants
 def test_h_is_built_again_bit_for_bit(variant, device):
-    """The weight's gradient is then the one of a model that kept h."""
+    """The gradient of the weight is the one of a model that saves h."""
     function, _ = VARIANTS[variant]
     gate, up, weight, bias = inputs(dtype=torch.bfloat16, device=device)
     dweight = run(function, gate, up, weight, bias)[3]

@@ -47,7 +47,7 @@ def test_clamped_swiglu_is_deepseek_v4(device):
 
 
 def test_clamped_swiglu_needs_pairs_and_a_positive_alpha():
-    with pytest.raises(ValueError, match=r"twice the intermediate size, gate and up in turns"):
+    with pytest.raises(ValueError, match=r"twice the intermediate size, gate and up alternating"):
         clamped_swiglu(torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"`alpha` is 0\.0"):
         clamped_swiglu(torch.zeros(3, 4), alpha=0.0)

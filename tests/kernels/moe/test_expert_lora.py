@@ -22,11 +22,11 @@ TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
 class Case:
     """Operands of a block of experts with adapters, each a leaf that needs a gradient."""
 
-    def __init__(self, ranks=(3,), bias=False, dtype=torch.float64, adapter_dtype=None, **options):
+    def __init__(self, ranks=(3,), bias=False, dtype=torch.float64, adapter_dtype=None, device="cpu", **options):
         generator = torch.Generator().manual_seed(0)
 
         def leaf(*shape, of=dtype):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(of).requires_grad_()
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, of).requires_grad_()
 
         self.options, transposed = options, options.get("transposed", False)
         width = 2 * INTERMEDIATE if options.get("gated", True) else INTERMEDIATE
@@ -34,9 +34,10 @@ class Case:
         if transposed:
             first, second = (EXPERTS, HIDDEN, width), (EXPERTS, INTERMEDIATE, HIDDEN)
         self.hidden, self.weights = leaf(TOKENS, HIDDEN), leaf(TOKENS, TOP_K)
-        # The last expert has no rows, and one choice is of no expert.
+        # The last expert has no rows, and one choice is no expert.
         self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(TOKENS)])
         self.index[4, 1] = EXPERTS
+        self.index = self.index.to(device)
         self.bases = [leaf(*first), leaf(*second)]
         self.biases = [leaf(EXPERTS, width), leaf(EXPERTS, HIDDEN)] if bias else []
         self.factors = [
@@ -64,7 +65,7 @@ class Case:
         """The output and the gradients of all leaves that need one."""
         output = self(function)
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
-        upstream = torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output.dtype)
+        upstream = torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output)
         return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
@@ -92,9 +93,9 @@ def test_values_and_all_gradients(ranks, options):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_and_all_gradients_of_the_kernels(dtype, options, ranks):
-    case = Case(ranks, dtype=dtype, adapter_dtype=torch.float32, **options)
-    wide = Case(ranks, **options)
+def test_values_and_all_gradients_of_the_kernels(dtype, options, ranks, device):
+    case = Case(ranks, dtype=dtype, adapter_dtype=torch.float32, device=device, **options)
+    wide = Case(ranks, device=device, **options)
     for leaf, exact in zip(case.leaves, wide.leaves):
         exact.data.copy_(leaf.data)
     for ours, true in zip(case.results(), wide.results(moe_experts_reference)):
@@ -103,8 +104,8 @@ def test_values_and_all_gradients_of_the_kernels(dtype, options, ranks):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("options", [{}, {"bias": True, "transposed": True}], ids=str)
-def test_ranks_of_several_steps(options):
-    case, wide = (Case((50, 30), dtype=dtype, **options) for dtype in (torch.float32, torch.float64))
+def test_ranks_of_several_steps(options, device):
+    case, wide = (Case((50, 30), dtype=dtype, device=device, **options) for dtype in (torch.float32, torch.float64))
     for ours, true in zip(case.results(), wide.results(moe_experts_reference)):
         assert (ours.double() - true).norm() <= 1e-6 * true.norm()
 
@@ -181,7 +182,7 @@ def test_what_is_frozen_costs_no_product(products):
 
 
 class Sizes(TorchDispatchMode):
-    """The numbers of elements of what any operation makes."""
+    """The numbers of elements of all tensors that operations create."""
 
     def __init__(self):
         super().__init__()
@@ -328,7 +329,7 @@ def ours(hidden, index, weights, layers, transposed=False):
 
 
 def adapted(hidden, index, weights, layers, transposed=False):
-    """On W + s B A, as PEFT makes it."""
+    """With W + s B A, as PEFT builds it."""
     parameters = []
     for weight, a, b in layers:
         left, right = (a.mT, b.mT) if transposed else (b, a)

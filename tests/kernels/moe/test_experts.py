@@ -27,7 +27,7 @@ GPT_OSS = {"limit": 0.7, "gate_multiplier": 1.7, "down_multiplier": 1 / 1.7, "up
 
 
 def bounded(pre):
-    """Gate and up bounded each in its own way: no kernel has it."""
+    """An activation that no kernel has."""
     gate, up = pre.chunk(2, -1)
     return 3 * (gate / 3).tanh() * gate.sigmoid() * up.sin()
 
@@ -103,7 +103,7 @@ def test_values_and_gradients_in_float64(case, device):
 
 
 def spread(x):
-    """As x, with its elements apart and its last two dimensions the other way round in memory."""
+    """x with gaps between its elements, and its last two dimensions transposed in memory."""
     wide = x.new_zeros(*x.shape[:-2], x.shape[-1], 2 * x.shape[-2])
     view = wide[..., ::2].mT
     view.copy_(x.detach())
@@ -112,7 +112,7 @@ def spread(x):
 
 @pytest.mark.kernel
 @cases
-def test_values_and_gradients_of_the_kernels(case, device):
+def test_values_and_gradients(case, device):
     arguments, options = made(case, torch.float32, device)
     exact, _ = made(case, device=device)
     for result, true in zip(
@@ -216,7 +216,7 @@ def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, tra
 
 
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
-    """Its recomputation ends where all is back that was saved."""
+    """The recomputation stops at the last saved tensor."""
     calls = []
     for name in ("grouped_rows", "combine_rows"):
         native = getattr(layers, name)
@@ -278,7 +278,7 @@ def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
 @pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("case", ["gpt_oss", "gated"])
 def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen, monkeypatch):
-    """What torch.compile is told of the backwards, beside what they give."""
+    """Strides of the fake backwards, which torch.compile sees, against those of the real ones."""
     calls = []
     for name in ("_gate_up_backward", "_down_backward"):
         native = getattr(layers, name)
@@ -499,7 +499,7 @@ def test_choices_of_no_expert_add_nothing():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_frozen_experts_keep_no_input(dtype):
-    """Whose gradient, and that of the routing weights, is that of trained ones."""
+    """And the gradients of hidden states and routing weights are those of trained experts."""
     tokens, hidden, intermediate = 4096, 512, 128
     generator = torch.Generator().manual_seed(0)
     weights, index = choices(tokens, 2, 16, generator)

@@ -165,7 +165,7 @@ def outcome(function, logits, k, **options):
 )
 @settings(max_examples=15, deadline=None)
 def test_any_shape(function, tokens, members, groups, data, normalise, biased, dtype, transposed):
-    """The experts that float64 chooses of the same numbers, and weights and gradients rounded once."""
+    """The experts are those of float64 on the same numbers; weights and gradients are rounded once."""
     experts = groups * members
     options = {"normalise": normalise}
     top_groups = 1
@@ -278,7 +278,7 @@ def test_sizes_of_real_models(model, dtype, device):
     right, chosen = reference(logits.double(), k, **options)
     if function is topk_softmax_routing:
         assert torch.equal(index, chosen)
-    # Sums of groups, and sigmoids, may be nearer to each other than fp32 tells: as good a choice then.
+    # Sums of groups, and sigmoids, may be closer to each other than fp32 can tell; either choice is right then.
     assert (index.sort().values == chosen.sort().values).all(-1).float().mean() > 0.999
     same = (index == chosen).all(-1)
     rounding = 3e-6 if dtype == torch.float32 else 2**-8

@@ -128,7 +128,7 @@ def test_compiles_ahead_of_time(num_experts, dtype, target):
 )
 @settings(max_examples=10, deadline=None)
 def test_any_choice_of_experts(tokens, top_k, num_experts, used, layout, dtype, block_rows):
-    """`used` experts are chosen from: few of them as skewed as all tokens to one, more than there are as sentinels."""
+    """`used` ids are chosen from: from all tokens to one expert, to more ids than there are experts."""
     generator = torch.Generator().manual_seed(tokens)
     index = torch.randint(0, used, (2 * tokens, top_k), generator=generator).to(DEVICE, dtype)
     index = {"contiguous": index[:tokens], "transposed": index.mT.contiguous().mT, "strided": index[::2]}[layout]

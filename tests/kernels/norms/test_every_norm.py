@@ -71,7 +71,7 @@ def test_references_are_the_formulas():
 
 @pytest.mark.parametrize("name", NORMS)
 def test_half_precision_gradients_are_rounded_once_on_a_cpu(name):
-    """A sum over thousands of rows kept in bf16 would stop growing."""
+    """A sum over thousands of rows in bf16 would stop growing."""
     tensors = NORMS[name].arguments((8, 64, 512) if name == "group_norm" else (8, 1024, 64), "cpu", torch.bfloat16)
     doubles = [tensor.double().requires_grad_() for tensor in tensors]
     gradients = []
@@ -282,7 +282,7 @@ def leaves_of(tensors):
 
 
 def assert_same_gradients(name, tensors, upstream=None):
-    """Values and gradients of fp32 `tensors`, as they lie in memory, are those of the reference."""
+    """Values and gradients of fp32 `tensors`, in their memory layout, are those of the reference."""
     case = NORMS[name]
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     ours, theirs = as_tuple(case.function(*leaves)), as_tuple(case.reference(*leaves))

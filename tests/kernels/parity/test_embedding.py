@@ -207,7 +207,7 @@ def test_tied_gradients_are_one(padding_idx, device):
     ids, weight = randint(5, 8, device=device), randn(5, 6, device=device).requires_grad_()
     expected = torch.autograd.grad(tied(ids, weight, padding_idx, separate), weight)[0]
     loss = tied(ids, weight, padding_idx)
-    for retain in (True, False):  # a kept graph's gradients are not written to
+    for retain in (True, False):  # with a retained graph, its gradients are not written to
         with mock.patch.object(operators, "_embedding_backward", side_effect=AssertionError("a second gradient")):
             ours = torch.autograd.grad(loss, weight, retain_graph=retain)[0]
         torch.testing.assert_close(ours, expected)

@@ -136,7 +136,7 @@ def test_errors():
         rope(q, k, cos, sin, rotary_dim=12)
     with pytest.raises(ValueError, match="rotate 32 of the 16"):
         rope(q, k, *tensors(16, 16)[2:], rotary_dim=32)
-    with pytest.raises(ValueError, match="`split_output` is set without `interleaved`"):
+    with pytest.raises(ValueError, match="`split_output` needs `interleaved`"):
         rope(q, k, cos, sin, split_output=True)
     with pytest.raises(ValueError, match=r"`freqs_cis` has dtype torch\.float32; it must be complex"):
         rope_complex(q, k, cos, 1)

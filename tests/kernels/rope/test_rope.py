@@ -330,7 +330,7 @@ def real_inputs(
 def real_results(function, q, k, cos, sin):
     torch.manual_seed(1)
     outputs = function(q, k, cos, sin)
-    # Not randn_like, which fills in memory order, and the reference's results may lie otherwise.
+    # Not randn_like, which fills in memory order, which may differ for the results of the reference.
     gradients = [torch.randn(y.shape, device=y.device, dtype=torch.bfloat16).to(y.dtype) for y in outputs]
     return [*outputs, *torch.autograd.grad(outputs, (q, k), gradients)]
 

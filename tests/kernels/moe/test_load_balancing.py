@@ -125,7 +125,7 @@ def both(function, tensors, top_k, mask):
     transposed=st.booleans(),
 )
 @settings(max_examples=5, deadline=None)
-def test_kernels_equal_the_reference_in_float64(tokens, experts, top_k, masked, transposed):
+def test_equals_the_reference_in_float64(tokens, experts, top_k, masked, transposed):
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     tensors = [seeded_randn(tokens, experts, seed=seed, scale=2.0, device=device) for seed in range(2)]
     if transposed:
@@ -225,8 +225,8 @@ def test_real_sizes_equal_the_reference_in_float64(tokens, experts, top_k, dtype
         torch.testing.assert_close(losses, right, rtol=1e-5, atol=0.0, check_dtype=False)
         for mine, expected in zip(gradients, right_gradients):
             assert mine.dtype == dtype
-            # Where experts are used alike the terms of a gradient nearly cancel: the rest is compared as a whole.
-            # float16 cannot hold much of one that is divided by this many tokens.
+            # Where experts are used equally, the terms of a gradient nearly cancel: its norm is compared.
+            # float16 underflows for a gradient that is divided by this many tokens.
             rounding = torch.finfo(dtype)
             least = rounding.tiny * rounding.eps * expected.numel() ** 0.5
             assert (mine.double() - expected).norm() <= max(rounding.eps, 1e-4) * expected.norm() + least

@@ -1,8 +1,9 @@
-"""tiled_mlp: gradients, what is saved, how often a forward runs, hooks, random numbers, autocast, checkpoints."""
+"""tiled_mlp: gradients, what is saved, calls of the forward, hooks, random numbers, checkpoints, memory on a GPU."""
 
 from __future__ import annotations
 
 import copy
+import types
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.mlp.swiglu import swiglu
+from liger_trainer.nn import LigerSwiGLUMLP
 from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 
 HIDDEN, INTERMEDIATE = 6, 10
@@ -32,7 +34,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """What stands around an MLP in a model."""
+    """A decoder layer without its attention."""
 
     def __init__(self, mlp, num_tiles=3):
         super().__init__()
@@ -138,7 +140,7 @@ def test_bfloat16_gradients_of_any_number_of_tiles_are_as_exact_as_those_of_the_
 
 
 class Products(TorchDispatchMode):
-    """Multiplications in matrix products."""
+    """Counts the multiplications of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -218,7 +220,7 @@ def test_whatever_a_module_does_with_its_layers(forward, autocast):
 
 
 def _by_tile(forward, mlp, x):
-    """What the tiles are together; some modules look at all of their tokens."""
+    """The MLP on each tile; the results of some depend on all tokens of the tile."""
     y = torch.cat([forward(mlp, tile) for tile in x.view(1, -1, HIDDEN).split(72, dim=1)], dim=1)
     return y.view(*x.shape[:-1], -1)
 
@@ -277,7 +279,7 @@ def test_autocast_of_the_forward_holds_in_the_backward():
     with torch.autocast("cpu", torch.bfloat16):
         y = tiled_mlp(MLP.forward, mlp, x, 3)
         expected = mlp(x)
-        # What autocast cached of the weights must have a graph for those who use them next.
+        # The weights that autocast has cached must have a graph for later uses.
         assert torch.autograd.grad(expected.float().sum(), mlp.up_proj.weight, retain_graph=True)[0].any()
     assert y.dtype == torch.bfloat16
     leaves = (x, *mlp.parameters())
@@ -310,7 +312,7 @@ def test_a_weight_that_was_changed_since_is_noticed():
 
 @pytest.mark.parametrize(("use_reentrant", "runs"), [(False, 2), (True, 3)])
 def test_inside_a_checkpointed_layer(use_reentrant, runs):
-    """A checkpoint that stops when it has what was saved does not run the MLP a third time."""
+    """A checkpoint that stops at the last saved tensor does not run the MLP a third time."""
     layers = [Layer(MLP(dropout=0.3)) for _ in range(2)]
     x = torch.randn(9, HIDDEN, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
@@ -349,7 +351,7 @@ def test_length_of_a_tile():
 
 
 def test_length_of_a_tile_of_quantised_layers():
-    """Their weights are stored in other shapes, such as a column of bytes."""
+    """Their weights have other shapes, such as a column of bytes."""
 
     class Packed(nn.Module):
         def __init__(self, linear):
@@ -382,19 +384,17 @@ def test_errors():
         tiled_mlp(MLP.forward, mlp, x, tile_memory=0)
     with pytest.raises(ValueError, match="give `num_tiles`"):
         tiled_mlp(lambda module, x: x, nn.Identity(), x)
-    with pytest.raises(ValueError, match=r"`mlp_forward` made \(7,\) of \(7, 6\)"):
+    with pytest.raises(ValueError, match=r"`mlp_forward` returned \(7,\) for \(7, 6\)"):
         tiled_mlp(lambda module, x: x.sum(-1), mlp, x, 1)
-    with pytest.raises(ValueError, match="`mlp_forward` made tuple"):
+    with pytest.raises(ValueError, match="`mlp_forward` returned tuple"):
         tiled_mlp(lambda module, x: (x, x), mlp, x, 1)
     mlp.up_proj.weight.ds_id = 1
     with pytest.raises(ValueError, match="DeepSpeed ZeRO-3"):
         tiled_mlp(MLP.forward, mlp, x, 1)
 
 
-def test_no_grad_and_inference():
+def test_inference_mode():
     mlp, x = MLP(), torch.randn(7, HIDDEN)
-    with torch.no_grad():
-        torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
     with torch.inference_mode():
         torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
 
@@ -404,3 +404,33 @@ def test_compiles_fullgraph():
     mlp, x = MLP(), torch.randn(2, 7, HIDDEN, requires_grad=True)
     compiled = torch.compile(in_tiles(3), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled, mlp, x), gradients(MLP.forward, mlp, x))
+
+
+@pytest.mark.gpu
+def test_tiles_need_the_memory_of_a_tile(device):
+    config = types.SimpleNamespace(hidden_size=4096, intermediate_size=14336, hidden_act="silu")
+    with torch.device(device):
+        mlp = LigerSwiGLUMLP(config).bfloat16()
+    x, dy = (torch.randn(1, 32768, 4096, device=device).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    leaves = [x, *mlp.parameters()]
+
+    def peak(run):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    def tiled(num_tiles=None):
+        y = tiled_mlp(LigerSwiGLUMLP.forward, mlp, x, num_tiles)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    tiled(8)
+    weights = sum(p.numel() for p in mlp.parameters())
+    floor = 2 * x.numel() * 2 + weights * (4 + 2)  # y, dx; the summed and the rounded gradients
+    whole = peak(lambda: torch.autograd.grad(mlp(x), leaves, dy))
+    assert peak(tiled) <= floor + 640 * 2**20 < whole
+    expected = [mlp(x), *torch.autograd.grad(mlp(x), leaves, dy)]
+    for ours, right in zip(tiled(), expected):
+        assert (ours - right).norm() <= 5e-3 * right.norm()
