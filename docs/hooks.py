@@ -45,6 +45,11 @@ def _help(found: re.Match[str]) -> str:
     return f"```text\n{parser.format_help()}```"
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Shows Hugging Face's references in docstrings, [`~trl.SFTTrainer`], as plain names."""
+    return re.sub(r"\[(<code>)(?:~[\w.]*\.)?([\w.]+</code>)\](?!\()", r"\1\2", html)
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Removes the copy."""
     shutil.rmtree(config.extra["copied_package"])
