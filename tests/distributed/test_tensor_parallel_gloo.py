@@ -138,7 +138,7 @@ def _other_splits_are_told(rank: int) -> None:
         model.zero_grad()
         check_step(model, case, [batch_of(case)])
     assert len(said) == 1
-    assert "split over processes in a way that the fused cross entropy does not know" in said[0]
+    assert "split over processes in a way that the fused cross entropy does not support" in said[0]
 
 
 def _is_reverted(rank: int) -> None:
