@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="of the faults that `make fast` must catch, run those tests alone that it runs",
     )
-    parser.add_argument("--clean", action="store_true", help="first run the tests without the fault")
+    parser.add_argument("--clean", action="store_true", help="run the tests without the fault first")
     parser.add_argument("--check", action="store_true", help="only say whether every fault and test is found")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     options = parser.parse_args(arguments)
