@@ -8,7 +8,8 @@ the case's arguments, registered with a decorator, here or in a file of yours:
     @provider("rms_norm", "mine")
     def mine(x, weight, eps): ...
 
-It imports its library when it is called; a provider whose library is missing is skipped.
+It imports its library when it is called; a provider whose library is missing is skipped. [`library`] registers a
+function of a library that takes the case's arguments as they are.
 """
 
 from __future__ import annotations
@@ -173,6 +174,27 @@ def provider(operation: str, name: str, **settings: Any) -> Callable[[Function],
         return function
 
     return register
+
+
+def library(operation: str, name: str, path: str, **settings: Any) -> None:
+    """Registers a library's function as a provider; it gets the case's arguments by position, in the case's order.
+
+    Args:
+        operation: Name of the operation.
+        name: The library, as for [`provider`].
+        path: ``"module:function"``, imported when the provider is called.
+        settings: Keyword arguments of the function, added to the name of the provider.
+
+    Raises:
+        BenchmarkError: if there is no such operation.
+    """
+    module, _, function = path.partition(":")
+
+    def call(**arguments: Any) -> Any:
+        inputs = [value for key, value in arguments.items() if key not in settings]
+        return getattr(importlib.import_module(module), function)(*inputs, **settings)
+
+    provider(operation, name, **settings)(call)
 
 
 def reference(operation: str) -> Callable[[Function], Function]:

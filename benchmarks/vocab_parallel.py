@@ -96,13 +96,17 @@ def _loss_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, sof
 def _loss_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     from liger_trainer.functional import linear_cross_entropy
 
-    return linear_cross_entropy(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+    loss = linear_cross_entropy(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+    assert isinstance(loss, Tensor)  # no outputs were asked for
+    return loss
 
 
 def _log_probs_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     from liger_trainer.functional import linear_log_probs
 
-    return linear_log_probs(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+    log_probs = linear_log_probs(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
+    assert isinstance(log_probs, Tensor)  # no outputs were asked for
+    return log_probs
 
 
 def _ligers_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
@@ -117,13 +121,17 @@ def _ligers_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: f
 def _our_loss(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     from liger_trainer.functional import vocab_parallel_linear_cross_entropy
 
-    return vocab_parallel_linear_cross_entropy(hidden, weight, target, softcap=softcap)
+    loss = vocab_parallel_linear_cross_entropy(hidden, weight, target, softcap=softcap)
+    assert isinstance(loss, Tensor)  # no outputs were asked for
+    return loss
 
 
 def _our_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     from liger_trainer.functional import vocab_parallel_linear_log_probs
 
-    return vocab_parallel_linear_log_probs(hidden, weight, target, softcap=softcap)
+    log_probs = vocab_parallel_linear_log_probs(hidden, weight, target, softcap=softcap)
+    assert isinstance(log_probs, Tensor)  # no outputs were asked for
+    return log_probs
 
 
 PROVIDERS: dict[str, dict[str, Provider]] = {

@@ -217,7 +217,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _num_experts(module: Any) -> int:
-    """Experts of the layer, of all processes: the module's own number is of this process where they are split."""
+    """The number of experts of the layer on all processes; a module that is split has only its own."""
     shapes = (full_shape(weight) for weight in declared_weights(module).values())
     stacked = next((shape[0] for shape in shapes if len(shape) == 3), None)
     return module.num_experts if stacked is None else stacked

@@ -203,7 +203,7 @@ def kernel_config_of(args: Any) -> KernelConfig:
 
 
 def retained_bytes_of(args: Any) -> int | None:
-    """`retain_logits_memory` of any training arguments in bytes; None where it is not set."""
+    """`retain_logits_memory` of any training arguments, in bytes; None if it is not set."""
     value = getattr(args, "retain_logits_memory", None)
     return None if value is None else parse_bytes(value, "retain_logits_memory", at_least=0)
 

@@ -32,7 +32,7 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Switches of the kernels; a component that is on is still applied only where it is proved equal.
+    """Switches of the kernels. A component that is on is applied only where it is proved equal to the original.
 
     Args:
         rope: Rotary position embedding.

@@ -1,4 +1,4 @@
-"""`AutoModelForCausalLM` that puts the kernels into what it builds."""
+"""`AutoModelForCausalLM` that applies the kernels to the models it builds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KERNEL_KWARGS = (*KERNEL_KEYS, "fused_linear_cross_entropy", "recompute_mlp", "
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` with kernel switches among its keyword arguments.
 
-    Besides what `AutoModelForCausalLM` takes, both constructors take the keys of `liger_kernel_config` (`rope`,
+    Besides the arguments of `AutoModelForCausalLM`, both constructors take the keys of `liger_kernel_config` (`rope`,
     `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `lora`, `router`, `experts`,
     `cross_entropy`, `linear_cross_entropy` or its other name `fused_linear_cross_entropy`, `recompute_mlp`,
     `tiled_mlp`, `logits_memory`) and `strict`; see
@@ -25,7 +25,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        """Loads a model and puts the kernels into it.
+        """Loads a model and applies the kernels to it.
 
         Args:
             pretrained_model_name_or_path: A model id or a folder.
@@ -37,7 +37,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
             The model.
 
         Raises:
-            ValueError: for a wrong kernel switch, or what cannot be applied with `strict=True`.
+            ValueError: for a wrong kernel switch, or a kernel that cannot be applied with `strict=True`.
         """
         kernels, strict, kwargs = _split(kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
@@ -47,7 +47,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """Builds a model with random weights and puts the kernels into it.
+        """Builds a model with random weights and applies the kernels to it.
 
         Args:
             config: The model's config.
@@ -58,7 +58,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
             The model.
 
         Raises:
-            ValueError: for a wrong kernel switch, or what cannot be applied with `strict=True`.
+            ValueError: for a wrong kernel switch, or a kernel that cannot be applied with `strict=True`.
         """
         kernels, strict, kwargs = _split(kwargs)
         model = super().from_config(config, **kwargs)

@@ -202,7 +202,7 @@ def test_what_peft_would_get_wrong_is_an_error():
     apply_liger_kernel(quantised)
     step(quantised)
     next(module for module in quantised.modules() if four_bits(module)).register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="take hooks off the experts"):
+    with pytest.raises(RuntimeError, match="remove hooks from the experts"):
         step(quantised)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("clamped_swiglu")
@@ -26,8 +26,4 @@ def eager(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-@provider("clamped_swiglu", "liger_trainer")
-def ours(gate_up: Tensor) -> Tensor:
-    from liger_trainer.functional import clamped_swiglu
-
-    return clamped_swiglu(gate_up)
+library("clamped_swiglu", "liger_trainer", "liger_trainer.functional:clamped_swiglu")

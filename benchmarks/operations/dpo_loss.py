@@ -104,7 +104,9 @@ def ours(hidden: Tensor, weight: Tensor, target: Tensor, retain_logits_memory: s
     from liger_trainer.functional import linear_log_probs
 
     retained = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
-    return linear_log_probs(hidden, weight, target, retain_memory=retained).sum(-1)
+    log_probs = linear_log_probs(hidden, weight, target, retain_memory=retained)
+    assert isinstance(log_probs, Tensor)  # no outputs were asked for
+    return log_probs.sum(-1)
 
 
 @provider("dpo_loss", "liger_trainer LigerFusedLinearDPOLoss")

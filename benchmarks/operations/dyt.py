@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, row_case
 
 
 @operation("dyt")
@@ -20,15 +20,5 @@ def eager(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return gamma * torch.tanh(alpha * x) + beta
 
 
-@provider("dyt", "liger-kernel")
-def liger(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_dyt
-
-    return liger_dyt(x, alpha, gamma, beta)
-
-
-@provider("dyt", "liger_trainer")
-def ours(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    from liger_trainer.functional import dyt
-
-    return dyt(x, alpha, gamma, beta)
+library("dyt", "liger-kernel", "liger_kernel.transformers.functional:liger_dyt")
+library("dyt", "liger_trainer", "liger_trainer.functional:dyt")

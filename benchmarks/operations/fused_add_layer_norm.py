@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("fused_add_layer_norm")
@@ -25,8 +25,4 @@ def eager(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float)
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
 
-@provider("fused_add_layer_norm", "liger_trainer")
-def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import fused_add_layer_norm
-
-    return fused_add_layer_norm(x, residual, weight, bias, eps)
+library("fused_add_layer_norm", "liger_trainer", "liger_trainer.functional:fused_add_layer_norm")

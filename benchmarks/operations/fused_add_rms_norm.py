@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, wide
 
 
 @operation("fused_add_rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Two inputs and two outputs each way: x and residual have one gradient."""
+    """Two inputs and two outputs in each pass: x and residual share one gradient."""
     shape = tokens, model.hidden
     inputs = {"x": data.normal(*shape), "residual": data.normal(*shape), "weight": data.normal(model.hidden)}
     size = tokens * model.hidden
@@ -30,11 +30,7 @@ def eager(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype), total
 
 
-@provider("fused_add_rms_norm", "liger-kernel")
-def liger(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    return liger_fused_add_rms_norm(x, residual, weight, eps)
+library("fused_add_rms_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_fused_add_rms_norm")
 
 
 @provider("fused_add_rms_norm", "quack")
@@ -44,8 +40,4 @@ def quack(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
 
 
-@provider("fused_add_rms_norm", "liger_trainer")
-def ours(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import fused_add_rms_norm
-
-    return fused_add_rms_norm(x, residual, weight, eps)
+library("fused_add_rms_norm", "liger_trainer", "liger_trainer.functional:fused_add_rms_norm")

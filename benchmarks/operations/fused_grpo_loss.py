@@ -119,7 +119,9 @@ def ours(hidden: Tensor, weight: Tensor, ids: Tensor, retain_logits_memory: str 
     from liger_trainer.functional import linear_log_probs
 
     retained = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
-    return linear_log_probs(hidden, weight, ids, retain_memory=retained)
+    log_probs = linear_log_probs(hidden, weight, ids, retain_memory=retained)
+    assert isinstance(log_probs, Tensor)  # no outputs were asked for
+    return log_probs
 
 
 @provider("fused_grpo_loss", "liger_trainer LigerFusedLinearGRPOLoss")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.swiglu import gated_cases
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider
 
 
 @operation("geglu")
@@ -20,16 +20,6 @@ def eager(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-@provider("geglu", "liger-kernel")
-def liger(gate: Tensor, up: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_geglu
-
-    return liger_geglu(gate, up)
-
-
-@provider("geglu", "liger_trainer", inplace_backward=True)
-@provider("geglu", "liger_trainer")
-def ours(gate: Tensor, up: Tensor, inplace_backward: bool = False) -> Tensor:
-    from liger_trainer.functional import geglu
-
-    return geglu(gate, up, inplace_backward=inplace_backward)
+library("geglu", "liger-kernel", "liger_kernel.transformers.functional:liger_geglu")
+library("geglu", "liger_trainer", "liger_trainer.functional:geglu")
+library("geglu", "liger_trainer", "liger_trainer.functional:geglu", inplace_backward=True)

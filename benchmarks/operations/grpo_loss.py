@@ -12,7 +12,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("grpo_loss", tokens=8192)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Completions of up to 1024 tokens, whose logits have one position more; a little off the old policy."""
+    """Completions of up to 1024 tokens with logits for one more position; the old policy differs slightly."""
     length = min(tokens, 1024)
     samples = tokens // length
     logits = data.normal(samples, length + 1, model.vocab, scale=3.0)

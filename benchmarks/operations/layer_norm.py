@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, row_case
 
 
 @operation("layer_norm")
@@ -20,15 +20,5 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-@provider("layer_norm", "liger-kernel")
-def liger(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    return liger_layer_norm(x, weight, bias, eps)
-
-
-@provider("layer_norm", "liger_trainer")
-def ours(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    from liger_trainer.functional import layer_norm
-
-    return layer_norm(x, weight, bias, eps)
+library("layer_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_layer_norm")
+library("layer_norm", "liger_trainer", "liger_trainer.functional:layer_norm")

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_trainer.benchmarks.heads import head_logits, in_parts
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.linear_jsd import distillation_case
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, reference
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, reference
 
 
 @operation("linear_kl", tokens=8192)
@@ -52,8 +52,4 @@ def trl(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, 
     return ChunkedDivergenceFunction.apply(*heads, 0.0)[0].mean()
 
 
-@provider("linear_kl", "liger_trainer")
-def ours(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-    from liger_trainer.functional import linear_kl
-
-    return linear_kl(student_hidden, student_weight, teacher_hidden, teacher_weight)
+library("linear_kl", "liger_trainer", "liger_trainer.functional:linear_kl")

@@ -1,4 +1,4 @@
-"""LM head + log-probabilities: one a token, each with its own gradient."""
+"""LM head + log-probabilities: one per token, each with its own gradient."""
 
 from collections.abc import Iterator
 
@@ -54,4 +54,6 @@ def ours(
     from liger_trainer.configs.kernel_config import parse_bytes
     from liger_trainer.functional import linear_log_probs
 
-    return linear_log_probs(hidden, weight, target, softcap=softcap, logits_memory=parse_bytes(logits_memory))
+    log_probs = linear_log_probs(hidden, weight, target, softcap=softcap, logits_memory=parse_bytes(logits_memory))
+    assert isinstance(log_probs, Tensor)  # no outputs were asked for
+    return log_probs

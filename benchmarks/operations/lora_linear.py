@@ -19,7 +19,7 @@ def frozen(data: Data, inputs: int, outputs: int) -> Tensor:
 
 
 def adapter(data: Data, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """A and B, fp32 where the model is narrower, as PEFT makes them."""
+    """A and B, in fp32 if the model is in half precision, as PEFT makes them."""
     dtype = torch.promote_types(data.dtype, torch.float32)
     return (
         data.normal(RANK, inputs, scale=inputs**-0.5, dtype=dtype),
@@ -28,13 +28,13 @@ def adapter(data: Data, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 def autocast(x: Tensor) -> torch.autocast:
-    """The Trainer's autocast in half precision, nothing otherwise."""
+    """The Trainer's autocast for half precision; no context otherwise."""
     half = x.dtype in (torch.float16, torch.bfloat16)
     return torch.autocast(x.device.type, x.dtype if half else torch.bfloat16, enabled=half)
 
 
 def adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What PEFT's layer does."""
+    """The forward of PEFT's layer."""
     base = F.linear(x, weight)
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * SCALING).to(base.dtype)
 

@@ -17,7 +17,7 @@ _BLOCKSIZE, _NESTED_BLOCKSIZE = 64, 256
 
 
 def random_weight(data: Data, inputs: int, outputs: int) -> NF4Weight:
-    """A matrix of random codes, whose numbers are as large as those of a projection."""
+    """A matrix of random codes, with values as large as those of a projection."""
     blocks, scale = inputs * outputs // _BLOCKSIZE, inputs**-0.5
     nested = NestedAbsmax(
         torch.linspace(-1, 1, 256, device=data.device),
@@ -54,7 +54,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def _mlp(x: Tensor, parts: dict[str, Any], product: Callable[[Tensor, NF4Weight], Tensor]) -> Tensor:
-    """What PEFT's layers on `product` do."""
+    """The MLP with PEFT's layers, whose base layers compute `product`."""
 
     def adapted(x: Tensor, name: str) -> Tensor:
         base, a, b = (parts[f"{name}_{part}"] for part in ("weight", "a", "b"))
@@ -73,7 +73,7 @@ def dense(x: Tensor, **parts: Any) -> Tensor:
 
 
 def quant_state(weight: NF4Weight, dtype: torch.dtype) -> Any:
-    """The weight as bitsandbytes describes it."""
+    """The weight's state in bitsandbytes' form."""
     from bitsandbytes.functional import QuantState
 
     _, absmax, code, shape, blocksize, nested = weight

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, wide
 
 
 @operation("modulated_rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Samples of up to 4096 tokens, a row of modulation each."""
+    """Samples of up to 4096 tokens, each with one row of modulation."""
     length = min(tokens, 4096)
     samples = tokens // length
     shape = samples, length, model.hidden
@@ -32,15 +32,5 @@ def eager(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -
     return normed * (1 + scale) + shift
 
 
-@provider("modulated_rms_norm", "liger-kernel")
-def liger(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_modulated_rms_norm
-
-    return liger_modulated_rms_norm(x, weight, scale, shift, eps)
-
-
-@provider("modulated_rms_norm", "liger_trainer")
-def ours(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    from liger_trainer.functional import modulated_rms_norm
-
-    return modulated_rms_norm(x, weight, scale, shift, eps)
+library("modulated_rms_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_modulated_rms_norm")
+library("modulated_rms_norm", "liger_trainer", "liger_trainer.functional:modulated_rms_norm")

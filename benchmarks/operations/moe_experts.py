@@ -16,8 +16,8 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """Experts chosen by random logits, trained and frozen; then every token to the same experts.
 
-    Frozen experts still pass a gradient on to their input and to the weights of the choice. Models without experts have
-    no case.
+    Frozen experts still give a gradient to their input and to the router's weights. Models without experts have no
+    case.
     """
     if not model.experts:
         return
@@ -26,7 +26,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def _case(data: Data, model: Model, tokens: int, variant: str, frozen: bool, skewed: bool) -> Case:
-    """The floor is the products in cuBLAS, for as many rows of every expert that is chosen."""
+    """The floor is the matmuls in cuBLAS, with the same number of rows for every chosen expert."""
     experts, top_k = stock_experts(model), model.experts_per_token
     logits = data.normal(tokens, model.experts, grad=False, dtype=torch.float32)
     weights, index = logits.softmax(dim=-1).topk(top_k)
@@ -47,7 +47,7 @@ def _case(data: Data, model: Model, tokens: int, variant: str, frozen: bool, ske
 
 
 class _Products:
-    """The matmuls of both passes, the rows spread evenly over so many experts."""
+    """The matmuls of both passes, with rows spread evenly over the experts."""
 
     def __init__(self, data: Data, model: Model, tokens: int, experts: int, frozen: bool) -> None:
         rows = -(-tokens * model.experts_per_token // experts)
@@ -63,7 +63,7 @@ class _Products:
     def __call__(self) -> None:
         self.x @ self.gate_up.mT
         self.h @ self.down.mT
-        self.x @ self.down  # a gradient is as large as what it is of
+        self.x @ self.down  # a gradient has the size of its tensor
         self.pre @ self.gate_up
         if not self.frozen:
             self.x.mT @ self.h
@@ -71,7 +71,7 @@ class _Products:
 
 
 def stock_experts(model: Model) -> Any:
-    """The experts of a layer as transformers has them, without memory for their weights."""
+    """The experts of a layer in transformers, without memory for their weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -80,7 +80,7 @@ def stock_experts(model: Model) -> Any:
 
 
 def _see_every_token(experts: Any) -> bool:
-    """Whether the experts are Llama 4's, which choose no rows: the block gives each every token times its score."""
+    """Whether the experts are Llama 4's: each gets every token, multiplied by its score."""
     return not hasattr(experts, "is_transposed")
 
 
@@ -100,20 +100,20 @@ def _run(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor
 
 @provider("moe_experts", "torch")
 def grouped_mm(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """What transformers runs unless told otherwise; of Llama 4 it has one implementation."""
+    """The default of transformers, and its only implementation for Llama 4."""
     return _run(experts, "grouped_mm", (hidden, top_k_index, top_k_weights), weights)
 
 
 @reference("moe_experts")
 @provider("moe_experts", "transformers loop")
 def loop(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """Expert by expert."""
+    """One expert at a time."""
     return _run(experts, "eager", (hidden, top_k_index, top_k_weights), weights)
 
 
 @provider("moe_experts", "liger-kernel")
 def liger(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """As `LigerExperts` calls it."""
+    """The call that `LigerExperts` makes."""
     from liger_kernel.ops import LigerFusedMoEFunction
 
     if set(weights) != {"gate_up_proj", "down_proj"} or _transposed(experts):
@@ -141,7 +141,7 @@ def ours(
         alpha = experts.alpha
         gate = {"gate_multiplier": alpha, "down_multiplier": 1 / alpha, "limit": experts.limit, "up_offset": 1.0}
     scores = top_k_weights
-    if _see_every_token(experts):  # the chosen inputs times their scores, one expert a row
+    if _see_every_token(experts):  # the chosen inputs times their scores, one expert per row
         hidden = (hidden.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
         top_k_index, top_k_weights = top_k_index.reshape(-1, 1), scores.new_ones(len(hidden), 1)
     out = moe_experts(

@@ -12,7 +12,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("multi_token_attention", tokens=2048)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """One sequence; the convolution of three by three mixes the heads in groups of one."""
+    """One sequence; the three by three convolution has one head per group."""
     heads = model.heads
     scores = data.normal(1, heads, tokens, tokens)
     parameters = {"weight": data.normal(heads, 1, 3, 3, scale=1 / 3), "bias": data.normal(heads), "groups": heads}

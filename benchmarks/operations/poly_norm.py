@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, row_case, wide
 
 
 @operation("poly_norm")
@@ -25,15 +25,5 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (mixed + bias).to(x.dtype)
 
 
-@provider("poly_norm", "liger-kernel")
-def liger(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_poly_norm
-
-    return liger_poly_norm(x, weight, bias, eps)
-
-
-@provider("poly_norm", "liger_trainer")
-def ours(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    from liger_trainer.functional import poly_norm
-
-    return poly_norm(x, weight, bias, eps)
+library("poly_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_poly_norm")
+library("poly_norm", "liger_trainer", "liger_trainer.functional:poly_norm")

@@ -12,7 +12,7 @@ from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, prov
 
 @operation("qk_norm_rope")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Projections as models have them, (batch, length, heads, width), and results with the heads before the length."""
+    """Projections shaped (batch, length, heads, width), as in models; results have the heads before the length."""
     length = min(tokens, 4096)
     q, k, dq, dk = (
         data.upstream(tokens // length, length, heads, model.head_dim) for heads in (model.heads, model.kv_heads) * 2

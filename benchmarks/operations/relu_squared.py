@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("relu_squared")
@@ -22,15 +22,5 @@ def eager(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-@provider("relu_squared", "liger-kernel")
-def liger(x: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_relu_squared
-
-    return liger_relu_squared(x)
-
-
-@provider("relu_squared", "liger_trainer")
-def ours(x: Tensor) -> Tensor:
-    from liger_trainer.functional import relu_squared
-
-    return relu_squared(x)
+library("relu_squared", "liger-kernel", "liger_kernel.transformers.functional:liger_relu_squared")
+library("relu_squared", "liger_trainer", "liger_trainer.functional:relu_squared")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, row_case, wide
 
 
 @operation("rms_norm")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """The hidden states and, where the model has norms of queries and keys, the heads."""
+    """The hidden states and, if the model normalises queries and keys, the heads."""
     yield row_case(data, tokens, model.hidden, weight=data.normal(model.hidden), eps=1e-6)
     if model.qk_norm:
         heads = tokens * (model.heads + model.kv_heads)
@@ -24,11 +24,7 @@ def eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-@provider("rms_norm", "liger-kernel")
-def liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    return liger_rms_norm(x, weight, eps)
+library("rms_norm", "liger-kernel", "liger_kernel.transformers.functional:liger_rms_norm")
 
 
 @provider("rms_norm", "quack")
@@ -38,8 +34,4 @@ def quack(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rmsnorm(x, weight, eps=eps)
 
 
-@provider("rms_norm", "liger_trainer")
-def ours(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    from liger_trainer.functional import rms_norm
-
-    return rms_norm(x, weight, eps)
+library("rms_norm", "liger_trainer", "liger_trainer.functional:rms_norm")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("rope")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Queries and keys as models have them: transposed views, and gradients laid out alike."""
+    """Queries and keys are transposed views, as in models, and so are their gradients."""
     length = min(tokens, 4096)
     q, k, dq, dk = (
         data.upstream(tokens // length, length, heads, model.head_dim).transpose(1, 2)
@@ -28,7 +28,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rates(data: Data, width: int) -> Tensor:
-    """Radians a position, of each pair of `width` dimensions."""
+    """Radians per position for each pair of `width` dimensions."""
     return 1e4 ** (-torch.arange(0, 1, 2 / width, device=data.device))
 
 
@@ -40,7 +40,7 @@ def rotary_tables(data: Data, length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     left, right = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(1)
 
@@ -50,11 +50,7 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-@provider("rope", "liger-kernel")
-def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.functional import liger_rope
-
-    return liger_rope(q, k, cos, sin)
+library("rope", "liger-kernel", "liger_kernel.transformers.functional:liger_rope")
 
 
 def rotated_by_quack(
@@ -76,8 +72,4 @@ def quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated_by_quack(q, k, cos[..., :half], sin[..., :half])
 
 
-@provider("rope", "liger_trainer")
-def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import rope
-
-    return rope(q, k, cos, sin)
+library("rope", "liger_trainer", "liger_trainer.functional:rope")

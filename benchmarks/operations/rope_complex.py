@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import rates
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, wide
 
 
 @operation("rope_complex")
@@ -26,7 +26,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x)
 
@@ -36,15 +36,5 @@ def eager(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     return rotated(q, freqs_cis), rotated(k, freqs_cis)
 
 
-@provider("rope_complex", "liger-kernel")
-def liger(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.llama4_rope import liger_llama4_text_rotary_pos_emb
-
-    return liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
-
-
-@provider("rope_complex", "liger_trainer")
-def ours(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import rope_complex
-
-    return rope_complex(q, k, freqs_cis)
+library("rope_complex", "liger-kernel", "liger_kernel.transformers.llama4_rope:liger_llama4_text_rotary_pos_emb")
+library("rope_complex", "liger_trainer", "liger_trainer.functional:rope_complex")

@@ -1,4 +1,4 @@
-"""RoPE, half-width tables: a cosine and a sine a pair, as in GPT-OSS."""
+"""RoPE, half-width tables: one cosine and sine per pair, as in GPT-OSS."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import cases as full_width_cases
 from liger_trainer.benchmarks.operations.rope import rotated_by_quack
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider
 
 
 @operation("rope_half_width")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Those of RoPE, with half of the tables."""
+    """The cases of RoPE, with half of the tables."""
     for case in full_width_cases(data, model, tokens):
         for name in ("cos", "sin"):
             table = case.arguments[name]
@@ -22,7 +22,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -33,11 +33,7 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-@provider("rope_half_width", "liger-kernel")
-def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb_gpt_oss
-
-    return liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)
+library("rope_half_width", "liger-kernel", "liger_kernel.transformers.rope:liger_rotary_pos_emb_gpt_oss")
 
 
 @provider("rope_half_width", "quack")

@@ -13,7 +13,7 @@ from liger_trainer.benchmarks.registry import Case, Data, operation, provider
 
 @operation("rope_interleaved")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Those of RoPE, with tables that give two neighbours the same angle."""
+    """The cases of RoPE, with tables that give two neighbours the same angle."""
     for case in half_split_cases(data, model, tokens):
         for name in ("cos", "sin"):
             table = case.arguments[name]
@@ -22,7 +22,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 

@@ -9,14 +9,14 @@ from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import cases as text_cases
 from liger_trainer.benchmarks.operations.rope import eager as rotate_both
 from liger_trainer.benchmarks.operations.rope import rotary_tables
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider
 
 Sections = tuple[int, int, int]
 
 
 @operation("rope_multimodal")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Those of RoPE, with one table for each axis: a video, whose frames are 16 patches wide."""
+    """The cases of RoPE, with one table for each axis: a video whose frames are 16 patches wide."""
     pairs = model.head_dim // 2
     time, width = pairs // 4, (pairs - pairs // 4) // 2
     for case in text_cases(data, model, tokens):
@@ -44,8 +44,4 @@ def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Sections) ->
     return liger_qwen2vl_mrope(q, k, cos, sin, list(sections))
 
 
-@provider("rope_multimodal", "liger_trainer")
-def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Sections) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import rope_multimodal
-
-    return rope_multimodal(q, k, cos, sin, sections)
+library("rope_multimodal", "liger_trainer", "liger_trainer.functional:rope_multimodal")

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.rope import rates
 from liger_trainer.benchmarks.operations.rope import rotated as rotated_heads
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, wide
 
 
 @operation("rope_vision")
@@ -26,7 +26,7 @@ def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One tensor of heads, as transformers rotates it."""
+    """One tensor of heads, rotated as in transformers."""
     heads_first = wide(x).transpose(0, 1)[None]
     return rotated_heads(heads_first, cos[None], sin[None])[0].transpose(0, 1).to(x.dtype)
 
@@ -36,15 +36,5 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-@provider("rope_vision", "liger-kernel")
-def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
-
-    return liger_rotary_pos_emb_vision(q, k, cos, sin)
-
-
-@provider("rope_vision", "liger_trainer")
-def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_trainer.functional import rope_vision
-
-    return rope_vision(q, k, cos, sin)
+library("rope_vision", "liger-kernel", "liger_kernel.transformers.rope:liger_rotary_pos_emb_vision")
+library("rope_vision", "liger_trainer", "liger_trainer.functional:rope_vision")

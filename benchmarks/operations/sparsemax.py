@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, library, operation, provider, row_case, wide
 
 
 @operation("sparsemax", tokens=8192)
@@ -23,15 +23,5 @@ def eager(x: Tensor) -> Tensor:
     return torch.relu(wide(x) - threshold).to(x.dtype)  # unlike clamp's, its gradient is 0 at the threshold
 
 
-@provider("sparsemax", "liger-kernel")
-def liger(x: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_sparsemax
-
-    return liger_sparsemax(x)
-
-
-@provider("sparsemax", "liger_trainer")
-def ours(x: Tensor) -> Tensor:
-    from liger_trainer.functional import sparsemax
-
-    return sparsemax(x)
+library("sparsemax", "liger-kernel", "liger_kernel.transformers.functional:liger_sparsemax")
+library("sparsemax", "liger_trainer", "liger_trainer.functional:sparsemax")

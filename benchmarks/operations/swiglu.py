@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("swiglu")
@@ -27,16 +27,6 @@ def eager(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@provider("swiglu", "liger-kernel")
-def liger(gate: Tensor, up: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_swiglu
-
-    return liger_swiglu(gate, up)
-
-
-@provider("swiglu", "liger_trainer", inplace_backward=True)
-@provider("swiglu", "liger_trainer")
-def ours(gate: Tensor, up: Tensor, inplace_backward: bool = False) -> Tensor:
-    from liger_trainer.functional import swiglu
-
-    return swiglu(gate, up, inplace_backward=inplace_backward)
+library("swiglu", "liger-kernel", "liger_kernel.transformers.functional:liger_swiglu")
+library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu")
+library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu", inplace_backward=True)

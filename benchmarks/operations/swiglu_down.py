@@ -1,4 +1,4 @@
-"""SwiGLU + down projection: `liger_trainer` rebuilds the product in backward instead of keeping it."""
+"""SwiGLU + down projection: `liger_trainer` recomputes the product in the backward pass instead of saving it."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.swiglu import gated_cases
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider
 
 
 @operation("swiglu_down")
@@ -45,8 +45,4 @@ def keeping(gate: Tensor, up: Tensor, weight: Tensor, recompute: bool) -> Tensor
     return F.linear(swiglu(gate, up), weight)
 
 
-@provider("swiglu_down", "liger_trainer")
-def ours(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    from liger_trainer.functional import swiglu_down
-
-    return swiglu_down(gate, up, weight)
+library("swiglu_down", "liger_trainer", "liger_trainer.functional:swiglu_down")

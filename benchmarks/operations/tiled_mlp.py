@@ -49,14 +49,14 @@ def eager(hidden: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
 
 
 def linear(weight: Tensor) -> torch.nn.Linear:
-    """The layer of `weight`."""
+    """A linear layer with `weight`."""
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = weight
     return layer
 
 
 class MLP(torch.nn.Module):
-    """The weights as a model's module, which the tiled versions of libraries take."""
+    """The weights as a module, for the tiled versions of other libraries."""
 
     def __init__(self, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -148,6 +149,8 @@ def _message(feature: Feature) -> str | None:
 
 
 def _matches(given: tuple[str, ...], expected: tuple[str, ...]) -> bool:
+    if {"args", "kwargs"} <= set(given) <= {"self", "args", "kwargs"}:  # a wrapper that passes on what it is given
+        return True
     if expected[-1:] == ("...",):
         return given[: len(expected) - 1] == expected[:-1]
     return given == expected
@@ -160,7 +163,10 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
         current = pending.pop()
         if isinstance(current, types.FunctionType) and id(current) not in seen:
             seen.add(id(current))
-            pending += [current.__code__, *(cell.cell_contents for cell in current.__closure__ or ())]
+            pending.append(current.__code__)
+            for cell in current.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    pending.append(cell.cell_contents)
         elif isinstance(current, types.CodeType):
             yield current
             pending += current.co_consts

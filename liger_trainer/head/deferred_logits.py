@@ -82,7 +82,7 @@ def _wrapper(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
         DeferredLogits, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=recorded.hidden.device
     )
     deferred.recorded, deferred.meta, deferred.tracked = recorded, meta, False
-    deferred.value = deferred.value_no_grad = deferred.parent = deferred.replay_view = None
+    deferred.value = deferred.value_no_grad = deferred.parent = None
     deferred.views = []
     return deferred
 
@@ -106,7 +106,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
     value: torch.Tensor | None
     value_no_grad: torch.Tensor | None
     parent: DeferredLogits | None
-    replay_view: Callable[[torch.Tensor], torch.Tensor] | None
+    replay_view: Callable[[torch.Tensor], torch.Tensor]  # only where there is a parent
     views: list[weakref.ref[DeferredLogits]]
 
     @staticmethod
@@ -189,10 +189,9 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
                     self.value = _BuiltFromNode.apply(self) if ours is self else ours.build(for_write)
                 elif for_write:
                     self._build_family()
-                elif self._shares_build:
-                    self.value = self.replay_view(self.parent.build())  # type: ignore[misc, union-attr]
                 else:
-                    self.value = self._compute()
+                    parent = self._parent_to_build
+                    self.value = self._compute() if parent is None else self.replay_view(parent.build())
         elif for_write:
             self._build_family()
         assert self.value is not None
@@ -208,7 +207,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         if self.value_no_grad is None:
             with torch.no_grad():
                 known = None if self.parent is None else self.parent.value_no_grad
-                self.value_no_grad = self._compute() if known is None else self.replay_view(known)  # type: ignore[misc]
+                self.value_no_grad = self._compute() if known is None else self.replay_view(known)
         return self.value_no_grad
 
     def _compute(self) -> torch.Tensor:
@@ -218,12 +217,13 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         return recorded.chain.replay(through_owner(recorded.call.head, logits))
 
     @property
-    def _shares_build(self) -> bool:
-        """Whether to build the parent and view it; a slice of logits that are not built is computed on its own."""
+    def _parent_to_build(self) -> DeferredLogits | None:
+        """The parent, if these are built as a view of it; a slice of logits that are not built is computed alone."""
         parent = self.parent
         if parent is None or parent.value is not None:
-            return parent is not None
-        return parent.meta.numel() == self.meta.numel() and parent.has_graph == self.has_graph
+            return parent
+        is_whole = parent.meta.numel() == self.meta.numel() and parent.has_graph == self.has_graph
+        return parent if is_whole else None
 
     def _build_family(self) -> None:
         """Builds everything that shares memory with this, so that all see a change in place."""
@@ -233,24 +233,29 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         fresh = root.value is None
         if root.value is None:
             root.value = root._compute()
-        pending = [root]
-        while pending:
-            node = pending.pop()
-            for child in [view for view in (reference() for reference in node.views) if view is not None]:
-                if child.value is None or fresh:
-                    child.value = child.replay_view(node.value)  # type: ignore[misc, arg-type]
-                pending.append(child)
+        root._build_views(root.value, fresh)
+
+    def _build_views(self, value: torch.Tensor, again: bool) -> None:
+        """Builds the views of these logits, whose value is `value`; with `again` also those that are built."""
+        for child in self._live_views:
+            if child.value is None or again:
+                child.value = child.replay_view(value)
+            child._build_views(child.value, again)
+
+    @property
+    def _live_views(self) -> list[DeferredLogits]:
+        return [view for view in (reference() for reference in self.views) if view is not None]
 
     def add_view(self, child: DeferredLogits, replay_view: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
         """Registers `child` as the view ``replay_view(self)``."""
         child.parent, child.replay_view = self, replay_view
-        self.views = [reference for reference in self.views if reference() is not None] + [weakref.ref(child)]
+        self.views = [weakref.ref(view) for view in (*self._live_views, child)]
         return child
 
     @property
     def shares_memory(self) -> bool:
         """Whether another tensor would see a change in place."""
-        return self.parent is not None or any(reference() is not None for reference in self.views)
+        return self.parent is not None or bool(self._live_views)
 
 
 def without_owner(logits: Any) -> Any:

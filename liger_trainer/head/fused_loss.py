@@ -14,6 +14,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
+from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
@@ -81,9 +82,12 @@ def deferred_cross_entropy(
             loss = vocab_parallel_loss(call, hidden, matrix, bias, target, **options)
         elif call.fused:
             options |= {"logits_memory": call.logits_memory, "expected_grad": expected_gradient(reduction)}
-            loss = linear_cross_entropy(hidden, matrix, target, bias=bias, **options)
+            with saved_as_is():
+                loss = linear_cross_entropy(hidden, matrix, target, bias=bias, **options)
         else:
-            loss = cross_entropy(linear(hidden, matrix, bias, call.dtype), target, **options)
+            built = linear(hidden, matrix, bias, call.dtype)
+            with saved_as_is():
+                loss = cross_entropy(built, target, **options)
     assert isinstance(loss, torch.Tensor)
     call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)
@@ -125,7 +129,7 @@ def head_log_probs(
         "retain_memory": retain_memory,
     }
     target = target.to(logits.recorded.hidden.device)
-    with operands(logits) as (hidden, weight, bias):
+    with operands(logits) as (hidden, weight, bias), saved_as_is():
         if isinstance(call, VocabParallelCall):
             result = vocab_parallel_linear_log_probs(
                 hidden, weight, target, bias_shard=bias, **call.group_options, **options

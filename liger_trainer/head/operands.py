@@ -9,19 +9,17 @@ import torch
 
 from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.kernels.autograd import saved_as_is
 
 
 @contextlib.contextmanager
 def operands(logits: DeferredLogits) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Hidden states `(..., H)`, weight `(V, H)` and bias `(V,)` of deferred `logits` of a linear head.
 
-    They are in the dtype of the head's call, without a graph where the logits have none. Of a head that tensor
-    parallelism splits, weight and bias are the rows of this process. Inside, autocast is off, and what an operator
-    saves for its backward is not offloaded.
+    For a fused head they are in the dtype of its call. They have no graph if the logits have none. If tensor parallel
+    processes share the head, weight and bias are the rows of this process. Autocast is off inside.
 
     Raises:
-        RuntimeError: where hidden states or parameters have changed since the call.
+        RuntimeError: if hidden states or parameters have been changed in place since the call.
     """
     recorded = logits.recorded
     call = recorded.call
@@ -31,6 +29,8 @@ def operands(logits: DeferredLogits) -> Iterator[tuple[torch.Tensor, torch.Tenso
     hidden = recorded.hidden
     if not logits.has_graph:
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    bias = None if bias is None else bias.to(call.dtype)
-    with torch.autocast(hidden.device.type, enabled=False), saved_as_is():
-        yield hidden.to(call.dtype), weight.to(call.dtype), bias
+    if call.fused:
+        hidden, weight = hidden.to(call.dtype), weight.to(call.dtype)
+        bias = None if bias is None else bias.to(call.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        yield hidden, weight, bias

@@ -124,7 +124,7 @@ class Recorded:
         self.call, self.hidden, self.chain = call, hidden, chain
         self.version = version_of(hidden)
         if origin is not None and self.version is not None and origin.version is not None:
-            self.version -= version_of(origin.hidden) - origin.version  # type: ignore[operator]
+            self.version -= (version_of(origin.hidden) or 0) - origin.version
 
     def check(self) -> None:
         """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""

@@ -19,6 +19,7 @@ from torch import nn
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import SPLIT_HEAD
 from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
+from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.parallel.vocab_parallel import (
@@ -53,6 +54,11 @@ class VocabParallelCall(HeadCall):
     """One call of a split head; `weight` and `bias` are DTensors over one dimension of a mesh, sharded by rows."""
 
     @property
+    def _mesh(self) -> Any:
+        weight: Any = self.weight  # a DTensor
+        return weight.device_mesh
+
+    @property
     def owns_parameters(self) -> bool:
         """Whether the parameters are the module's own, not gathered for the call by FSDP."""
         return not is_sharded(self.head)
@@ -60,7 +66,7 @@ class VocabParallelCall(HeadCall):
     @property
     def group_options(self) -> dict[str, Any]:
         """The group and the range of this process's rows, as the vocabulary-parallel operators take them."""
-        mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
+        mesh = self._mesh
         start = mesh.get_local_rank() * _rows_per_process(self.weight)
         return {"group": mesh.get_group(), "vocab_start": start, "vocab_size": self.vocab_size}
 
@@ -82,17 +88,16 @@ class VocabParallelCall(HeadCall):
         """The columns of this process, `(..., V_local)`; the gradient of `hidden` is summed over the processes."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
-        everywhere = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        everywhere = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
         return linear(everywhere.to_local(grad_placements=[Partial()]), weight, bias, self.dtype)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        columns, mesh = self.split_logits(hidden, weight, bias), self.weight.device_mesh  # type: ignore[attr-defined]
+        columns = self.split_logits(hidden, weight, bias)
         whole = torch.empty(*hidden.shape[:-1], self.vocab_size, device="meta")
         parts = DTensor.from_local(
-            columns, mesh, [Shard(columns.dim() - 1)], run_check=False, shape=whole.shape, stride=whole.stride()
+            columns, self._mesh, [Shard(columns.dim() - 1)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         return parts.redistribute(placements=[Replicate()]).to_local()
 
@@ -127,11 +132,12 @@ def vocab_parallel_loss(
         options: Of `cross_entropy`, soft-cap and scale included.
     """
     options |= call.group_options
-    if not call.fused:
-        return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
-    return vocab_parallel_linear_cross_entropy(
-        hidden, weight, target, bias_shard=bias, logits_memory=call.logits_memory, **options
-    )
+    with saved_as_is():
+        if not call.fused:
+            return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
+        return vocab_parallel_linear_cross_entropy(
+            hidden, weight, target, bias_shard=bias, logits_memory=call.logits_memory, **options
+        )
 
 
 def _is_split_by_rows(parameter: Any) -> bool:

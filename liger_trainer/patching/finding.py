@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.binding import bind_forward, overriding_forward
 from liger_trainer.patching.report import KernelReportRow
 
 
@@ -47,3 +47,14 @@ def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
         errors = [finding.error for finding in group if finding.error is not None and kernel is not None]
         result.append(KernelReportRow(component, target, len(group), kernel, max(errors, default=None), reason))
     return result
+
+
+SWITCHED_OFF = "switched off in liger_kernel_config"
+
+
+def reason_to_leave(module: nn.Module, is_enabled: bool) -> str:
+    """Why `module` is left alone without a proof: its kernel is off, or another library has its forward; or empty."""
+    if not is_enabled:
+        return SWITCHED_OFF
+    foreign = overriding_forward(module)
+    return "" if foreign is None else f"its forward is already overridden by {foreign}"

@@ -35,8 +35,8 @@ from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, reason_to_leave
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Agreement,
@@ -84,18 +84,15 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
         return None
     target = type(module).__name__
     guess = "geglu" if any("gelu" in type(module._modules[name]).__name__.lower() for name in children) else "swiglu"
-    if not enabled("swiglu") and not enabled("geglu"):
-        return Finding(guess, target, module, reason="switched off in liger_kernel_config")
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return Finding(guess, target, module, reason=f"its forward is already overridden by {foreign}")
-    key = identity(module)
-    if key not in probe.cache:
-        probe.cache[key] = _probe_gated_mlp(module, names, probe, enabled)
-    component, kernel, forward, agreement = probe.cache[key]
+    reason = reason_to_leave(module, enabled("swiglu") or enabled("geglu"))
+    if reason:
+        return Finding(guess, target, module, reason=reason)
+    component, kernel, forward, agreement = probe.once(
+        identity(module), _probe_gated_mlp, module, names, probe, enabled
+    )
     component = component or guess
     if not enabled(component):
-        return Finding(component, target, module, reason="switched off in liger_kernel_config")
+        return Finding(component, target, module, reason=SWITCHED_OFF)
     return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
 
@@ -44,15 +45,10 @@ def eps_name(module: nn.Module) -> str | None:
 
 def _find(module: nn.Module, component: str, enabled: Callable[[str], bool], probe: Probe, prove: Callable) -> Finding:
     target = type(module).__name__
-    if not enabled(component):
-        return Finding(component, target, module, reason="switched off in liger_kernel_config")
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return Finding(component, target, module, reason=f"its forward is already overridden by {foreign}")
-    key = identity(module)
-    if key not in probe.cache:
-        probe.cache[key] = prove(module, probe)
-    kernel, forward, agreement = probe.cache[key]
+    reason = reason_to_leave(module, enabled(component))
+    if reason:
+        return Finding(component, target, module, reason=reason)
+    kernel, forward, agreement = probe.once(identity(module), prove, module, probe)
     return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
 
 
@@ -98,9 +94,10 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callab
 
 
 def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
-    if len(module.normalized_shape) != 1:  # type: ignore[arg-type]
-        return _refused(f"it normalises over {len(module.normalized_shape)} dimensions; the kernel's is the last one")  # type: ignore[arg-type]
-    (size,) = module.normalized_shape  # type: ignore[misc]
+    normalized_shape: Any = module.normalized_shape
+    if len(normalized_shape) != 1:
+        return _refused(f"it normalises over {len(normalized_shape)} dimensions; the kernel's is the last one")
+    (size,) = normalized_shape
     present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
     original = nn.LayerNorm.forward

@@ -13,7 +13,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ _HOOKS = (
 )
 
 Computation = Callable[..., Any]
+_Proof = TypeVar("_Proof")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,12 @@ class Probe:
         """A float32 tensor of values that are exact in bfloat16, so that both precisions get the same input."""
         values = torch.randn(shape, generator=self._generator, device="cpu", dtype=torch.float32)
         return values.to(torch.bfloat16).to(self.device, torch.float32)
+
+    def once(self, key: Any, prove: Callable[..., _Proof], *arguments: Any) -> _Proof:
+        """The result of ``prove(*arguments)``, which runs once for each `key`."""
+        if key not in self.cache:
+            self.cache[key] = prove(*arguments)
+        return self.cache[key]
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:

@@ -91,9 +91,7 @@ def _norms_before(
     (head_dim,) = sizes
     kernels = {norm.kernel for norm in candidates.values()}
     key = ("norms before", type(module).forward, rotary_name, head_dim, tuple(candidates), len(kernels))
-    if key not in probe.cache:
-        probe.cache[key] = _run_to_rotary(module, rotary_name, candidates, head_dim)
-    return probe.cache[key]
+    return probe.once(key, _run_to_rotary, module, rotary_name, candidates, head_dim)
 
 
 def _run_to_rotary(

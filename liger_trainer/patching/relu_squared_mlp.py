@@ -11,8 +11,8 @@ from torch import nn
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.gated_mlp import dummy_child, has_hooks_between
 from liger_trainer.patching.probe import (
     Agreement,
@@ -34,17 +34,13 @@ def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], pro
     if not children.issuperset(_NAMES) or "gate_proj" in children:
         return None
     key = identity(module)
-    if key not in probe.cache:
-        probe.cache[key] = _probe_mlp(module, probe)
-    forward, agreement = probe.cache[key]
+    forward, agreement = probe.once(key, _probe_mlp, module, probe)
     if forward is None:
         return None
     target = type(module).__name__
-    if not enabled("relu_squared"):
-        return Finding("relu_squared", target, module, reason="switched off in liger_kernel_config")
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return Finding("relu_squared", target, module, reason=f"its forward is already overridden by {foreign}")
+    reason = reason_to_leave(module, enabled("relu_squared"))
+    if reason:
+        return Finding("relu_squared", target, module, reason=reason)
     return Finding("relu_squared", target, module, "relu_squared", forward, agreement.error)
 
 

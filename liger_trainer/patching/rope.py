@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from liger_trainer.compat.rebound import forward_calling
-from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
@@ -23,23 +22,16 @@ from liger_trainer.patching.rotations import arguments_of, prove_rotation
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
     """The finding for every rotary function that `module`'s forward calls by a global name."""
     forward = type(module).forward
-    key = ("rope", forward)
-    if key not in probe.cache:
-        probe.cache[key] = list(rotary_globals(forward))
     patched = forward
-    for name, function in probe.cache[key]:
+    functions: list[tuple[str, Callable]] = probe.once(("rope", forward), list, rotary_globals(forward))
+    for name, function in functions:
         target = f"{name} in {type(module).__name__}"
-        if not enabled("rope"):
-            yield Finding("rope", target, module, reason="switched off in liger_kernel_config")
-            continue
-        foreign = overriding_forward(module)
-        if foreign is not None:
-            yield Finding("rope", target, module, reason=f"its forward is already overridden by {foreign}")
+        reason = reason_to_leave(module, enabled("rope"))
+        if reason:
+            yield Finding("rope", target, module, reason=reason)
             continue
         proof = ("rope", name, function)
-        if proof not in probe.cache:
-            probe.cache[proof] = prove_rotation(function, probe)
-        kernel, rotary, agreement = probe.cache[proof]
+        kernel, rotary, agreement = probe.once(proof, prove_rotation, function, probe)
         if rotary is None:
             yield Finding("rope", target, module, reason=agreement.reason)
             continue

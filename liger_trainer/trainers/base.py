@@ -210,7 +210,8 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             return result
         z_loss = mean_z_loss(z_losses)
         self._z_loss.observe(z_loss)
-        coefficient = getattr(self.args, "router_z_loss_coef", 0.0) / loss_divisor(self, num_items_in_batch)
+        args: Any = self.args
+        coefficient = args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)
         return with_z_loss(result, coefficient * z_loss)
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:

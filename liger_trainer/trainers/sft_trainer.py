@@ -30,7 +30,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     Takes the same arguments; `args` is a [`LigerSFTConfig`], or an `SFTConfig`, with which the kernels are on. Loss,
     options and metrics are TRL's own code on statistics that are computed without logits. An adapter on the LM head,
-    which TRL refuses, is trained. Each log also holds `tokens_per_second`, `mfu` where the hardware's peak is known,
+    which TRL refuses, is trained. Each log also has `tokens_per_second`, `mfu` if the hardware's peak is known,
     and `peak_memory_gib`.
 
     With `loss_type="nll"` the gradients at the head are computed in the forward. A subclass may take any loss of the

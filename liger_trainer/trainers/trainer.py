@@ -18,9 +18,9 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the kernels in the model, for training and evaluation alike.
 
     Takes the same arguments; `args` is a [`LigerTrainingArguments`], or a `TrainingArguments`, with which the kernels
-    are on. The loss, the metrics and the checkpoints are those of the `Trainer`, but that the auxiliary loss of a
-    mixture of experts is a mean over micro-batches and processes. Each log also holds `tokens_per_second`,
-    `labelled_share`, `mfu` where the hardware's peak is known, and `peak_memory_gib`.
+    are on. The loss, the metrics and the checkpoints are those of the `Trainer`, except that the auxiliary loss of a
+    mixture of experts is a mean over micro-batches and processes. Each log also has `tokens_per_second`,
+    `labelled_share`, `mfu` if the hardware's peak is known, and `peak_memory_gib`.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
@@ -48,7 +48,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         """The model's own loss, in which the auxiliary loss of a mixture of experts is a mean over micro-batches."""
         if self.compute_loss_func is not None:  # the loss is the user's
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._coefficients_of is not self.model:  # which `model_init` makes anew for every trial
+        if self._coefficients_of is not self.model:  # `model_init` builds a new model for every trial
             assert isinstance(self.model, nn.Module)
             self._coefficients_of, self._coefficients = self.model, aux_loss_coefficients(self.model)
         with averaged_aux_loss(self, self._coefficients, num_items_in_batch):

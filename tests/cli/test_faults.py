@@ -1,4 +1,4 @@
-"""A rank that dies ends the job, which names it, and the run goes on from its last checkpoint."""
+"""A rank that dies ends the job, which names it, and the run continues from its last checkpoint."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run that is killed goes on from its last checkpoint and ends as if nothing had happened."""
+"""A run that is killed continues from its last checkpoint and ends as if nothing had happened."""
 
 import json
 import os

@@ -325,7 +325,7 @@ TRAINERS = [
         "GKD forgets its temperature", "trainer", "LigerGKDTrainer.generalized_jsd_loss",
         r"return divergence\(student_logits, teacher_logits, labels, beta, temperature",
         "return divergence(student_logits, teacher_logits, labels, beta, 1.0",
-        ("parity_distillation::test_gradients_are_those_of_trl",), "gkd and case3",
+        ("parity_distillation::test_gradients_are_those_of_trl",), "gkd",
     ),
     Fault(
         "on-policy distillation turns its divergence round", "trainer", "_divergence_loss",
@@ -487,7 +487,7 @@ PLANS = [
 
 COMMANDS = [
     Fault(
-        "a mistake of the user has the exit code of a crash", "cli", "_run|run_recipe_file",
+        "a mistake of the user has the exit code of a crash", "cli", "_run|_run_recipe_file",
         r"return 2 if isinstance\(error, RecipeError\) else 1", "return 1",
         ("cli/::test_exit_code_of_the_process", "cli/::test_misspelt_key"),
     ),

@@ -4,8 +4,9 @@
 and the tests that must fail. A fault is found by the name of what it is in, through the whole tree, and its tests by
 their names, so files may move. ``python -m tests.faults.plant --help`` lists the options.
 
-A fault counts as caught when a test fails; an error of a fixture or of the collection does not count. With ``--clean``
-the same tests also run without the fault, where all must pass.
+A fault counts as caught when a test fails; an error of the collection does not count. With ``--clean`` the same tests
+run without the fault first, where all must pass; only then an error of a fixture, such as processes that end by their
+time limit, counts too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ LIBRARIES = (
 """What is imported once, before the processes are forked that run the tests."""
 LIMIT = 600
 """Seconds after which the tests of one fault are given up."""
+IN_FIXTURE = 100
+"""The status where a fixture failed alone: processes may wait for each other by the fault, or be late."""
 FAST_KINDS = ("reference", "patching", "trainer", "recipe")
 """The kinds of faults that `make fast` must see."""
 
@@ -169,8 +172,8 @@ def run_tests(selection: Sequence[str], tree: Path, expression: str = "") -> tup
     if status is None:
         return -1, f"no end after {LIMIT} s"
     failed = [line for line in lines if line.startswith("FAILED")]
-    if status == 1 and not failed:  # an error of a fixture, such as processes that are late
-        status = 3
+    if status == 1 and not failed:
+        status = IN_FIXTURE
     return status, (failed or lines[-1:])[0][:160]
 
 
@@ -236,7 +239,7 @@ def tried(fault: Fault, tree: Path, fast: bool, clean: bool) -> Outcome:
         status, detail = run_tests(selection, tree, expression)
     finally:
         path.write_text(before, encoding="utf-8")
-    word = {1: "caught", 0: "NOT CAUGHT"}.get(status, f"ERROR {status}")
+    word = {0: "NOT CAUGHT", 1: "caught", IN_FIXTURE: "caught" if clean else "UNCLEAR"}.get(status, f"ERROR {status}")
     return Outcome(fault, word, time.monotonic() - start, detail)
 
 
@@ -278,7 +281,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Plant deliberate faults and see whether the tests catch them.")
     parser.add_argument("names", nargs="*", help="faults or kinds of faults (default: all)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to copy and test (default: this one)")
-    parser.add_argument("--fast", action="store_true", help="of the faults that `make fast` must catch, run those tests alone that it runs")
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="of the faults that `make fast` must catch, run those tests alone that it runs",
+    )
     parser.add_argument("--clean", action="store_true", help="first run the tests without the fault")
     parser.add_argument("--check", action="store_true", help="only say whether every fault and test is found")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")

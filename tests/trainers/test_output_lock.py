@@ -65,7 +65,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     with owned(tmp_path):
         assert "No locks available" in caplog.text
-        assert "nothing keeps another run from writing there" in caplog.text
+        assert "nothing prevents another run from writing there" in caplog.text
 
 
 @pytest.mark.parametrize("resume", [None, True])

@@ -123,9 +123,7 @@ def _order_of_calls(module: nn.Module, probe: Probe) -> tuple[str, ...] | None:
     projections: list[Any] = [module._modules[name] for name in _NAMES]
     sizes = tuple((each.in_features, each.out_features) for each in projections)
     key = ("order of calls", type(module).forward, sizes)
-    if key not in probe.cache:
-        probe.cache[key] = _run_to_projections(module, dict(zip(_NAMES, sizes)))
-    return probe.cache[key]
+    return probe.once(key, _run_to_projections, module, dict(zip(_NAMES, sizes)))
 
 
 def _run_to_projections(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from liger_trainer.compat.peft import LORA_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.lora.attention import shared_result
 from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
@@ -47,7 +47,7 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
     kind = type(module)
     if kind.__module__.startswith("peft.tuners.lora.") and "Linear" in kind.__name__:
         target = f"lora.{kind.__name__}"
-        reason = _obstacle(module) if enabled("lora") else "switched off in liger_kernel_config"
+        reason = _obstacle(module) if enabled("lora") else SWITCHED_OFF
         if reason:
             return Finding("lora", target, module, reason=reason)
         agreement = _proof(module, probe)

@@ -21,7 +21,7 @@ from liger_trainer.compat.transformers import EXPERT_EXCHANGE
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.parallel.expert_exchange import bring_back, plan_exchange, send
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 
 
 def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
@@ -38,7 +38,7 @@ def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> F
         return None
     target = f"{type(module).__name__} of {way.ep_mesh.size()} processes"
     if not enabled("experts"):
-        return Finding("experts", target, module, reason="switched off in liger_kernel_config")
+        return Finding("experts", target, module, reason=SWITCHED_OFF)
     bind = functools.partial(bind_forward, over=forward)
     return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), bind=bind)
 

@@ -33,7 +33,7 @@ from liger_trainer.patching.binding import (
     is_chosen,
     overriding_forward,
 )
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.gated_mlp import dummy_child
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
@@ -99,14 +99,12 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     if len(arguments) == 1:
         return None  # see `scaled_experts`, which looks at the block around it
     target = class_of(module).__name__
-    reason = _obstacle(module, layout, arguments) if enabled("experts") else "switched off in liger_kernel_config"
+    reason = _obstacle(module, layout, arguments) if enabled("experts") else SWITCHED_OFF
     if reason:
         return Finding("experts", target, module, reason=reason)
     assert isinstance(layout, ExpertsFormula)
     key = "experts", identity(module), layout
-    if key not in probe.cache:
-        probe.cache[key] = _probe_experts(module, layout, probe)
-    formula, agreement = probe.cache[key]
+    formula, agreement = probe.once(key, _probe_experts, module, layout, probe)
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
     bind = choose if _is_dispatched(module) else bind_forward

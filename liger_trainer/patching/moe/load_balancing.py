@@ -24,7 +24,7 @@ from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement, Probe
 
@@ -95,7 +95,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
         return
     target = f"{_NAME} in {type(module).__name__}"
     if not config.load_balancing_loss:
-        yield Finding(COMPONENT, target, module, reason="switched off in liger_kernel_config")
+        yield Finding(COMPONENT, target, module, reason=SWITCHED_OFF)
         return
     kernel = "router_losses, over all processes" if config.global_load_balancing else "router_losses"
     ours = make_load_balancing_loss(native, config.global_load_balancing)
@@ -106,9 +106,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
         else:
             yield Finding(COMPONENT, target, module, reason=f"its forward is already overridden by {foreign}")
         return
-    if (COMPONENT, native) not in probe.cache:
-        probe.cache[COMPONENT, native] = _prove(native, probe)
-    agreement = probe.cache[COMPONENT, native]
+    agreement = probe.once((COMPONENT, native), _prove, native, probe)
     copy = forward_calling(forward, _NAME, ours)
     if agreement.equal and copy is None:
         agreement = Agreement(agreement.error, reason="its forward is decorated in a way that hides the call")

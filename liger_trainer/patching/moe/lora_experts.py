@@ -22,7 +22,7 @@ from liger_trainer.compat.peft import LORA_EXPERTS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_plain_adapter, is_unhooked
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
@@ -107,7 +107,7 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
     if not is_param_wrapper(module):
         return None
     target = "lora.ParamWrapper"
-    reason = _obstacle(module, enabled, probe) if enabled("lora") else "switched off in liger_kernel_config"
+    reason = _obstacle(module, enabled, probe) if enabled("lora") else SWITCHED_OFF
     if reason:
         return Finding("lora", target, module, reason=reason)
     agreement = _proof(module, probe)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
 
 _BIAS = "e_score_correction_bias"
@@ -108,15 +108,11 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
     if not isinstance(module.__dict__.get("top_k"), int):
         return None
     target = type(module).__name__
-    if not enabled("router"):
-        return Finding("router", target, module, reason="switched off in liger_kernel_config")
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return Finding("router", target, module, reason=f"its forward is already overridden by {foreign}")
+    reason = reason_to_leave(module, enabled("router"))
+    if reason:
+        return Finding("router", target, module, reason=reason)
     key = identity(module)
-    if key not in probe.cache:
-        probe.cache[key] = _probe_router(module, probe)
-    kernel, forward, agreement = probe.cache[key]
+    kernel, forward, agreement = probe.once(key, _probe_router, module, probe)
     return Finding("router", target, module, kernel, forward, agreement.error, agreement.reason)
 
 

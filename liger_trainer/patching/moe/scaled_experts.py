@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.patching.binding import call_like, overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.moe.experts import TOKENS, activations_of, weight_shapes
 from liger_trainer.patching.moe.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
@@ -47,15 +47,13 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
     if layout is None:
         return []
     target = class_of(experts).__name__
-    reason = _obstacle(module, experts, layout) if enabled("experts") else "switched off in liger_kernel_config"
+    reason = _obstacle(module, experts, layout) if enabled("experts") else SWITCHED_OFF
     if reason:
         return [Finding("experts", target, experts, reason=reason)]
     assert isinstance(layout, ExpertsFormula)
     key = _KEY, identity(module), identity(experts)
-    if key not in probe.cache:
-        probe.cache[key] = _probe_block(module, experts, layout, probe)
-    formula, forwards, agreement = probe.cache[key]
-    if formula is None:
+    formula, forwards, agreement = probe.once(key, _probe_block, module, experts, layout, probe)
+    if formula is None or forwards is None:
         return [Finding("experts", target, experts, error=agreement.error, reason=agreement.reason)]
     found = ((experts, formula.kernel), (module, "moe_experts on the chosen inputs"))
     return [

@@ -141,5 +141,5 @@ def _with_filled_groups(wrapped: Any) -> Iterator[torch.optim.Optimizer]:
     try:
         yield optimizer
     finally:
-        filled = iter(optimizer.param_groups)  # reading a state makes them anew
+        filled = iter(optimizer.param_groups)  # loading a state replaces the groups
         optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]

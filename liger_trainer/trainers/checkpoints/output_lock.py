@@ -75,7 +75,7 @@ def _take(folder: Path) -> tuple[IO[str] | None, str | None]:
         file.write(f"pid {os.getpid()} on {socket.gethostname()}, since {since}\n")
         file.flush()
     except (OSError, ImportError) as error:
-        logger.warning("%s cannot be locked (%s): nothing keeps another run from writing there.", folder, error)
+        logger.warning("%s cannot be locked (%s): nothing prevents another run from writing there.", folder, error)
         return None, None
     return file, None
 

@@ -140,9 +140,9 @@ class ResumingMixin(_Base):
         asked = TrainerState()
         asked.compute_steps(self.args, self.state.max_steps)
         for kind in ("logging", "eval", "save"):
-            given, kept = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
-            if getattr(self.args, f"{kind}_strategy") == "steps" and given != kept:
-                yield f"`{kind}_steps` is {kept}, not {given}"
+            given, restored = (getattr(state, f"{kind}_steps") for state in (asked, self.state))
+            if getattr(self.args, f"{kind}_strategy") == "steps" and given != restored:
+                yield f"`{kind}_steps` is {restored}, not {given}"
 
 
 def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:

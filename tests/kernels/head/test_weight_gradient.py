@@ -162,19 +162,21 @@ def test_hopper_kernel_compiles_ahead_of_time(state, dtype, tmp_path):
 # The kernels, under the interpreter or on a GPU.
 
 
-if not INTERPRETED and launch_for(torch.device("cuda", 0)) is None:
-    pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)", allow_module_level=True)
-KERNELS = {"plain": launch}
-if not INTERPRETED and launch_for(torch.device("cuda", 0)) is hopper_launch():
-    KERNELS["hopper"] = hopper_launch()
 SHAPES = [(70, 130, 264), (16, 8, 8), (1, 3, 520)]
 if not INTERPRETED:  # steps of 64 tokens and the remainder, and many tiles for every multiprocessor
     SHAPES += [(64, 1001, 512), (65, 200, 1288), (192, 1000, 640), (200, 33000, 1288)]
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=["plain"] if INTERPRETED else ["plain", "hopper"])
 def kernel(request):
-    with mock.patch.object(weight_gradient, "launch_for", return_value=KERNELS[request.param]):
+    """Both kernels in turn, in place of the one that is chosen for the device."""
+    chosen = launch if INTERPRETED else launch_for(torch.device("cuda", 0))
+    if chosen is None:
+        pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
+    if request.param == "hopper" and chosen is launch:
+        pytest.skip("needs a Hopper GPU and the Gluon of a Triton that the kernel is written for")
+    selected = hopper_launch() if request.param == "hopper" else launch
+    with mock.patch.object(weight_gradient, "launch_for", return_value=selected):
         yield
 
 
@@ -390,7 +392,6 @@ def test_linear_cross_entropy_in_panels_has_the_error_of_one_chunk(device):
 
 
 MIB = 2**20
-GPU_KERNELS = {"plain": launch, "hopper": hopper_launch()}
 
 
 @pytest.fixture
@@ -399,14 +400,6 @@ def _no_synchronisation():
         pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
     yield
     torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture(params=GPU_KERNELS)
-def gpu_kernel(request):
-    if request.param == "hopper" and launch_for(torch.device("cuda", 0)) is launch:
-        pytest.skip("needs a Hopper GPU and the Gluon of a Triton that the gpu_kernel is written for")
-    with mock.patch.object(weight_gradient, "launch_for", return_value=GPU_KERNELS[request.param]):
-        yield
 
 
 def gpu_chunks_of(chunks, tokens, vocab_size, hidden_size, dtype=torch.bfloat16):
@@ -434,7 +427,7 @@ def gpu_summed(parts, kernels=()):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_no_synchronisation")
-@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_error_at_the_shape_of_llama_is_that_of_one_rounding():
     parts = gpu_chunks_of(3, 2048, 128256, 4096)
     gradient = gpu_summed(parts)
@@ -452,7 +445,7 @@ def test_kernels_give_the_same_bits_and_continue_each_others_sums(shape, dtype):
     """Their matmuls take the same steps of the same size in the same order, and what is stored has one format."""
     hopper = launch_for(torch.device("cuda", 0))
     if hopper is launch:
-        pytest.skip("needs a Hopper GPU and the Gluon of a Triton that the gpu_kernel is written for")
+        pytest.skip("needs a Hopper GPU and the Gluon of a Triton that the kernel is written for")
     parts = gpu_chunks_of(4, *shape, dtype)
     plain = gpu_summed(parts, [launch])
     for kernels in ([hopper], [hopper, launch], [launch, hopper]):
@@ -461,7 +454,7 @@ def test_kernels_give_the_same_bits_and_continue_each_others_sums(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_no_synchronisation")
-@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_gpu_two_runs_are_equal():
     parts = gpu_chunks_of(3, 704, 20000, 1024)
     assert torch.equal(gpu_summed(parts), gpu_summed(parts))
@@ -469,7 +462,7 @@ def test_gpu_two_runs_are_equal():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_no_synchronisation")
-@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_cuda_graph_replays_on_new_inputs():
     parts = gpu_chunks_of(2, 200, 5000, 520)
     stream = torch.cuda.Stream()
@@ -488,7 +481,7 @@ def test_cuda_graph_replays_on_new_inputs():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_no_synchronisation")
-@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_nothing_synchronises():
     parts = gpu_chunks_of(3, 200, 5000, 520)
     gpu_summed(parts)  # compiles
@@ -499,7 +492,7 @@ def test_nothing_synchronises():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_no_synchronisation")
-@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_peak_memory_is_the_gradient_and_its_exponents():
     parts = gpu_chunks_of(3, 256, 32000, 2048)
     gpu_summed(parts)

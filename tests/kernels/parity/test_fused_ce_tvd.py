@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.parity import fused_ce_tvd as operators
 from liger_trainer.kernels.parity.fused_ce_tvd import fused_ce_tvd
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
 IGNORE = -100
+OPS = torch.ops.liger_trainer
 
 
 def _case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,8 +51,8 @@ def test_errors_say_what_is_wrong(changes: dict[str, Any], words: list[str]) -> 
 def test_both_kernels_compile_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     logits, target = torch.empty(2, 8192, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     with recorded_launches() as launches:
-        ce, tvd, saved = operators._forward(logits, logits.float(), target, IGNORE)
-        operators._backward(ce, tvd, logits, logits, target, saved, IGNORE)
+        ce, tvd, saved = OPS.fused_ce_tvd(logits, logits.float(), target, IGNORE)
+        OPS.fused_ce_tvd_backward(ce, tvd, logits, logits, target, saved, IGNORE)
     assert len(launches) == 2
     assembly = [compile_launch(launch, target_name).asm for launch in launches]
     if target_name == "sm_90" and dtype == torch.bfloat16:  # 16 bytes at a time
@@ -107,9 +107,11 @@ def test_ignored_rows_are_not_read_and_a_wrong_label_is_nan(device: str) -> None
     target = target.clone()
     target[0] = -1
     student.requires_grad_()
-    ce, tvd, saved = operators._forward(student, teacher, target, IGNORE)
+    ce, tvd, saved = OPS.fused_ce_tvd(student, teacher, target, IGNORE)
     assert (ce.isnan().tolist(), tvd.isnan().any().item()) == ([True, False, False], False)
-    gradient = operators._backward(ce.detach() * 0 + 1, tvd.detach(), student.detach(), teacher, target, saved, IGNORE)
+    gradient = OPS.fused_ce_tvd_backward(
+        ce.detach() * 0 + 1, tvd.detach(), student.detach(), teacher, target, saved, IGNORE
+    )
     assert gradient.isnan().all(-1).tolist() == [True, False, False]
     assert gradient[2].eq(0).all()
 
@@ -136,6 +138,9 @@ def test_half_precision_strides_compilation_and_opcheck(device: str, dtype: torc
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(step(half, teacher), half, create_graph=True)
     rows, labels = half.detach().view(8, 40).requires_grad_(), torch.zeros(8, dtype=torch.int64, device=device)
-    torch.library.opcheck(operators._forward, (rows, teacher, labels, IGNORE))
+    torch.library.opcheck(OPS.fused_ce_tvd, (rows, teacher, labels, IGNORE))
     saved = torch.rand(3, 8, device=device)
-    torch.library.opcheck(operators._backward, (saved[0], saved[1], rows.detach(), teacher, labels, saved, IGNORE))
+    torch.library.opcheck(
+        OPS.fused_ce_tvd_backward,
+        (saved[0], saved[1], rows.detach(), teacher, labels, saved, IGNORE),
+    )
