@@ -408,8 +408,7 @@ CHECKPOINTS = [
 WRAPPINGS = [
     Fault(
         "FSDP2's shards get the sum", "wrapping", "whole_parameter",
-        r'Partial\("avg"\)', 'Partial("sum")', ("distributed/::test_two_processes_train_as_one",),
-        "fsdp2 and alone and full and labels",
+        r'Partial\("avg"\)', 'Partial("sum")', ("distributed/::test_logits_are_right_or_refused",),
     ),
     Fault(
         "ZeRO-3 does not gather the head again", "wrapping", "through_owner",
