@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -185,6 +186,7 @@ def _become_pytest(arguments: list[str], tree: Path, output: int) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(tree)
+        sys.modules["__main__"] = types.ModuleType("__main__")  # which processes of the tests would import
         for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
             del sys.modules[name]
         sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
