@@ -380,7 +380,7 @@ def test_no_logits_of_all_tokens_are_ever_allocated(kind, adapter, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path):
-    """TRL rounds the teacher's log-probabilities to bf16, so its probabilities do not sum to 1 (see the guide)."""
+    """TRL rounds the teacher's log-probabilities to bf16: they do not sum to 1 (guides/alignment.md)."""
     folder = str(tmp_path / "model")
     llama().to(torch.bfloat16).save_pretrained(folder)
     losses = []

@@ -20,6 +20,7 @@ from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_ref
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_jsd_reference, linear_kl
 from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
+from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import compile_launch, on_targets, recorded_launches
 
 IGNORE = -100
@@ -619,8 +620,11 @@ def test_half_precision_gradient_lies_in_the_memory_of_fp32_logits(
     assert out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     divergence_rows_(buffer[:, :vocab], teacher, labels, stats, options, None, None, one, width, None, out)
     divergence_rows_(student, teacher, labels, expected, options, None, None, one)
-    assert out.equal(student.to(dtype))
-    assert all(ours.equal(theirs) for ours, theirs in zip(stats, expected))
+    # Two compilations of the same arithmetic may contract other products on a GPU: then a unit of `dtype` apart.
+    unit = 0.0 if INTERPRETED else torch.finfo(dtype).eps
+    torch.testing.assert_close(out, student.to(dtype), rtol=unit, atol=unit * 1e-3)
+    for ours, theirs in zip(stats, expected):
+        torch.testing.assert_close(ours, theirs, rtol=unit * 1e-3, atol=unit * 1e-3)
 
 
 @pytest.mark.kernel

@@ -194,11 +194,12 @@ def test_opcheck(pending, four_bits, device):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
-def test_patched_mlps_of_a_model(family, monkeypatch):
+def test_patched_mlps_of_a_model(family, device, monkeypatch):
     """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
     calls, native = [], operators.lora_down_product
     monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
     model, batch = adapted(family, lora_dropout=0.1)
+    model, batch = model.to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     expected = loss_and_gradients(model, batch)
     variant = _VARIANTS[1 if family == "gemma" else 0]
     mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]

@@ -283,11 +283,11 @@ def real_randn(*shape, device="cuda", dtype=torch.bfloat16, scale=2.0):
     return scale * torch.randn(shape, device=device, dtype=dtype)
 
 
-def peak(real_run):
+def peak(run):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result_and_gradients()
+    run()
     return torch.cuda.max_memory_allocated() - before
 
 
