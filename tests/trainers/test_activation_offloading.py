@@ -13,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
-from liger_trainer.trainers.offloading import PartialOffload
+from liger_trainer.trainers.offloading import PartialOffload, step_offloading
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
@@ -116,7 +115,7 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
         made.append(model)
         return contextlib.nullcontext(model)
 
-    monkeypatch.setattr("trl.models.get_act_offloading_ctx_manager", make)
+    monkeypatch.setattr("trl.models.activation_offloading.get_act_offloading_ctx_manager", make)
     monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", make)
     monkeypatch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
     trainer = sft(llama(), tmp_path, activation_offloading=True)
@@ -125,7 +124,7 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
     assert len(made) == 1
     monkeypatch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
     trainer.args.activation_offloading = True
-    trainer._set_up_offloading()
+    trainer._offloading = step_offloading(trainer)
     assert trainer._offloading.enter_result is trainer.model
     assert len(made) == 2
 
@@ -138,15 +137,15 @@ def offloading(build, tmp_path, monkeypatch, **options):
         made.append(Offload(model))
         return made[0]
 
-    for place in ("models", "trainer.sft_trainer", "trainer.dpo_trainer"):
+    for place in ("models.activation_offloading", "trainer.sft_trainer", "trainer.dpo_trainer"):
         monkeypatch.setattr(f"trl.{place}.get_act_offloading_ctx_manager", make)
     with monkeypatch.context() as patch:
-        patch.setattr(LigerTrainerMixin, "_set_up_offloading", lambda self: None)  # these refuse the CPU
+        patch.setattr("liger_trainer.trainers.base.step_offloading", lambda trainer: None)  # these refuse the CPU
         patch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
         trainer = build(llama(num_hidden_layers=6), tmp_path, activation_offloading=True, **options)
     with monkeypatch.context() as patch:
         patch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
-        trainer._set_up_offloading()
+        trainer._offloading = step_offloading(trainer)
     (offload,) = made
     return trainer, offload
 

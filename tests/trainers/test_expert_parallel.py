@@ -16,6 +16,7 @@ pytest.importorskip("transformers.distributed")
 
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.checks.launch import check_launch
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.forked import torchrun
@@ -127,9 +128,14 @@ def test_resumes_to_the_same_losses_and_weights(name, ranks):
 
 def test_a_model_is_split_once():
     trainer = SimpleNamespace(
-        is_distributed_loading_by_transformers=True, is_fsdp_enabled=False, is_deepspeed_enabled=False
+        args=SimpleNamespace(n_gpu=1),
+        get_cp_size=lambda: 1,
+        get_sp_size=lambda: 1,
+        is_distributed_loading_by_transformers=True,
+        is_fsdp_enabled=False,
+        is_deepspeed_enabled=False,
     )
-    LigerTrainer._check_split_once(trainer)
+    check_launch(trainer, takes_parts_of_sequences=True)
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match=r"would split it again with FSDP\. Launch it with `torchrun`"):
-        LigerTrainer._check_split_once(trainer)
+        check_launch(trainer, takes_parts_of_sequences=True)

@@ -141,7 +141,7 @@ def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):
     rows = rows.map(lambda row: {"attention_mask": [1] * 10})
     trainer = LigerSFTTrainer(llama(), args, collate, rows, processing_class=tokenizer())
     trainer.train()
-    assert "its rows fill `max_length=6`, which may have cut the answers off. Increase `max_length`" in caplog.text
+    assert "its rows fill `max_length=6`, which may have cut off the answers. Increase `max_length`" in caplog.text
     assert losses(trainer)[0]["labelled_share"] == 0.0
 
 

@@ -69,7 +69,7 @@ def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
 def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_path):
     trainer = build(tmp_path)
     text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 20_000))
-    now = float(re.search(r"moment \(.+\): ([\d.]+) GiB", text).group(1))
+    now = float(re.search(r"peak \(.+\): ([\d.]+) GiB", text).group(1))
     helps = re.findall(r"^  (.+)  \(([\d.]+) GiB\)$", text, re.MULTILINE)
     sizes = [float(size) for _, size in helps]
     assert sizes == sorted(sizes)
