@@ -18,6 +18,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DICT_ARGUMENTS
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
 
@@ -162,7 +163,8 @@ class KernelFlags:
         _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
-            parent.__post_init__()
+            with warnings_of_the_caller():
+                parent.__post_init__()
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

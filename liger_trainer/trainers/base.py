@@ -36,6 +36,7 @@ from liger_trainer.compat.transformers import (
     NON_FINITE_GUARD,
     PROMPT_TOKENS,
 )
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.integration import in_charge
@@ -201,7 +202,9 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             )
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing, recorded_z_losses() as z_losses:
+        # TRL's trainers warn about `return_outputs`.
+        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
+        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import TRAINER_NAME
+from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
@@ -59,7 +60,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         # For TRL, `use_liger_kernel` means the liger-kernel package: it would warn, and switch its fused head off.
         config.use_liger_kernel = False
         try:
-            with head, split_models_resume(config, model), _older_names():
+            with head, split_models_resume(config, model), _older_names(), warnings_of_the_caller():
                 super().__init__(*given.args, **given.kwargs)
         finally:
             config.use_liger_kernel = wants
