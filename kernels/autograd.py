@@ -15,6 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import SAVED_AS_IS
+
+require(SAVED_AS_IS)
+
 
 def refuse_double_backward(function: str = "this operator") -> None:
     """Raises RuntimeError inside a backward that runs with ``create_graph=True``.

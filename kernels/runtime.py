@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import RELEASED_GRAPHS
+
 try:
     import triton
     import triton.language as tl
@@ -83,8 +86,9 @@ def graph_is_kept() -> bool:
 
     If it does, a backward must not overwrite what it saved. True if torch does not say, and outside of any backward.
     """
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if query is None else bool(query())
+    if not available(RELEASED_GRAPHS):
+        return True
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 
 
 def cdiv(numerator: int, denominator: int) -> int:

@@ -21,7 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, triton_drives
+
+require(DEVICE_ASSERTIONS)
 
 _MAX_ROWS = 2**31 - 1
 _BLOCK = 256  # flat indices a program

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from liger_trainer.compat.private import Feature, Private
 
+SAVED_AS_IS = Feature(
+    "saving tensors past the hooks of activation offloading",
+    (Private("torch._C._autograd:_saved_tensors_hooks_is_enabled"),),
+)
+
+RELEASED_GRAPHS = Feature(
+    "writing gradients over saved tensors that no later backward needs",
+    (Private("torch._C._autograd:_get_current_graph_task_keep_graph"),),
+    needed=False,
+)
+
+DEVICE_ASSERTIONS = Feature("checking ids of experts without waiting for the device", (Private("torch:_assert_async"),))
+
 SKIPPED_ON_DEVICE = Feature(
     "leaving out an update that is not finite without waiting for the device",
     (
