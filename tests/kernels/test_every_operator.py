@@ -6,8 +6,8 @@ import torch
 from liger_trainer import functional
 from tests.operators import OPERATORS
 
+pytestmark = pytest.mark.kernel
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-
 
 # Whose arguments are no tensors alone, or which need several processes: their own test files ask the same of them.
 ELSEWHERE = {"embedding_backward_", "tiled_mlp"} | {name for name in functional.__all__ if name.startswith("vocab_")}
