@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import sys
@@ -129,26 +130,33 @@ def _try_kernel(device: str) -> Finding:
 
 
 def private_names() -> list[Finding]:
-    """Each private name of another library that a feature relies on: ok, changed or missing."""
+    """The private names that features rely on: a line for each that has changed or is missing, and one for the rest."""
+    import torch
+
     from liger_trainer.compat import features
 
-    findings: dict[tuple[str, str], Finding] = {}
-    for feature in features():
-        version = installed_version(feature.library)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    findings = []
+    by_library = itertools.groupby(features(), key=lambda feature: feature.library)
+    for library, group in by_library:
+        version = installed_version(library)
         if version is None:
-            findings[feature.library, ""] = Finding(feature.library, "note", "not installed, and not needed without it")
+            findings.append(Finding(library, "note", "not installed, and not needed without it"))
             continue
-        for name in feature.names:
+        as_expected: dict[str, None] = {}  # in order, once each
+        for feature, name in ((each, name) for each in group for name in each.names):
             problem = name.problem()
-            subject = f"{feature.library} {version}"
             if problem is None:
-                findings.setdefault((feature.library, name.name), Finding(subject, "ok", f"{name.name}: ok"))
-            else:
-                status: Status = "error" if feature.needed else "warning"
-                kind = "missing" if problem == "is missing" else f"changed: it {problem}"
-                text = f"{name.name}: {kind}; needed for {feature.text}"
-                findings[feature.library, name.name] = Finding(subject, status, text)
-    return list(findings.values())
+                as_expected[name.name] = None
+                continue
+            status: Status = "error" if feature.needed else "warning"
+            kind = "missing" if problem == "is missing" else f"changed: it {problem}"
+            text = f"{name.name}: {kind}; needed for {feature.text}"
+            findings.append(Finding(f"{library} {version}", status, text))
+        names = ", ".join(as_expected)
+        findings.append(Finding(f"{library} {version}", "ok", f"{len(as_expected)} private names as expected: {names}"))
+    return findings
 
 
 def traps() -> list[Finding]:
