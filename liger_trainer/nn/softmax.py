@@ -6,9 +6,12 @@ import math
 
 import torch
 from torch import nn
-from torch.nn.modules.utils import _pair
 
 from liger_trainer.functional import multi_token_attention, softmax, sparsemax
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 class LigerSoftmax(nn.Module):
