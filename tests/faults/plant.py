@@ -292,6 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether every fault and test is found")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     options = parser.parse_args(arguments)
+    unknown = set(options.names) - {name for fault in FAULTS for name in (fault.name, fault.kind)}
+    if unknown:
+        parser.error(f"no fault or kind is called {', '.join(map(repr, sorted(unknown)))}")
     faults = [fault for fault in FAULTS if not options.names or {fault.name, fault.kind} & set(options.names)]
     if options.fast:
         faults = [fault for fault in faults if fault.kind in FAST_KINDS]
@@ -311,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = tried_all(faults, options) if faults else []
     good = "found" if options.check else "caught"
     missed += sum(outcome.word != good for outcome in outcomes)
-    print(f"{sum(outcome.word == good for outcome in outcomes)} of {len(outcomes)} {good}")
+    if outcomes:
+        print(f"{sum(outcome.word == good for outcome in outcomes)} of {len(outcomes)} {good}")
     return min(missed, 100)
 
 
