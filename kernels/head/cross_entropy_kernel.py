@@ -166,10 +166,11 @@ def _cross_entropy_row_kernel(
                 sums += tl.exp2(z - outer)
             else:
                 grows = z > peaks
-                decay = tl.exp2(-tl.abs(z - peaks))
+                distance = tl.minimum(tl.abs(z - peaks), -LOWEST)
+                decay = tl.exp2(-distance)
+                if ENTROPY:  # of z - peak: moments of z itself would cancel against the log-sum-exp
+                    moments = tl.where(grows, (moments - sums * distance) * decay, moments - distance * decay)
                 sums = tl.where(grows, sums * decay + 1.0, sums + decay)
-                if ENTROPY:
-                    moments = tl.where(grows, moments * decay + z, moments + tl.maximum(z, LOWEST) * decay)
                 if SQUARES:
                     squares = tl.where(grows, squares * decay * decay + 1.0, squares + decay * decay)
                 if PREDICTED:
@@ -186,12 +187,12 @@ def _cross_entropy_row_kernel(
         top = peak if PARTIALS else tl.maximum(peak, label_z)
         lane_scale = tl.exp2((outer if BOUNDED else peaks) - top)
         rest = tl.sum(sums * lane_scale, 0)
-        mean2 = tl.sum(moments * lane_scale, 0)
+        moment = tl.sum((moments + sums * (peaks - top)) * lane_scale, 0)
         square = tl.sum(squares * lane_scale * lane_scale, 0)
         if PARTIALS:
             partials_ptr += row * 8
             tl.store(partials_ptr, (top + tl.log2(rest)) * LN2)
-            tl.store(partials_ptr + 1, tl.where(rest > 0.0, mean2 / rest, 0.0) * LN2)
+            tl.store(partials_ptr + 1, tl.where(rest > 0.0, top + moment / rest, 0.0) * LN2)
             tl.store(partials_ptr + 2, (2.0 * top + tl.log2(square)) * LN2)
             tl.store(partials_ptr + 3, tl.where(in_range, label_z * LN2, 0.0))
             tl.store(partials_ptr + 4, in_range.to(tl.float32))
@@ -215,8 +216,8 @@ def _cross_entropy_row_kernel(
             tl.store(nll_ptr + row, nll)
             tl.store(lse_ptr + row, lse)
             if ENTROPY:
-                mean2 = (mean2 + tl.maximum(label_z, LOWEST) * label_exp) / total
-                tl.store(entropy_ptr + row, (lse2 - mean2) * LN2)
+                mean = (moment + tl.maximum(label_z - top, LOWEST) * label_exp) / total
+                tl.store(entropy_ptr + row, (tl.log2(total) - mean) * LN2)
             if PREDICTED:
                 tl.store(predicted_ptr + row, first.to(tl.int64))
             if MEAN_LOGIT:
