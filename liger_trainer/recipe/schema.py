@@ -72,13 +72,15 @@ class RecipeArguments:
 
     def __post_init__(self) -> None:
         for name in ("model_config", "columns", "warm_start"):
-            setattr(self, name, _mapping(name, getattr(self, name)))
-        if self.model_config is not None and "model_type" not in self.model_config:
-            raise ValueError("`model_config` has no `model_type`; give one, such as 'llama'.")
+            setattr(self, name, mapping(name, getattr(self, name)))
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """`value` as a mapping; it may be JSON text."""
+def mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """The value of the key `name` as a mapping; it may be JSON text, or None.
+
+    Raises:
+        ValueError: if it is neither, or a ``model_config`` without a ``model_type``.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -87,6 +89,8 @@ def _mapping(name: str, value: Any) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         like = " with a `model_type`" if name == "model_config" else ""
         raise ValueError(f"`{name}` is {value!r}; give a mapping{like}.")
+    if name == "model_config" and value is not None and "model_type" not in value:
+        raise ValueError("`model_config` has no `model_type`; give one, such as 'llama'.")
     return value
 
 
@@ -125,7 +129,7 @@ class RewardArguments:
     def __post_init__(self) -> None:
         if not self.reward_funcs:
             raise ValueError('`reward_funcs` is empty; name at least one, such as ["liger_trainer.rewards:accuracy"].')
-        self.reward_options = _mapping("reward_options", self.reward_options)
+        self.reward_options = mapping("reward_options", self.reward_options)
         for name, options in (self.reward_options or {}).items():
             if name not in self.reward_funcs or not isinstance(options, dict):
                 raise ValueError(
