@@ -182,7 +182,7 @@ def traps() -> list[Finding]:
 
 
 def driver_version() -> tuple[int, ...] | None:
-    """The NVIDIA driver's version as Linux tells it; None elsewhere."""
+    """The NVIDIA driver's version as Linux reports it; None elsewhere."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:

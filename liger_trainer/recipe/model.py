@@ -93,11 +93,7 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
 
 
 def check_weights(folder: str, given: str) -> None:
-    """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none.
-
-    Raises:
-        RecipeError: naming the first damaged file.
-    """
+    """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -135,9 +131,6 @@ def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed:
 
     It is saved because a reference model is loaded from the policy's source, and because models are quantised and
     split as they are loaded.
-
-    Raises:
-        RecipeError: if a resumed run finds no such folder.
     """
     from accelerate import PartialState
 
@@ -238,11 +231,7 @@ def lora_advice(error: Exception, recipe: Recipe) -> str:
 
 
 def make_config(settings: Mapping[str, Any], given: str) -> PreTrainedConfig:
-    """The configuration that ``model_config`` describes; messages start with `given`.
-
-    Raises:
-        RecipeError: if it is not a valid configuration.
-    """
+    """The configuration that ``model_config`` describes; messages start with `given`."""
     from transformers import AutoConfig
 
     _check_sizes(settings, given)
@@ -326,11 +315,7 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def check_causal(config: PreTrainedConfig, given: str) -> None:
-    """Checks that `config` describes a causal language model, which predicts each token from those before it.
-
-    Raises:
-        RecipeError: for an encoder, with or without a decoder; its tokens would learn to copy those after them.
-    """
+    """Refuses an encoder, with or without a decoder; its tokens would learn to copy those after them."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     if config.is_encoder_decoder:
