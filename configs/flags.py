@@ -13,27 +13,17 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from liger_trainer.compat.private import require
-from liger_trainer.compat.transformers import DICT_ARGUMENTS
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
-
-require(DICT_ARGUMENTS)
 
 if TYPE_CHECKING:
     # A mapping once the arguments are built, as in `TrainingArguments`; before that it may be JSON text.
     KernelSwitches = dict[str, Any] | Any
 else:
     KernelSwitches = dict | str
-
-
-def with_dict_fields(base: type[TrainingArguments]) -> list[str]:
-    """`base`'s list of the fields that take a JSON object on the command line, with ours added."""
-    return [*base._VALID_DICT_FIELDS, "liger_kernel_config"]
 
 
 @dataclass

@@ -107,7 +107,6 @@ class PairMixin(_Base):
 
     def _finish_init(self) -> None:
         if wants_fused_head(self.args) and not self.is_encoder_decoder:
-            assert isinstance(self.model, nn.Module)
             self._add_fused_lm_head(without_adapters(self.model), outputs=("log_probs", "mean_logits"))
             self._fused = True
         super()._finish_init()

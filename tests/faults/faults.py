@@ -329,6 +329,16 @@ TRAINERS = [
         ("parity_distillation::test_gradients_are_those_of_trl",), "gkd",
     ),
     Fault(
+        "GKD's loss forgets its temperature", "trainer", "LigerGKDTrainer.generalized_jsd_loss",
+        r"labels, beta, temperature, num_items_in_batch\)\.loss", "labels, beta, 1.0, num_items_in_batch).loss",
+        ("parity_distillation::test_the_loss_of_deferred_logits_divides_them_by_the_temperature",),
+    ),
+    Fault(
+        "the fused head adds the auxiliary loss twice", "trainer", "fused_output",
+        r"loss = loss \+ getattr", "loss = loss + 2.0 * getattr",
+        ("trl_trainers::test_the_loss_of_the_fused_head_has_the_auxiliary_loss_once",),
+    ),
+    Fault(
         "on-policy distillation turns its divergence round", "trainer", "_divergence_loss",
         r"labels, beta, temperature", "labels, 1.0 - beta, temperature",
         ("parity_distillation::test_logs_and_weights_are_those_of_trl",), "distillation",

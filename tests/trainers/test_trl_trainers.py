@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import liger_trainer
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.trainers import fused_head, token_statistics
 from liger_trainer.trainers.sft_trainer import OnePassModel
 from tests.trainers.parity import BASE, KINDS, assert_parity, build, liger_trainer_of, lora
-from tests.trainers.tiny import COMMON, logged, tokenizer
+from tests.trainers.tiny import COMMON, logged, mixtral, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -317,6 +318,19 @@ def test_shifted_labels_and_what_was_asked_for(tmp_path, folders):
     assert trainer.ref_model(input_ids=ids, labels=labels, fused_lm_head=True).entropy is None
     with pytest.raises(ValueError, match="neither was given"):
         trainer.model(input_ids=ids, fused_lm_head=True)
+
+
+def test_the_loss_of_the_fused_head_has_the_auxiliary_loss_once():
+    """TRL's trainers build their own loss of the statistics, so no training shows this one."""
+    plain, fused = mixtral(), mixtral()
+    plain.router_aux_loss_coef = fused.config.router_aux_loss_coef = 0.5
+    apply_liger_kernel(fused)
+    fused_head.install_fused_forward(fused, token_statistics.StatisticsOptions())
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), "output_router_logits": True}
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == 6, -100)
+    expected, found = plain(**inputs), fused(**inputs, fused_lm_head=True)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_retain_logits_memory_is_a_size(tmp_path):
