@@ -29,10 +29,7 @@ from tests import aot
 from tests.accuracy import assert_as_accurate
 from tests.norm_cases import NORMS
 
-LAUNCHERS = (
-    *(rms_norm_module, layer_norm_module, modulated_rms_norm_module),
-    *(group_norm_module, poly_norm_module, dyt_module),
-)
+LAUNCHERS = (launch_module, modulated_rms_norm_module, group_norm_module, dyt_module)
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
