@@ -499,7 +499,7 @@ COMMANDS = [
     Fault(
         "a mistake of the user has the exit code of a crash", "cli", "_run|_run_recipe_file",
         r"return 2 if isinstance\(error, RecipeError\) else 1", "return 1",
-        ("cli/::test_exit_code_of_the_process", "cli/::test_misspelt_key"),
+        ("cli/::test_misspelt_key",),
     ),
     Fault(
         "the number of processes is not handed on", "cli", "launch_command",
@@ -513,7 +513,7 @@ COMMANDS = [
     Fault(
         "errors of a broken collective count as causes", "cli", "lost_a_peer",
         r'or "gloo/transport/" in str\(error\)', "",
-        ("cli/::test_the_error_of_a_broken_collective_is_told_from_others",),
+        ("cli/::test_the_error_of_a_broken_collective_is_recognised",),
     ),
 ]  # fmt: skip
 
