@@ -26,9 +26,14 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.argval for each in named if each.argval not in others))
 
 
+def _origin(function: types.FunctionType) -> tuple[types.FunctionType, dict[str, Any]]:
+    """The function that `function` is a copy of, if it is one, and the values that it finds instead."""
+    return getattr(function, "rebound_from", (function, {}))
+
+
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
     """The globals of its module that `function` itself reads, and the values that it finds now."""
-    original, replaced = getattr(function, "rebound_from", (function, {}))
+    original, replaced = _origin(function)
     namespace = original.__globals__
     names = (name for name in _global_names(original.__code__) if name in namespace)
     return {name: replaced.get(name, namespace[name]) for name in names}
@@ -38,7 +43,7 @@ def rebound(
     function: types.FunctionType, names: dict[str, Any], closure: tuple[types.CellType, ...] | None = None
 ) -> types.FunctionType:
     """A copy of `function` that finds these values at its global `names`, and has `closure` if one is given."""
-    original, earlier = getattr(function, "rebound_from", (function, {}))
+    original, earlier = _origin(function)
     names = {**earlier, **names}
     code, namespace = original.__code__, original.__globals__
     aliases = {name: f"_{name}_{next(_numbers)}" for name in names}

@@ -19,6 +19,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+
+require(MODULE_CONTENTS)
+
 FP32_TOLERANCE = 1e-5
 """Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
 
@@ -203,11 +208,6 @@ def dummy_module(module: nn.Module, parameters: Mapping[str, Any], children: Map
     attributes.pop("forward", None)
     dummy.__dict__.update(attributes)
     return dummy
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether `module` itself has a hook."""
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 class _Projection(nn.Linear):
