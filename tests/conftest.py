@@ -18,12 +18,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.fast import holds_fast_tests, is_fast
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KIND))
+
+# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.register_profile("random")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # One thread a test process: the tensors are tiny, and xdist already uses the cores.
 torch.set_num_threads(1)
