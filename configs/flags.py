@@ -36,12 +36,8 @@ class KernelFlags:
         use_liger_kernel (`bool`, *optional*, defaults to `True`):
             Whether to use the kernels of liger_trainer.
         liger_kernel_config (`dict` or `str`, *optional*):
-            Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
-            `relu_squared`, `lora`, `router`, `experts`, `load_balancing_loss`, `cross_entropy`,
-            `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy` is read as
-            `linear_cross_entropy`. `recompute_mlp`, `True` by default, and `tiled_mlp`, `False`, make gated MLPs save
-            less for backward. With `global_load_balancing`, `False` by default, the auxiliary loss balances the
-            batch of all processes. See [`KernelConfig`].
+            Switches by component, a mapping or a JSON object with fields of [`KernelConfig`].
+            `fused_linear_cross_entropy` is read as `linear_cross_entropy`.
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory of one chunk of logits in the fused LM head: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):

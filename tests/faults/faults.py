@@ -236,7 +236,7 @@ KERNELS = [
 HEAD = [
     Fault(
         "labels are not shifted", "head", "_next_token_labels",
-        r"value=ignore_index\)\[:, 1:\]", "value=ignore_index)[:, :-1]",
+        r"value=IGNORE_INDEX\)\[:, 1:\]", "value=IGNORE_INDEX)[:, :-1]",
         ("trainers/::test_shifted_labels_and_what_was_asked_for", "trainers/test_parity::test_sft"),
     ),
     Fault(
@@ -301,7 +301,7 @@ TRAINERS = [
     Fault(
         "the temperature is forgotten", "trainer", "token_statistics",
         r"options\.kernel_outputs, options\.temperature", "options.kernel_outputs, 1.0",
-        ("parity_policy::test_grpo_options", "::test_deferred_logits"),
+        ("trainers/test_parity::test_grpo_options", "::test_deferred_logits"),
     ),
     Fault(
         "a pair is scored over its prompt", "trainer", "forward_pairs",
@@ -345,12 +345,13 @@ TRAINERS = [
     ),
     Fault(
         "evaluation counts batches without a label", "trainer", "EvaluatingMixin.prediction_step",
-        r"if labelled is not None:", "if False:", ("evaluating::test_a_batch_without_a_label_is_left_out_and_told",),
+        r"if labelled is not None:", "if False:",
+        ("evaluating::test_a_batch_without_a_label_is_left_out_with_a_warning",),
     ),
     Fault(
         "the reference model has another temperature", "trainer", "LigerTRLMixin._add_fused_lm_head",
         r"StatisticsOptions\(outputs, temperature,", "StatisticsOptions(outputs, temperature * 1.01,",
-        ("parity::test_dpo_losses", "parity_policy::test_rloo"), "sigmoid or rloo",
+        ("parity::test_dpo_losses", "trainers/test_parity::test_rloo"), "sigmoid or rloo",
     ),
     Fault(
         "the z-loss of the routers is not accumulated", "trainer", "LigerTrainerMixin.compute_loss",
@@ -385,7 +386,7 @@ CALLBACKS = [
     ),
     Fault(
         "a batch without a label is not noticed", "callback", "LabelledShareCallback.count",
-        r"empty = ~torch", "empty = torch", ("trainers/::test_a_batch_without_a_label_is_said_once_with_its_step",),
+        r"empty = ~torch", "empty = torch", ("trainers/::test_a_batch_without_a_label_is_one_warning_with_its_step",),
     ),
 ]  # fmt: skip
 
@@ -400,13 +401,13 @@ CHECKPOINTS = [
         r"if missing:", "if False:", ("trainers/::test_a_shard_that_is_missing",),
     ),
     Fault(
-        "arguments that a checkpoint overrules are not told", "checkpoint", "_overruled",
+        "arguments that a checkpoint overrules go without a warning", "checkpoint", "_overruled",
         r"if before\[key\] != after\[key\]", "if False",
-        ("trainers/::test_arguments_that_the_checkpoint_overrules_are_told_in_one_line",),
+        ("trainers/::test_arguments_that_the_checkpoint_overrules_are_one_warning",),
     ),
     Fault(
         "a second run writes in the same folder", "checkpoint", "_lock",
-        r"return False", "return True", ("trainers/::test_the_second_process_is_refused_and_told_who_is_there",),
+        r"return False", "return True", ("trainers/::test_the_second_process_is_refused_and_the_first_one_named",),
     ),
     Fault(
         "a longer schedule keeps its old rate", "checkpoint", "ResumingMixin._load_optimizer_and_scheduler",
