@@ -1,4 +1,4 @@
-"""What ends a run before its last step: signals, numbers that are not finite, another run in its folder, no room."""
+"""Runs that end before their last step: by signals, numbers that are not finite, another run, or a full disk."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 def sent_at(step, numbers, path, *options, ignored=(), rank="0"):
-    """A run whose process, or one rank, gets these signals in the midst of a step."""
+    """A run whose process, or one rank, gets these signals during a step."""
     from liger_trainer.callbacks import stop_on_signal
     from liger_trainer.trainers.trainer import LigerTrainer
 
@@ -52,7 +52,7 @@ def nohup(path):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_the_run_after_its_step_and_it_goes_on(number, recipe, tmp_path):
+def test_a_signal_ends_the_run_after_its_step_and_it_continues(number, recipe, tmp_path):
     done = forked.run(sent_at, 3, [number], recipe, "--save_strategy", "no", cwd=tmp_path)
     assert done.returncode == 128 + number, done.stderr[-3000:]
     name = number.name
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_it_at_once(recipe, tmp_path):
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
 
-def test_a_signal_that_two_processes_hand_on_is_one(recipe, tmp_path):
+def test_a_signal_that_two_processes_pass_on_is_one(recipe, tmp_path):
     done = forked.run(sent_at, 3, SIGNALS, recipe, cwd=tmp_path)
     assert done.returncode == 143, done.stderr[-3000:]
     assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
@@ -124,7 +124,7 @@ def test_an_update_that_overflows(steps, recipe, capsys):
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "-1e-3"])
-def test_a_learning_rate_that_is_no_rate(rate, recipe, capsys):
+def test_a_learning_rate_out_of_range(rate, recipe, capsys):
     assert main(["train", recipe, f"--learning_rate={rate}"]) == 2
     assert "`learning_rate` is" in capsys.readouterr().err
     assert not Path("run").exists()
@@ -163,7 +163,7 @@ def test_a_folder_in_which_another_run_is_writing(option, recipe, tmp_path):
     assert message_of(done.stderr).startswith(f"liger-trainer: `output_dir`: another run (pid {os.getpid()} on ")
 
 
-def test_what_a_killed_run_leaves_of_its_lock_is_no_content(recipe):
+def test_the_lock_of_a_killed_run_does_not_count_as_content(recipe):
     Path("run").mkdir()
     Path("run", LOCK).write_text("pid 1 on another, since 2001-01-01 00:00:00\n")
     assert main(["train", recipe, "--max_steps", "1"]) == 0
