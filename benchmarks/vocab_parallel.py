@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import Runner, Timing, exact_results, explain, relative_error
+from liger_trainer.benchmarks.measure import Runner, exact_results, explain, relative_error
 from liger_trainer.benchmarks.models import MODELS, Model
 from liger_trainer.benchmarks.operations.head import head_cases
 from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations
@@ -185,7 +186,7 @@ def measure(operation: str, case: Case, device: Device, rounds: int) -> list[Lin
             peak = device.peak_gibibytes(runner.step)
             line.gibibytes = None if peak is None else _largest([peak], device)[0]
             samples = [_largest(_sample(runner, device), device) for _ in range(rounds)]
-            line.forward, line.backward = (Timing.of(list(times)).median for times in zip(*samples))
+            line.forward, line.backward = (statistics.median(times) for times in zip(*samples))
         lines.append(line)
     return lines
 
