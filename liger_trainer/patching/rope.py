@@ -18,6 +18,8 @@ from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
+HIDDEN_CALL = "its forward is decorated in a way that hides the call"
+
 
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
     """The finding for every rotary function that `module`'s forward calls by a global name."""
@@ -30,15 +32,13 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
         if reason:
             yield Finding("rope", target, module, reason=reason)
             continue
-        proof = ("rope", name, function)
-        kernel, rotary, agreement = probe.once(proof, prove_rotation, function, probe)
+        kernel, rotary, agreement = probe.once(("rope", name, function), prove_rotation, function, probe)
         if rotary is None:
             yield Finding("rope", target, module, reason=agreement.reason)
             continue
         copy = forward_calling(patched, name, rotary)
         if copy is None:
-            reason = "its forward is decorated in a way that hides the call"
-            yield Finding("rope", target, module, reason=reason)
+            yield Finding("rope", target, module, reason=HIDDEN_CALL)
             continue
         patched = copy  # with several functions, the forward that is bound last calls all of ours
         yield Finding("rope", target, module, kernel, patched, agreement.error)
