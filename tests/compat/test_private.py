@@ -30,7 +30,7 @@ def owner_of(name):
 
 
 def message_of(feature, caplog):
-    """What a user is told: the error of a needed feature, the one warning of another."""
+    """The message for the user: the error of a needed feature, the one warning of another."""
     if feature.needed:
         with pytest.raises(ImportError) as raised:
             require(feature)
