@@ -36,7 +36,7 @@ def is_private(name):
 def names_in(declared):
     """The private names in the paths, the strings and the local variables that a feature declares."""
     words = re.split(r"[.:]", declared.path)
-    return {word for word in (*words, *declared.uses) if is_private(word)}
+    return {word for word in (*words, *declared.uses.split(", ")) if is_private(word)}
 
 
 def read_in(tree):
