@@ -189,6 +189,7 @@ def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
     report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": fused})
     head = next(row for row in report if row.component in ("linear_cross_entropy", "cross_entropy"))
     assert head.applied, head
+    assert any(row.component == "lora" for row in report.applied) or not parameters.startswith("lora")
     return model
 
 
