@@ -38,13 +38,6 @@ def on_gpus() -> bool:
     return gpu_count() >= 1
 
 
-def save_models(folder: Path) -> None:
-    """Writes the models that trainers load."""
-    for name in ("full", "tied head"):
-        build_model(name, vocab_size=VOCAB).save_pretrained(folder / "models" / name)
-        tokenizer().save_pretrained(folder / "models" / name)
-
-
 def launch(wrapping: str, worker: str, *arguments: str, processes: int | None = None) -> None:
     """Runs `tests.distributed.WORKER ARGUMENTS`: on accelerators in new processes, else in forked ones.
 
@@ -124,36 +117,33 @@ def _work(worker: str, arguments: tuple[str, ...]) -> None:
     importlib.import_module(f"tests.distributed.{worker}").main(*arguments)
 
 
-def launch_all(folder: Path, *arguments: Any, **options: Any) -> None:
-    """`launch`, and again after each case that failed, where the worker ends: it goes on with what is not in `folder`.
-
-    Raises:
-        AssertionError: where a process died in a case without a word.
-    """
-    while True:
-        before = len(list(folder.glob("*.json")))
-        try:
-            return launch(*arguments, **options)
-        except AssertionError:
-            if len(list(folder.glob("*.json"))) == before:
-                raise
-
-
 class Launches:
-    """Launches that are made once each."""
+    """Launches that are made once each, below `folder`, which gets the models that trainers load."""
 
-    def __init__(self) -> None:
-        self._made: dict[str, str] = {}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[tuple[str, int | None], str] = {}
+        for name in ("full", "tied head"):
+            build_model(name, vocab_size=VOCAB).save_pretrained(folder / "models" / name)
+            tokenizer().save_pretrained(folder / "models" / name)
 
-    def once(self, name: str, *arguments: Any, **options: Any) -> None:
-        """`launch_all(*arguments, **options)` at the first call with `name`; what failed is printed in every test."""
-        if name not in self._made:
+    def once(self, wrapping: str, worker: str, *arguments: str, processes: int | None = None) -> Path:
+        """The folder in which `worker` ran with `arguments`; how a process died without a word is printed every time.
+
+        The worker ends at each case that fails, and is launched again for what is not in the folder.
+        """
+        folder, key = self.folder / wrapping, (wrapping, processes)
+        folder.mkdir(exist_ok=True)
+        while key not in self._made:
+            before = len(list(folder.glob("*.json")))
             try:
-                self._made[name] = ""
-                launch_all(*arguments, **options)
+                launch(wrapping, worker, str(folder), *arguments, processes=processes)
+                self._made[key] = ""
             except (AssertionError, subprocess.TimeoutExpired) as error:
-                self._made[name] = f"{name}: {error}"
-        print(self._made[name][-6000:])
+                if isinstance(error, subprocess.TimeoutExpired) or len(list(folder.glob("*.json"))) == before:
+                    self._made[key] = f"{key}: {error}"
+        print(self._made[key][-6000:])
+        return folder
 
 
 def together(launches: list[Callable[[], object]]) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.accelerate_cases import VOCAB
 from tests.distributed.accelerate_checkpoints import IN_SHARDS, SAVED, STOCK_RESUMES
-from tests.distributed.accelerate_launch import Launches, Outcome, on_gpus, outcome, relative, save_models, together
+from tests.distributed.accelerate_launch import Launches, Outcome, on_gpus, outcome, relative, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
 
@@ -48,25 +48,19 @@ class Runs:
     """The launches."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.launches = folder, Launches()
-        save_models(folder)
-        modes = dict.fromkeys(mode for mode, _ in PAIRS)
+        self.launches = Launches(folder)
         alone = {mode for mode, _ in BY_ONE}
+        modes = dict.fromkeys(mode for mode, _ in PAIRS)
         together([partial(self.by_one if mode in alone else self.saved, mode) for mode in modes])
 
     def saved(self, mode: str) -> Path:
         """The folder where two processes have saved, and resumed."""
-        folder = self.folder / mode
-        folder.mkdir(exist_ok=True)
-        self.launches.once(mode, folder, mode, "accelerate_checkpoints", str(folder), "save", *MODES[mode])
-        return folder
+        return self.launches.once(mode, "accelerate_checkpoints", "save", *MODES[mode])
 
     def by_one(self, mode: str) -> Path:
         """The same folder, where one process has resumed as well."""
-        folder, names = self.saved(mode), RESUMED_BY_ONE[mode]
-        resume = (folder, mode, "accelerate_checkpoints", str(folder), "resume", *names)
-        self.launches.once(f"{mode} by one", *resume, processes=1)
-        return folder
+        self.saved(mode)
+        return self.launches.once(mode, "accelerate_checkpoints", "resume", *RESUMED_BY_ONE[mode], processes=1)
 
 
 @pytest.fixture(scope="module")

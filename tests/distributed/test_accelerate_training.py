@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.accelerate_cases import CASES, VOCAB, WRAPPINGS
-from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, save_models, together
+from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
 
@@ -88,20 +88,15 @@ class Runs:
     """The launches of the cases that were selected."""
 
     def __init__(self, folder: Path, selected: list[tuple[str, str]]) -> None:
-        self.folder, self.launches, self.selected = folder, Launches(), selected
-        save_models(folder)
-        together(
-            [partial(self.of, wrapping) for wrapping in dict.fromkeys(["single", *(where for where, _ in selected)])]
-        )
+        self.launches, self.selected = Launches(folder), selected
+        wrappings = dict.fromkeys(["single", *(where for where, _ in selected)])
+        together([partial(self.of, wrapping) for wrapping in wrappings])
 
     def of(self, wrapping: str) -> Path:
         """The folder of a launch."""
-        folder = self.folder / wrapping
-        folder.mkdir(exist_ok=True)
         chosen = dict.fromkeys(name for where, name in self.selected if wrapping in (where, "single"))
         names = [name for name in chosen if wrapping != "single" or not CASES[name].of_wrapping]
-        self.launches.once(wrapping, folder, wrapping, "accelerate_worker", str(folder), *names)
-        return folder
+        return self.launches.once(wrapping, "accelerate_worker", *names)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,32 +15,15 @@ from transformers import TrainerState
 from liger_trainer.callbacks.finite import observe
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 
-NORMS = ["a weight"]
+NAN, INF = float("nan"), float("inf")
 
 
-def _loss_of_one(rank: int) -> None:
-    observed = observe(1, [torch.tensor(float("nan") if rank else 1.0)], None, "cpu")
+def _decide(rank: int, losses: list[list[float]], norms: list[float] | None = None, flag: bool = True) -> None:
+    """What the ranks have seen, each its own, is one flag."""
+    seen = None if norms is None else (["a weight"], torch.tensor([norms[rank]]))
+    observed = observe(1, [torch.tensor(loss) for loss in losses[rank]], seen, "cpu")
     assert observed is not None
-    assert observed.flag
-
-
-def _shard_of_one(rank: int) -> None:
-    observed = observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([1.0 if rank else float("inf")])), "cpu")
-    assert observed is not None
-    assert observed.flag
-
-
-def _nothing_seen_by_one(rank: int) -> None:
-    losses = [torch.tensor(float("nan"))] if rank else []
-    observed = observe(1, losses, None, "cpu")
-    assert observed is not None
-    assert observed.flag
-
-
-def _all_finite(rank: int) -> None:
-    observed = observe(1, [torch.tensor(1.0)], (NORMS, torch.tensor([2.0])), "cpu")
-    assert observed is not None
-    assert not observed.flag
+    assert observed.flag == flag
 
 
 def _shard_of_a_parameter(rank: int) -> None:
@@ -59,10 +43,10 @@ def _shard_of_a_parameter(rank: int) -> None:
 
 CASES = {
     "a shard of a parameter": _shard_of_a_parameter,
-    "a loss": _loss_of_one,
-    "a shard of the gradients": _shard_of_one,
-    "a process without a loss": _nothing_seen_by_one,
-    "all finite": _all_finite,
+    "a loss": partial(_decide, losses=[[1.0], [NAN]]),
+    "a shard of the gradients": partial(_decide, losses=[[1.0], [1.0]], norms=[INF, 1.0]),
+    "a process without a loss": partial(_decide, losses=[[], [NAN]]),
+    "all finite": partial(_decide, losses=[[1.0], [1.0]], norms=[2.0, 2.0], flag=False),
 }
 
 
