@@ -117,25 +117,15 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
     prompts = recipe.recipe.sample_prompts
     if not prompts:
         return []
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
 
     set_seed(recipe.training.seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model = model.to(recipe.training.device).eval()
-    texts = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        with torch.no_grad():
-            output = model.generate(
-                **inputs,
-                max_new_tokens=recipe.recipe.sample_tokens,
-                do_sample=True,
-                temperature=0.7,
-                top_k=40,
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            )
-        new = output[0, inputs["input_ids"].shape[1] :]
-        texts.append((prompt, str(tokenizer.decode(new, skip_special_tokens=True))))
-    return texts
+    generate: Any = pipeline(
+        "text-generation",
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        device=recipe.training.device,
+    )
+    options = {"max_new_tokens": recipe.recipe.sample_tokens, "do_sample": True, "temperature": 0.7, "top_k": 40}
+    answers = (generate(prompt, return_full_text=False, **options) for prompt in prompts)
+    return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]

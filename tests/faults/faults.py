@@ -481,7 +481,7 @@ PLANS = [
     ),
     Fault(
         "every setting is said to fit", "plan", "_row", r"memory\.total <= room", "True",
-        ("plan/::test_where_nothing_fits", "cli/::test_what_fits_nowhere_says_what_would"),
+        ("plan/::test_where_nothing_fits", "cli/::test_a_model_that_fits_nowhere"),
     ),
 ]  # fmt: skip
 
