@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.schema import TRAINERS
+from liger_trainer.recipe.schema import TRAINERS, mapping
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -323,7 +323,10 @@ def family_of(values: Mapping[str, Any]) -> str:
     family, name = values.get("model_family"), values.get("model_name_or_path")
     config = values.get("model_config")
     if family is None and config:
-        family = (json.loads(config) if isinstance(config, str) else config).get("model_type")
+        try:
+            family = (mapping("model_config", config) or {}).get("model_type")
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     if family is None and name and (Path(name) / "config.json").is_file():
         file = Path(name) / "config.json"
         try:

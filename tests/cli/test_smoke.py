@@ -66,6 +66,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
             ["--router_balance", "true"],
             "`router_balance` is true, but LlamaForCausalLM has no experts",
         ),
+        ("quickstart", ["--model_config", "{bad"], "`model_config` is '{bad', which is not JSON"),
     ],
 )
 def test_smoke_runs_that_are_refused(recipe, options, words, tmp_path, capsys):
