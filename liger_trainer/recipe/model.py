@@ -306,22 +306,26 @@ def _reach_hub(name: str, revision: str) -> None:
 
 def model_class(config: PreTrainedConfig) -> Any:
     """The auto class for `config`; for a multimodal configuration that of the whole model, not of its text part."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     multimodal = config.get_text_config() is not config
-    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+    if multimodal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
 def check_causal(config: PreTrainedConfig, given: str) -> None:
     """Refuses an encoder, with or without a decoder; its tokens would learn to copy those after them."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder:
-        kind, wrong = "an encoder with a decoder", type(config) not in AutoModelForCausalLM._model_mapping
+        kind, wrong = "an encoder with a decoder", type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     else:
-        masked = type(config) in AutoModelForMaskedLM._model_mapping
+        masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
         kind, wrong = "an encoder", masked and getattr(config, "is_decoder", None) is False
     if wrong:
         raise RecipeError(

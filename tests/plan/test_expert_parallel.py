@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.operations.moe_experts import cases
+from liger_trainer.benchmarks.operations.moe import cases
 from liger_trainer.benchmarks.registry import Data
 from liger_trainer.kernels.moe.experts import moe_experts
 from liger_trainer.patching.moe.expert_parallel import run_exchanged

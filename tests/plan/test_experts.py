@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
+from liger_trainer.benchmarks.operations.moe import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
 from liger_trainer.benchmarks.trainer_setups import Setup
 from liger_trainer.benchmarks.training_task import Task
