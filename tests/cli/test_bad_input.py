@@ -16,11 +16,6 @@ from tests.cli.runs import TINY, message_of, refused, rows, state
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.2}
 
 
-def test_a_valid_recipe_trains(recipe):
-    assert main(["train", recipe()]) == 0
-    assert Path("run/model.safetensors").is_file()
-
-
 def test_misspelt_key(recipe, capsys):
     assert "unknown key `max_stepz`" in refused(capsys, recipe(max_stepz=3))
 

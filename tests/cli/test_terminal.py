@@ -73,16 +73,6 @@ def test_each_thing_is_shown_once(recipe, tmp_path):
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
 
 
-def test_a_warm_start_reports_its_kernels_with_the_rest(tmp_path, capsys):
-    assert main(["train", "quickstart_dpo", "--smoke", "--output_dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("liger_trainer kernels in") == 1
-
-
-def test_a_shipped_recipe_does_not_warn_about_itself(tmp_path, caplog):
-    assert main(["train", "llama3_8b_sft", "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
-    assert "lora_target_modules" not in caplog.text
-
-
 @pytest.mark.parametrize("columns", [80, 100, 160])
 def test_a_plan_is_as_wide_as_the_terminal(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
