@@ -92,9 +92,9 @@ def _small_generation(values: Mapping[str, Any], given: set[str]) -> dict[str, A
     if "reward_funcs" not in values:
         return {}
     weights = values["reward_weights"] or [1.0] * len(values["reward_funcs"] or ())
-    kept = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
-    kept.append((f"{__name__}:{mean_token.__name__}", 1.0))
-    rewards = {"reward_funcs": [name for name, _ in kept], "reward_weights": [weight for _, weight in kept]}
+    pairs = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
+    pairs.append((f"{__name__}:{mean_token.__name__}", 1.0))
+    rewards = {"reward_funcs": [name for name, _ in pairs], "reward_weights": [weight for _, weight in pairs]}
     return {
         **({} if given & set(rewards) else rewards),
         "num_generations": 2,

@@ -73,7 +73,7 @@ def test_keys_and_values_that_are_refused(recipe, capsys, changes, words):
     assert not Path("run/model.safetensors").exists()
 
 
-def test_values_that_no_run_can_mean(recipe, capsys):
+def test_values_out_of_range(recipe, capsys):
     for key, value, allowed in (
         ("seed", -1, "from 0 to 4294967295"),
         ("data_seed", -1, "from 0 to 4294967295"),

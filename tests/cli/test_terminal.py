@@ -46,7 +46,7 @@ def test_a_mistake_in_a_process(tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, *OPENMP])
-def test_what_the_user_says_of_waiting_threads_counts(name, monkeypatch):
+def test_the_users_settings_of_waiting_threads_win(name, monkeypatch):
     monkeypatch.setattr(os, "environ", {} if name is None else {name: "77"})
     prepare_environment()
     assert {key: value for key, value in os.environ.items() if key in OPENMP} == {
