@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,14 +55,12 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     lines += measured(history)
     if metrics.get("train_runtime"):
         lines.append(("time", f"{metrics['train_runtime']:.0f} s"))
-    speeds = sorted(entry["tokens_per_second"] for entry in history if entry.get("tokens_per_second"))
-    if speeds:
-        lines.append(("tokens/s", f"{speeds[len(speeds) // 2]:,.0f}"))
-    mfu = sorted(entry["mfu"] for entry in history if entry.get("mfu"))
-    if mfu:
-        lines.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}"))
-    memory = max((entry["peak_memory_gib"] for entry in history if entry.get("peak_memory_gib")), default=None)
-    if memory is None:
+    for key, name, form in (("tokens_per_second", "tokens/s", ",.0f"), ("mfu", "MFU", ".1%")):
+        values = [value for value in _values(history, key) if value]
+        if values:
+            lines.append((name, f"{statistics.median_high(values):{form}}"))
+    memory = max(_values(history, "peak_memory_gib"), default=0.0)
+    if not memory:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))
