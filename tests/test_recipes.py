@@ -20,8 +20,6 @@ ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 WORDS = {"true": True, "false": False, "null": None}
 
-MINIMAL = {"trainer": "causal_lm", "model_config": {"model_type": "llama"}, "use_cpu": True, "dataset_name": "x"}
-
 
 def python_values(text: str) -> dict:
     """The recipe's annotations, evaluated the way Python does."""
@@ -37,6 +35,11 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     return path
+
+
+def minimal(tmp_path: Path, **changes):
+    values = {"trainer": "causal_lm", "model_config": {"model_type": "llama"}, "use_cpu": True, "dataset_name": "x"}
+    return load_recipe(write(tmp_path, json.dumps({**values, **changes})))
 
 
 QUANTISED = ("sft_lora", "sft_qlora", "dpo_qlora")
@@ -233,17 +236,15 @@ def test_defaults_fit_a_machine_without_a_gpu(tmp_path, monkeypatch, use_cpu):
 def test_bf16_without_a_gpu_is_refused_unless_the_cpu_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     path = write(tmp_path, "trainer: sft\nbf16: true\n")
-    with pytest.raises(
-        RecipeError, match=r"`bf16` is true, but there is no GPU here .* `--bf16 false --dtype float32`"
-    ):
+    words = r"`bf16` is true, but there is no GPU here .* `--bf16 false --dtype float32`"
+    with pytest.raises(RecipeError, match=words):
         load_recipe(path)
     assert load_recipe(path, ["--use_cpu", "true"]).training.bf16 is True
 
 
 def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatch):
-    plain = load_recipe(write(tmp_path, json.dumps(MINIMAL)))
-    assert "distributed_config" not in model_kwargs(plain)
-    recipe = load_recipe(write(tmp_path, json.dumps({**MINIMAL, "expert_parallel_size": 2})))
+    assert "distributed_config" not in model_kwargs(minimal(tmp_path))
+    recipe = minimal(tmp_path, expert_parallel_size=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert model_kwargs(recipe)["distributed_config"] == {"fsdp_size": 4, "ep_size": 2}
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -263,24 +264,21 @@ def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatc
 )
 def test_experts_that_cannot_be_split_are_refused_before_anything_is_written(tmp_path, model, message):
     output = tmp_path / "out"
-    values = {**MINIMAL, "model_config": model, "expert_parallel_size": 2, "bf16": False, "output_dir": str(output)}
+    recipe = minimal(tmp_path, model_config=model, expert_parallel_size=2, bf16=False, output_dir=str(output))
     with pytest.raises(RecipeError, match=message):
-        run_recipe(load_recipe(write(tmp_path, json.dumps(values))))
+        run_recipe(recipe)
     assert not output.exists()
 
 
 @pytest.mark.parametrize(("flag", "way"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
 def test_experts_are_not_split_by_the_launch_too(tmp_path, monkeypatch, flag, way):
     model = {"model_type": "qwen3_moe", "num_experts": 4}
-    recipe = load_recipe(
-        write(tmp_path, json.dumps({**MINIMAL, "model_config": model, "bf16": False, "expert_parallel_size": 2}))
-    )
+    recipe = minimal(tmp_path, model_config=model, bf16=False, expert_parallel_size=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_model(recipe)
     monkeypatch.setenv(f"ACCELERATE_USE_{flag}", "true")
-    with pytest.raises(
-        RecipeError, match=rf"the launch splits it with {way}; launch it with `--accelerate_config ddp`"
-    ):
+    words = rf"the launch splits it with {way}; launch it with `--accelerate_config ddp`"
+    with pytest.raises(RecipeError, match=words):
         check_model(recipe)
 
 
