@@ -468,7 +468,7 @@ RECIPES = [
     Fault(
         "values out of their range pass", "recipe", "_allowed",
         r"not value >= _AT_LEAST\[key\]", "False",
-        ("cli/::test_values_that_no_run_can_mean", "cli/::test_a_negative_beta"),
+        ("cli/::test_values_out_of_range", "cli/::test_a_negative_beta"),
     ),
     Fault(
         "renamed columns keep the name in the way", "recipe", "renamed",
@@ -492,7 +492,7 @@ PLANS = [
     ),
     Fault(
         "every setting is said to fit", "plan", "_row", r"memory\.total <= room", "True",
-        ("plan/::test_where_nothing_fits", "cli/::test_what_fits_nowhere_says_what_would"),
+        ("plan/::test_where_nothing_fits", "cli/::test_a_model_that_fits_nowhere"),
     ),
 ]  # fmt: skip
 
