@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import ONE_PASS
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
@@ -22,7 +21,6 @@ from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 require(SFT_HEAD)
 require(SFT_LOSS)
-require(ONE_PASS)
 
 
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
