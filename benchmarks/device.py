@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,11 @@ class Device:
             event.record()
         self.synchronize()
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+    def median(self, work: Callable[[], object], rounds: int = 9) -> float:
+        """Median milliseconds of `work`, which runs once before."""
+        work()
+        return statistics.median(self.time(lambda _: work())[0] for _ in range(rounds))
 
     def _prepare(self) -> None:
         """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.

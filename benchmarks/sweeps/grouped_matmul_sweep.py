@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe.activation import activate, activation_gradients
+from liger_trainer.kernels.moe.activation import Activation, activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
@@ -89,12 +89,12 @@ def main() -> None:
                 launch_weights, out, left, other, rows, left_top_k, other_top_k, tile
             )
         show(name, flops, times)
-    weights, options = torch.rand(tokens, TOP_K, device="cuda"), ("silu", scalars(), True, False)
+    weights, silu, dpre = torch.rand(tokens, TOP_K, device="cuda"), Activation("silu", scalars()), torch.empty_like(pre)
     beside: dict[str, float] = {
         "sort": milliseconds(sort_by_expert, index, EXPERTS),
         "repeat": milliseconds(repeat_rows, x, rows, TOP_K),
-        "activation": milliseconds(activate, pre, *options),
-        "its gradient": milliseconds(activation_gradients, h, pre, weights, rows, *options, True, False),
+        "activation": milliseconds(activate, pre, silu),
+        "its gradient": milliseconds(activation_gradients_, dpre, h, pre, weights, rows, silu, True),
         "combine": milliseconds(combine_rows, repeated, rows, TOP_K, weights),
     }
     print(", ".join(f"{name} {time:.3f}" for name, time in beside.items()))

@@ -97,10 +97,6 @@ LOGGED_LOSS = Feature(
     needed=False,
 )
 
-DICT_ARGUMENTS = Feature(
-    "`liger_kernel_config` as JSON on a command line", Private("transformers:TrainingArguments._VALID_DICT_FIELDS")
-)
-
 GATED_EXPERTS = Feature(
     "recognising the experts of a mixture of experts by `_apply_gate`",
     Private("transformers.integrations.moe:use_experts_implementation", uses="_apply_gate"),

@@ -42,6 +42,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     trl_module = trl_sft_trainer
     config_class = LigerSFTConfig
+    args: SFTConfig
     _takes_parts_of_sequences = True
 
     @classmethod
@@ -55,16 +56,13 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; with label smoothing or a `compute_loss_func` by one forward instead of two."""
-        assert isinstance(self.args, SFTConfig)
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
         if self._statistics is not None and (smooths or self.compute_loss_func is not None):
-            assert isinstance(self.model, nn.Module)
             text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
             model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _weighs_labels_alike(self) -> bool:
-        assert isinstance(self.args, SFTConfig)
         return self.args.loss_type != "dft"
 
 

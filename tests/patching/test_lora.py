@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.head import warn_once
 from tests.patching import comparisons
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -281,6 +282,38 @@ def test_an_attention_that_gives_its_projections_other_tensors(fused):
 def test_adapters_on_a_part_of_the_mlp(targets):
     model, batch = adapted("llama", target_modules=targets, lora_dropout=0.1)
     apply_unchanged(model, batch, MLPS)
+
+
+@pytest.mark.parametrize("change", ["lora_variant", "scaling", "subclass"])
+def test_a_changed_layer_in_a_gated_mlp_is_left_alone_with_one_warning(change, fused, caplog, monkeypatch):
+    """As after an update of PEFT. A subclass is called as any module is, and needs no warning."""
+    monkeypatch.setattr(warn_once, "_said", set())
+    model, batch = adapted("llama")
+    gates = [module for name, module in model.named_modules() if name.endswith("gate_proj")]
+    expected = loss_and_gradients(model, batch)
+    for gate in gates:
+        kind = type(gate)
+        gate.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+        if change == "subclass":
+            gate.__class__.__module__ = __name__
+        else:
+            values = getattr(gate, change)
+            delattr(gate, change)
+            gate.__class__.forward = functools.partialmethod(_forward_of_another_peft, change, values)
+    apply_liger_kernel(model, MLPS)
+    fused.clear()
+    assert_same(loss_and_gradients(model, batch), expected)
+    warnings = [record.message for record in caplog.records if "of PEFT has no" in record.message]
+    assert len(warnings) == (change != "subclass")
+    assert fused == [3, 1, 1, 1] * len(gates)  # queries, keys and values as one; then the output, up and down
+
+
+def _forward_of_another_peft(layer, name, values, x):
+    """PEFT's forward, with the attribute that the layer has lost."""
+    restored = copy.copy(layer)
+    restored.__class__ = type(layer).__mro__[1]
+    restored.__dict__ = {**layer.__dict__, name: values}
+    return restored(x)
 
 
 def test_hooks_on_gate_and_up_are_called(fused):

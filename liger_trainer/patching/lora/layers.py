@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
-from liger_trainer.compat.peft import LORA_LAYERS
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.lora.attention import shared_result
-from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, is_lora_linear
+from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, has_known_adapters, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
 
@@ -61,10 +60,10 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
 
 def _obstacle(module: Any) -> str:
     """Why `module` is left alone; empty if nothing prevents the proof."""
-    if not available(LORA_LAYERS):
-        return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     if not is_lora_linear(module):
         return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
+    if not has_known_adapters(module):
+        return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     foreign = overriding_forward(module)
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"
