@@ -455,7 +455,7 @@ def test_compiled_graph_is_whole_and_takes_any_batch(device, name):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for batch in (3, 5, 8):
+        for batch in (5, 7, 9):  # not 3, the size of PolyNorm's weight
             leaves = leaves_of(NORMS[name].arguments((batch, 12, 20), device, torch.float32))
             upstream = upstream_of(as_tuple(function(*leaves)))
             ours, theirs = (outputs_and_gradients(f, leaves, upstream) for f in (compiled, function))
