@@ -1,4 +1,4 @@
-"""Mixture-of-experts block: each token through the gated MLPs of its experts, and their weighted sum."""
+"""Mixtures of experts: the block of experts, and the load-balancing loss of its routers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model, model_config
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import EXPERTS
 
 
-@operation("moe_experts", tokens=8192)
+@operation(
+    "moe_experts",
+    "Mixture-of-experts block: each token through the gated MLPs of its experts, and their weighted sum",
+    tokens=8192,
+)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """Experts chosen by random logits, trained and frozen; then every token to the same experts.
 
@@ -90,6 +97,7 @@ def _transposed(experts: Any) -> bool:
 
 def _run(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], weights: dict) -> Tensor:
     if not _see_every_token(experts):
+        assert available(EXPERTS)
         experts.config._experts_implementation = implementation
         return torch.func.functional_call(experts, weights, inputs)
     hidden, index, chosen = inputs
@@ -134,8 +142,6 @@ def ours(
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
 ) -> Tensor:
-    from liger_trainer.functional import moe_experts
-
     gate = {}
     if hasattr(experts, "limit"):  # GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1)
         alpha = experts.alpha
@@ -144,7 +150,7 @@ def ours(
     if _see_every_token(experts):  # the chosen inputs times their scores, one expert per row
         hidden = (hidden.unsqueeze(1) * scores.unsqueeze(2)).flatten(0, 1)
         top_k_index, top_k_weights = top_k_index.reshape(-1, 1), scores.new_ones(len(hidden), 1)
-    out = moe_experts(
+    out = functional.moe_experts(
         *(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj),
         gate_up_bias=gate_up_proj_bias,
         down_bias=down_proj_bias,
@@ -153,3 +159,27 @@ def ours(
         **gate,
     )
     return out.view(*scores.shape, -1).sum(1) if _see_every_token(experts) else out
+
+
+@operation("moe_load_balancing", "Load-balancing loss: of the routers' logits of all layers of a mixture of experts")
+def load_balancing_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Every logit is read once in each pass, and its gradient written. Models without experts have no case."""
+    if not model.experts:
+        return
+    size = model.layers * tokens * model.experts
+    layers = {f"layer_{index}": data.normal(tokens, model.experts) for index in range(model.layers)}
+    shape = f"{model.layers} layers, {tokens}×{model.experts}, {model.experts_per_token} of {model.experts}"
+    yield Case({"top_k": model.experts_per_token, **layers}, shape, Floor(size, 2 * size))
+
+
+@provider("moe_load_balancing", "torch")
+def eager_load_balancing(top_k: int, **layers: Tensor) -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    logits: Any = tuple(layers.values())
+    return load_balancing_loss_func(logits, logits[0].shape[-1], top_k)
+
+
+@provider("moe_load_balancing", "liger_trainer")
+def our_load_balancing(top_k: int, **layers: Tensor) -> Tensor:
+    return functional.load_balancing_loss(tuple(layers.values()), top_k)
