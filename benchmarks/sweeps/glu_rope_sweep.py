@@ -99,8 +99,9 @@ def sweep_rope(top: int) -> None:
         check(f"rope {name} backward", outputs, transposed)
 
         def launch(config: tuple, tensors: Outputs = (q, k, cos, sin, *outputs)) -> None:
+            q, k, cos, sin, q_out, k_out = tensors
             with mock.patch.object(rope_kernel, "launch_config", return_value=config):
-                rope_kernel.launch(*tensors, False)
+                rope_kernel.launch(q, k, cos, sin, q_out, k_out, False)
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]
