@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import BUSY_DEVICE
 
 
 class Device:
@@ -101,8 +103,8 @@ class Device:
         if self._flush is None:
             self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
         self._flush.zero_()
-        if hasattr(self.module, "_sleep"):
-            self.module._sleep(10_000_000)  # about 5 ms
+        if self.module is torch.cuda and available(BUSY_DEVICE):
+            torch.cuda._sleep(10_000_000)  # about 5 ms
 
 
 def find_device(name: str | None) -> torch.device:

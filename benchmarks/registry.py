@@ -207,7 +207,7 @@ def reference(operation: str) -> Callable[[Function], Function]:
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` under `torch.compile`, recompiled for every case (`torch._dynamo.reset` runs between them)."""
+    """`function` under `torch.compile`, recompiled for every case (`torch.compiler.reset` runs between them)."""
     return torch.compile(function, dynamic=False)
 
 

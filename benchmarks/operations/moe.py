@@ -11,6 +11,8 @@ from torch import Tensor
 from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model, model_config
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import EXPERTS
 
 
 @operation(
@@ -95,6 +97,7 @@ def _transposed(experts: Any) -> bool:
 
 def _run(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], weights: dict) -> Tensor:
     if not _see_every_token(experts):
+        assert available(EXPERTS)
         experts.config._experts_implementation = implementation
         return torch.func.functional_call(experts, weights, inputs)
     hidden, index, chosen = inputs

@@ -19,6 +19,7 @@ import torch
 import liger_trainer.kernels.parity.fused_add_rms_norm  # noqa: F401 (registers its operator)
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.records import Machine
+from liger_trainer.kernels.norms import launch
 from liger_trainer.kernels.norms import layer_norm as ln
 from liger_trainer.kernels.norms import rms_norm as rms
 from liger_trainer.kernels.norms.launch import NormConfig
@@ -52,7 +53,7 @@ def backward_configs(hidden_size: int) -> Iterator[NormConfig]:
 
 
 def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, list, object, int, int]:
-    """Forward, backward, their fp32 truth, the module whose table they use, and bytes moved by each."""
+    """Forward, backward, their fp32 truth, the module with the backward's table, and bytes moved by each."""
     x, dy, other = (torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     weight, bias = (torch.randn(hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     ops = torch.ops.liger_trainer
@@ -108,7 +109,7 @@ def sweep(
 ) -> list[tuple[float, NormConfig]]:
     results = []
     for config in configs:
-        with mock.patch.object(table, attribute, lambda hidden_size, device, config=config: config):
+        with mock.patch.object(table, attribute, lambda hidden_size, config=config: config):
             try:
                 check(function(), truth)
                 results.append((CLOCK.median(function), config))
@@ -128,12 +129,12 @@ def main() -> None:
     for name, (kind, rows, hidden_size) in WORK.items():
         if arguments.only not in name:
             continue
-        forward, backward, truth, table, forward_bytes, backward_bytes = build(kind, rows, hidden_size)
-        for label, function, expected, attribute, configs, moved in (
-            ("forward", forward, truth[:1], "forward_config", forward_configs(hidden_size), forward_bytes),
-            ("backward", backward, truth[1:], "backward_config", backward_configs(hidden_size), backward_bytes),
+        forward, backward, truth, module, forward_bytes, backward_bytes = build(kind, rows, hidden_size)
+        for label, function, expected, table, attribute, configs, moved in (
+            ("forward", forward, truth[:1], launch, "forward_config", forward_configs(hidden_size), forward_bytes),
+            ("backward", backward, truth[1:], module, "backward_config", backward_configs(hidden_size), backward_bytes),
         ):
-            chosen = getattr(table, attribute)(hidden_size, DEVICE)
+            chosen = getattr(table, attribute)(hidden_size)
             candidates = [chosen, *(config for config in configs if config != chosen)]
             spent = time.perf_counter() - began
             if spent > arguments.seconds:

@@ -1,4 +1,4 @@
-"""A stand-in for `vllm serve` on the loopback interface, and for the packages TRL's client wants to talk to it.
+"""A fake of `vllm serve` on the loopback interface, and of the packages TRL's client wants to talk to it.
 
 The HTTP side of TRL's `VLLMClient` runs as it is. Replaced are what needs other packages or a GPU: the `requests`
 package, vLLM's NCCL group (the weights are handed over in memory), and the check that the trainer's device is CUDA.
