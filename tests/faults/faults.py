@@ -96,7 +96,7 @@ REFERENCES = [
     Fault(
         "the gradient of the z-loss is halved", "reference", "row_gradient_torch_",
         r"2\.0 \* options\.z_loss", "options.z_loss",
-        ("::test_row_step_in_torch_is_the_derivative_of_the_reference",),
+        ("::test_plain_torch_rows_have_the_gradient_of_the_reference",),
     ),
     Fault(
         "entropies have the wrong sign", "reference", "log_probs_reference",
