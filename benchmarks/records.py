@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 _PACKAGES = (  # versions that a run records
@@ -46,13 +45,9 @@ class Machine:
         source = torch.randn(size, device=device.device).to(dtype)
         target = torch.empty_like(source)
         left, right = (torch.randn(side, side, device=device.device).to(dtype) for _ in range(2))
-        left @ right
-        copies, matmuls = [], []
-        for _ in range(rounds):
-            copies += device.time(lambda _: target.copy_(source))
-            matmuls += device.time(lambda _: left @ right)
+        copy, matmul = device.median(lambda: target.copy_(source), rounds), device.median(lambda: left @ right, rounds)
         moved = 2 * source.numel() * source.element_size()
-        return cls(device.name(), moved / Timing.of(copies).median * 1e3, 2e3 * side**3 / Timing.of(matmuls).median)
+        return cls(device.name(), moved / copy * 1e3, 2e3 * side**3 / matmul)
 
     def __str__(self) -> str:
         return f"{self.device}: copy {self.copy_rate / 1e12:.2f} TB/s, matmul {self.matmul_rate / 1e12:.0f} TFLOP/s"
@@ -60,11 +55,17 @@ class Machine:
 
 @dataclasses.dataclass
 class Record:
-    """One provider's measurement on one case, in milliseconds; see `Measurement`.
+    """One provider's measurement on one case: medians in milliseconds, and the widths of their samples' middle half.
 
     Attributes:
+        forward: The pass that saves for the backward.
+        backward: The gradients of every input that requires one.
+        peak_gibibytes: Peak memory above the inputs; None if the device does not count it.
+        saved_gibibytes: Memory saved for the backward, without the outputs; None if the device does not count it.
         floor: The least time of the two passes on this machine; `forward_floor` and `backward_floor` if known.
+        errors: Relative distance of each output and gradient from float64's, by name.
         worse_than_eager: The largest ratio of a gradient's error to that of eager torch.
+        failure: Why there is no measurement; empty if there is one.
     """
 
     operation: str
@@ -89,18 +90,6 @@ class Record:
     worse_than_eager: float | None = None
     remark: str = ""
     failure: str = ""
-
-    def fill(self, measurement: Measurement) -> Record:
-        """Fills the fields from a measurement; returns itself."""
-        for name in ("forward", "backward", "both"):
-            timing: Timing | None = getattr(measurement, name)
-            if timing is not None:
-                setattr(self, name, timing.median)
-                setattr(self, f"{name}_spread", timing.spread)
-        self.peak_gibibytes, self.saved_gibibytes = measurement.peak_gibibytes, measurement.saved_gibibytes
-        self.errors = measurement.errors
-        self.remark, self.failure = measurement.remark, measurement.failure
-        return self
 
     @property
     def group(self) -> tuple[str, str, int, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from liger_trainer.benchmarks.records import Record
+from liger_trainer.benchmarks.records import Record, TrainingRecord
 from liger_trainer.benchmarks.registry import family
+
+Shown = TypeVar("Shown", Record, TrainingRecord)
 
 
 def make_console() -> Console:
@@ -17,9 +20,35 @@ def make_console() -> Console:
     return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
-def number(value: float | None, form: str) -> str:
-    """`value` in a format; empty for None."""
-    return "" if value is None else format(value, form)
+def number(value: float | None, form: str, missing: str = "") -> str:
+    """`value` in a format; `missing` for None."""
+    return missing if value is None else format(value, form)
+
+
+def percentage(share: float | None, missing: str = "") -> str:
+    """A share as a whole percentage; `missing` for None."""
+    return missing if share is None else f"{100 * share:.0f} %"
+
+
+def make_table(title: str, *headings: str, remark: bool = True) -> Table:
+    """An empty table with a column of providers, one for each heading, and one for remarks."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("provider", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    if remark:
+        table.add_column("remark", overflow="fold")
+    return table
+
+
+def with_settings(records: Iterable[Shown], library: str, show: Callable[[Shown], str], bold: Shown | None) -> str:
+    """The records of a library as the cell of a Markdown table, each with its settings."""
+    texts = []
+    for record in records:
+        text = f"**{show(record)}**" if record is bold else show(record)
+        setting = record.provider.removeprefix(library).strip()
+        texts.append(f"{text} with `{setting}`" if setting else text)
+    return "; ".join(texts) or "–"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -58,33 +87,19 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
     floor = first.floor if mode == "both" else getattr(first, f"{mode}_floor")
     if floor is not None:
         title += f" · floor {milliseconds(floor)} ms"
-    result = Table(title=title, title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for heading in (
-        "forward ms",
-        "backward ms",
-        "both ms",
-        "± ms",
-        "% of floor",
-        "GiB",
-        "saved",
-        "gradient error",
-        "× eager",
-    ):
-        result.add_column(heading, justify="right")
-    result.add_column("remark", overflow="fold")
+    headings = ["forward ms", "backward ms", "both ms", "± ms", "% of floor"]
+    result = make_table(title, *headings, "GiB", "saved", "gradient error", "× eager")
     result.caption, result.caption_justify = _skipped(records), "left"
     for record in records:
         if record.skipped:
             continue
-        fraction = record.fraction_of_floor(mode)
         result.add_row(
             record.provider,
             milliseconds(record.forward),
             milliseconds(record.backward),
             milliseconds(record.both),
             milliseconds(getattr(record, f"{mode}_spread")),
-            "" if fraction is None else f"{100 * fraction:.0f}",
+            percentage(record.fraction_of_floor(mode)).removesuffix(" %"),
             number(record.peak_gibibytes, ".2f"),
             number(record.saved_gibibytes, ".2f"),
             number(record.gradient_error(), ".1e"),

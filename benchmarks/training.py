@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from liger_trainer.benchmarks.records import TrainingRecord
-from liger_trainer.benchmarks.report import number
+from liger_trainer.benchmarks.report import make_table, number, percentage
 from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess
 from liger_trainer.benchmarks.training_task import Task
 
@@ -70,15 +70,22 @@ def above_weights(record: TrainingRecord) -> float | None:
     return record.peak_gibibytes - record.weights_gibibytes
 
 
+def outcome(record: TrainingRecord, above: bool = False, mfu: bool = True) -> str:
+    """Tokens/s / peak GiB / GiB above the weights / MFU, as far as they are known and asked for; or the failure."""
+    if record.tokens_per_second is None:
+        return record.failure
+    parts = [f"{record.tokens_per_second:,.0f}", number(record.peak_gibibytes, ".1f")]
+    parts += [number(above_weights(record), ".1f")] if above else []
+    parts += [percentage(record.mfu)] if mfu else []
+    return " / ".join(filter(None, parts))
+
+
 def table(records: list[TrainingRecord]) -> Table:
     """A table with a row for each provider of a task."""
     first = records[0]
-    result = Table(title=f"{_title(first)} · batch {first.batch} × {first.length}", title_justify="left")
-    result.add_column("provider", no_wrap=True)
     rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
-    for heading in (rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss"):
-        result.add_column(heading, justify="right")
-    result.add_column("remark", overflow="fold")
+    title = f"{_title(first)} · batch {first.batch} × {first.length}"
+    result = make_table(title, rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss")
     for record in records:
         losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
         result.add_row(
@@ -100,12 +107,10 @@ def sweep_table(records: list[TrainingRecord]) -> Table:
     """
     first = records[0]
     lengths, rows = sweep(records)
-    result = Table(title=f"{_title(first, False)} · batch {first.batch} a GPU", title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for length in lengths:
-        result.add_column(f"{length:,}", justify="right")
-    for title, cells in rows:
-        result.add_row(title, *cells)
+    title = f"{_title(first, False)} · batch {first.batch} a GPU"
+    result = make_table(title, *(f"{length:,}" for length in lengths), remark=False)
+    for provider, cells in rows:
+        result.add_row(provider, *cells)
     return result
 
 
@@ -132,15 +137,10 @@ def line(record: TrainingRecord) -> str:
 def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
     if record is None:
         return "–"
-    if record.tokens_per_second is None:
-        return "OOM" if record.failure == OUT_OF_MEMORY else record.failure
-    parts = [f"{record.tokens_per_second:,.0f}"]
-    parts += [] if record.peak_gibibytes is None else [f"{record.peak_gibibytes:.1f}"]
-    parts += [] if record.mfu is None else [f"{100 * record.mfu:.0f} %"]
-    text = " / ".join(parts)
-    if fewest is None or fewest.tokens_per_second is None:
-        return text
-    return f"{text}, {100 * record.tokens_per_second / fewest.tokens_per_second:.1f} % of {fewest.gpus}"
+    if record.tokens_per_second is None or fewest is None or fewest.tokens_per_second is None:
+        return "OOM" if record.failure == OUT_OF_MEMORY else outcome(record)
+    share = 100 * record.tokens_per_second / fewest.tokens_per_second
+    return f"{outcome(record)}, {share:.1f} % of {fewest.gpus}"
 
 
 def _title(record: TrainingRecord, gpus: bool = True) -> str:

@@ -84,6 +84,21 @@ def one_number(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor[(0,) * tensor.dim()]
 
 
-def input_gradients(ctx: Any, *first: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What a backward returns: `first`, the gradients of the first inputs, and None for every input after them."""
-    return (*first, *[None] * (len(ctx.needs_input_grad) - len(first)))
+def input_gradients(ctx: Any, *first: Any) -> tuple[Any, ...]:
+    """What a backward returns: `first`, the gradients of the first inputs, and no gradient for every input after them.
+
+    For a list of tensors that is a list of None. torch takes an empty list of numbers for one, too.
+    """
+    rest = ctx.needs_input_grad[len(first) :]
+    return (*first, *([None] * len(needed) if isinstance(needed, list) else None for needed in rest))
+
+
+def pass_to_placeholder(operator: Any) -> None:
+    """Makes the gradient of the result of `operator` that of its first argument, a placeholder of the result's shape.
+
+    For pairs of operators as in `kernels/mlp/gated_down.py`, where another operator made the placeholder.
+
+    Args:
+        operator: A `torch.library.custom_op` that mutates nothing.
+    """
+    operator.register_autograd(input_gradients)

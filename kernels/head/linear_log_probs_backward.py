@@ -15,7 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_spans, saturating_chunk_rows
@@ -23,6 +26,9 @@ from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shar
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.runtime import graph_is_kept
+
+if dist.is_available():
+    require(COLLECTIVES)
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dX, dW and dbias, empty if not needed
 

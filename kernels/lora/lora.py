@@ -9,8 +9,9 @@ dropout. Eager code saves x once more in the adapters' dtype, usually fp32. Froz
 W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each dequantize it for their product, into a buffer
 that all such products share, and save only the 4 bits.
 
-The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters.
-`statistics` and `layouts` are the remaining parts of weights in 4 bits (`flat_weights`).
+The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters. Where
+there is no bias or no mask, a tensor without elements is in its place. `statistics` and `layouts` are the remaining
+parts of weights in 4 bits (`flat_weights`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.lora import lora_products as products
-from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
+from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, or_empty, rows_of, split_rows, weights_of
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 
 
@@ -58,12 +59,6 @@ class LoRALayer(NamedTuple):
     adapters: Sequence[LoRA] = ()
 
 
-def _at_places(tensors: Sequence[torch.Tensor], present: Sequence[bool]) -> list[torch.Tensor | None]:
-    """The `tensors` in order at the places where `present` is true, and None elsewhere."""
-    remaining = iter(tensors)
-    return [next(remaining) if has else None for has in present]
-
-
 @torch.library.custom_op("liger_trainer::lora_linears", mutates_args=())
 def _lora_linears(
     x: torch.Tensor,
@@ -74,30 +69,27 @@ def _lora_linears(
     masks: Sequence[torch.Tensor],
     statistics: Sequence[torch.Tensor],
     layouts: Sequence[int],
-    has_bias: Sequence[bool],
     layers: Sequence[int],
     scalings: Sequence[float],
-    masked: Sequence[bool],
 ) -> list[torch.Tensor]:
     """The result of every layer and, last, z. It does not check its arguments.
 
-    `layers` is the index of each adapter's layer. `biases` and `masks` hold only those that exist, which `has_bias`
-    (for each layer) and `masked` (for each adapter) tell.
+    `layers` is the index of each adapter's layer.
     """
-    adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
+    adapters = products.adapters_of(lora_a, lora_b, masks, scalings, layers)
     rows = rows_of(x)
     with torch.autocast(x.device.type, enabled=False):
         z = products.project_down(rows, adapters)
         results = []
-        bases = zip(weights_of(weights, statistics, layouts), _at_places(biases, has_bias))
-        for index, (weight, bias) in enumerate(bases):
-            y = products.project(rows, weight, bias, z, [each for each in adapters if each.layer == index])
+        for index, (weight, bias) in enumerate(zip(weights_of(weights, statistics, layouts), biases)):
+            own = [each for each in adapters if each.layer == index]
+            y = products.project(rows, weight, bias if bias.numel() else None, z, own)
             results.append(y.view(*x.shape[:-1], weight.shape[0]))
     return [*results, z]
 
 
 @_lora_linears.register_fake
-def _(x, weights, biases, lora_a, lora_b, masks, statistics, layouts, has_bias, layers, scalings, masked):
+def _(x, weights, biases, lora_a, lora_b, masks, statistics, layouts, layers, scalings):
     rank = sum(a.shape[0] for a in lora_a)
     tokens = x.numel() // x.shape[-1]
     widths = [weight.shape[0] for weight in weights_of(weights, statistics, layouts)]
@@ -116,10 +108,8 @@ def _lora_linears_backward(
     masks: Sequence[torch.Tensor],
     statistics: Sequence[torch.Tensor],
     layouts: Sequence[int],
-    has_bias: Sequence[bool],
     layers: Sequence[int],
     scalings: Sequence[float],
-    masked: Sequence[bool],
     need_x: bool,
     need_weights: Sequence[bool],
     need_biases: Sequence[bool],
@@ -127,7 +117,7 @@ def _lora_linears_backward(
     need_b: Sequence[bool],
 ) -> list[torch.Tensor]:
     """The gradients that are needed, in the order of the forward's arguments; those of all A as one matrix."""
-    adapters = products.adapters_of(lora_a, lora_b, masks, layers, scalings, masked)
+    adapters = products.adapters_of(lora_a, lora_b, masks, scalings, layers)
     dy, rows, gradients = [rows_of(each) for each in dy], rows_of(x), []
     with torch.autocast(x.device.type, enabled=False):
         dz = products.low_rank_gradient(dy, adapters)
@@ -137,8 +127,7 @@ def _lora_linears_backward(
         for upstream, weight, needed in zip(dy, weights, need_weights):
             if needed:
                 gradients.append(products.product(upstream, rows, weight.dtype))
-        with_bias = [upstream for upstream, has in zip(dy, has_bias) if has]
-        for upstream, bias, needed in zip(with_bias, biases, need_biases):
+        for upstream, bias, needed in zip(dy, biases, need_biases):
             if needed:
                 gradients.append(upstream.sum(0, dtype=bias.dtype))
         if need_a:
@@ -149,7 +138,7 @@ def _lora_linears_backward(
 
 @_lora_linears_backward.register_fake
 def _(
-    dy, x, z, weights, biases, lora_a, lora_b, masks, statistics, layouts, has_bias, layers, scalings, masked,
+    dy, x, z, weights, biases, lora_a, lora_b, masks, statistics, layouts, layers, scalings,
     need_x, need_weights, need_biases, need_a, need_b,
 ):  # fmt: skip
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format)] if need_x else []
@@ -164,42 +153,35 @@ refuse_second_derivative(_lora_linears_backward, "lora_linear, lora_linears and 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, biases, lora_a, lora_b, masks, ctx.statistics, ctx.layouts = inputs[:8]
-    ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked = inputs[8:]
+    x, *lists, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings = inputs
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
-    ctx.lengths = [len(each) for each in (weights, biases, lora_a, lora_b, masks)]
+    ctx.lengths = [len(each) for each in lists]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, output[-1], *weights, *biases, *lora_a, *lora_b, *masks)
+    ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in each))
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    if all(dy is None for dy in gradients[:-1]):
+        return input_gradients(ctx)
     need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
     x, z, *flat = ctx.saved_tensors
     weights, biases, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
-    dx, dmasks, dstatistics = None, [None] * len(masks), [None] * len(ctx.statistics)
-    dweights, dbiases, da, db = (list[torch.Tensor | None]([None] * length) for length in ctx.lengths[:4])
-    if any(dy is not None for dy in gradients[:-1]):
-        dy = [
-            x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
-            for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.layouts))
-        ]
-        results = iter(
-            _lora_linears_backward(
-                *(dy, x, z, weights, biases, lora_a, lora_b, masks, ctx.statistics, ctx.layouts),
-                *(ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked),
-                *(need_x, need_weights, need_biases, any(need_a), need_b),
-            )
+    dy = [
+        x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
+        for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.layouts))
+    ]
+    results = iter(
+        _lora_linears_backward(
+            *(dy, x, z, weights, biases, lora_a, lora_b, masks, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings),
+            *(need_x, need_weights, need_biases, any(need_a), need_b),
         )
-        dx = next(results) if need_x else None
-        dweights = [next(results) if needed else None for needed in need_weights]
-        dbiases = [next(results) if needed else None for needed in need_biases]
-        if any(need_a):
-            da = split_rows(next(results), lora_a, need_a)
-        db = [next(results) if needed else None for needed in need_b]
-    # torch takes an empty list for no argument, so its gradient is an empty list and not None.
-    constants: list[list[None] | None]
-    constants = [None if each else [] for each in (ctx.layouts, ctx.has_bias, ctx.layers, ctx.scalings, ctx.masked)]
-    return dx, dweights, dbiases, da, db, dmasks, dstatistics, *constants
+    )
+    dx = next(results) if need_x else None
+    dweights = [next(results) if needed else None for needed in need_weights]
+    dbiases = [next(results) if needed else None for needed in need_biases]
+    da = split_rows(next(results), lora_a, need_a) if any(need_a) else [None] * len(lora_a)
+    db = [next(results) if needed else None for needed in need_b]
+    return input_gradients(ctx, dx, dweights, dbiases, da, db)
 
 
 _lora_linears.register_autograd(_backward, setup_context=_setup_context)
@@ -264,16 +246,14 @@ def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple
     *results, _ = _lora_linears(
         x,
         tensors,
-        [layer.bias for layer in layers if layer.bias is not None],
+        [or_empty(layer.bias, x) for layer in layers],
         [adapter.a for _, adapter in adapters],
         [adapter.b for _, adapter in adapters],
-        [adapter.mask for _, adapter in adapters if adapter.mask is not None],
+        [or_empty(adapter.mask, x) for _, adapter in adapters],
         statistics,
         layouts,
-        [layer.bias is not None for layer in layers],
         [index for index, _ in adapters],
         [float(adapter.scaling) for _, adapter in adapters],
-        [adapter.mask is not None for _, adapter in adapters],
     )
     return tuple(results)
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.lora import lora_gated_kernels
 from liger_trainer.kernels.lora import lora_products as products
 from liger_trainer.kernels.lora.lora import (
@@ -44,14 +44,13 @@ from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK, LowRank
 from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
 from liger_trainer.kernels.lora.nf4 import Weight
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes
+from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
 from liger_trainer.kernels.runtime import use_triton
 
 
-@torch.library.custom_op("liger_trainer::lora_down_save", mutates_args=())
-def lora_down_save(
+def _placeholder(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     weight: torch.Tensor,
@@ -65,34 +64,22 @@ def lora_down_save(
     layouts: Sequence[int],
     added_scalings: Sequence[float],
     scalings: Sequence[float],
-    masked: Sequence[bool],
     activation: str,
     scalars: Sequence[float],
     inplace_backward: bool,
 ) -> torch.Tensor:
     """A placeholder for y, whose gradient it turns into those of the operands. It does not check its arguments.
 
-    `up` is None where `gate` is a whole fused projection. `added_b` holds the B of gate, then of up, where they have an
-    adapter whose product is still to be added; `added_scalings` is a factor for each of the two, 0 without such an
-    adapter. `statistics` and `layouts` are those of a weight in 4 bits (`flat_weights`).
+    `up` is None where `gate` is a whole fused projection. With `z`, `added_b` holds the B of gate and that of up whose
+    product is still to be added, and `added_scalings` their factors. A B or a mask that does not exist is a tensor
+    without elements. `statistics` and `layouts` are those of a weight in 4 bits (`flat_weights`).
     """
-    return _placeholder(gate, weight, statistics, layouts)
-
-
-@lora_down_save.register_fake
-def _(
-    gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts,
-    added_scalings, scalings, masked, activation, scalars, inplace_backward,
-):  # fmt: skip
-    return _placeholder(gate, weight, statistics, layouts)
-
-
-def _placeholder(
-    gate: torch.Tensor, weight: torch.Tensor, statistics: Sequence[torch.Tensor], layouts: Sequence[int]
-) -> torch.Tensor:
-    """Zeros of y's shape that share one element of memory."""
     (base,) = weights_of([weight], statistics, layouts)
-    return gate.new_zeros(()).expand(*gate.shape[:-1], base.shape[0])
+    return output_placeholder(gate, base.shape[0])
+
+
+lora_down_save = torch.library.custom_op("liger_trainer::lora_down_save", _placeholder, mutates_args=())
+lora_down_save.register_fake(_placeholder)
 
 
 @torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
@@ -111,7 +98,6 @@ def lora_down_product(
     layouts: Sequence[int],
     added_scalings: Sequence[float],
     scalings: Sequence[float],
-    masked: Sequence[bool],
     activation: str,
     scalars: Sequence[float],
 ) -> torch.Tensor:
@@ -121,9 +107,9 @@ def lora_down_product(
     if z is not None and up is not None:
         updates = _updates(z, added_b, added_scalings)
         lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
-    elif h.numel():
+    else:
         gated.launch_forward(gate, up, h, activation, scalars, False)
-    adapters = _adapters(lora_a, lora_b, masks, scalings, masked)
+    adapters = products.adapters_of(lora_a, lora_b, masks, scalings)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
         y = products.project(rows, base, bias, products.project_down(rows, adapters), adapters)
@@ -133,45 +119,22 @@ def lora_down_product(
 @lora_down_product.register_fake
 def _(
     placeholder, gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts,
-    added_scalings, scalings, masked, activation, scalars,
+    added_scalings, scalings, activation, scalars,
 ):  # fmt: skip
     return gate.new_empty(placeholder.shape)
 
 
-def _setup_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.lengths = [len(each) for each in inputs[6:11]]  # added_b, lora_a, lora_b, masks and statistics
-
-
-def _backward_product(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    no_lists = ([None] * length for length in ctx.lengths)
-    return dy, None, None, None, None, None, *no_lists, None, None, None, None, None, None
-
-
-lora_down_product.register_autograd(_backward_product, setup_context=_setup_product)
-
-
-def _adapters(
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    masked: Sequence[bool],
-) -> list[products.Adapter]:
-    return products.adapters_of(lora_a, lora_b, masks, [0] * len(lora_a), scalings, masked)
+pass_to_placeholder(lora_down_product)
 
 
 def _added(
     added_b: Sequence[torch.Tensor], scalings: Sequence[float]
 ) -> Iterator[tuple[torch.Tensor, slice, float] | None]:
     """For gate, then for up: B of its adapter, its columns of z, and its factor; None without an adapter."""
-    remaining, start = iter(added_b), 0
-    for scaling in scalings:
-        if not scaling:
-            yield None
-            continue
-        b = next(remaining)
-        yield b, slice(start, start + b.shape[1]), scaling
-        start += b.shape[1]
+    start = 0
+    for b, scaling in zip(added_b, scalings):
+        columns, start = slice(start, start + b.shape[1]), start + b.shape[1]
+        yield (b, columns, scaling) if b.numel() else None
 
 
 def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequence[float]) -> list[LowRank | None]:
@@ -180,57 +143,52 @@ def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequenc
     return [each and LowRank(rows[:, each[1]], each[0].T, each[2]) for each in _added(added_b, scalings)]
 
 
-def _setup_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, ctx.statistics, ctx.layouts = inputs[:11]
-    ctx.added_scalings, ctx.scalings, ctx.masked, activation, scalars, ctx.inplace_backward = inputs[11:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate, up, weight, bias, z, *lists = inputs[:9]
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
+    ctx.statistics, ctx.layouts, ctx.added_scalings, ctx.scalings, activation, scalars, ctx.inplace_backward = inputs[
+        9:
+    ]
     ctx.options = activation, scalars, False
-    ctx.lengths = [len(each) for each in (added_b, lora_a, lora_b, masks)]
+    ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gate, up, weight, z, *added_b, *lora_a, *lora_b, *masks)
+    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in each))
 
 
-def _backward_save(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    dgate: torch.Tensor | None = None
-    dup: torch.Tensor | None = None
-    dweight: torch.Tensor | None = None
-    dz: torch.Tensor | None = None
-    dbias: torch.Tensor | None = None
-    dadded, da, db, dmasks = (list[torch.Tensor | None]([None] * length) for length in ctx.lengths)
-    if dy is not None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
-        need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
-        gate, up, weight, z, *flat = ctx.saved_tensors
-        added_b, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
-        adapters = _adapters(lora_a, lora_b, masks, ctx.scalings, ctx.masked)
-        (base,) = weights_of([weight], ctx.statistics, ctx.layouts)
-        dy = rows_of(dy)
-        with torch.autocast(gate.device.type, enabled=False):
-            dlow = products.low_rank_gradient([dy], adapters)
+def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+    if dy is None:
+        return input_gradients(ctx)
+    if torch.is_grad_enabled():
+        raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
+    need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
+    gate, up, weight, z, *flat = ctx.saved_tensors
+    added_b, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
+    adapters = products.adapters_of(lora_a, lora_b, masks, ctx.scalings)
+    (base,) = weights_of([weight], ctx.statistics, ctx.layouts)
+    dy = rows_of(dy)
+    dgate = dup = dweight = dz = None
+    dadded, da, db = (list[torch.Tensor | None]([None] * length) for length in ctx.lengths[:3])
+    with torch.autocast(gate.device.type, enabled=False):
+        dlow = products.low_rank_gradient([dy], adapters)
+        if z is not None:
+            dgate, dup, h = _gradients_with_updates(ctx, dy, base, dlow, adapters, gate, up, z, added_b)
+            dz, dadded = _gradients_of_updates(ctx, dgate, dup, z, added_b, need_added)
+        elif need_gate or need_up:
+            dh = products.input_gradient([dy], [base], dlow, adapters)
             need_h = need_weight or any(need_a) or any(need_b)
-            h: torch.Tensor | None
-            if z is not None:
-                dgate, dup, h = _gradients_with_updates(ctx, dy, base, dlow, adapters, gate, up, z, added_b)
-                dz, dadded = _gradients_of_updates(ctx, dgate, dup, z, added_b, need_added)
-            elif need_gate or need_up:
-                dh = products.input_gradient([dy], [base], dlow, adapters)
-                dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
-            else:
-                h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
-            assert h is not None or not need_h
-            if h is not None and need_weight:
-                dweight = products.product(dy, h, weight.dtype)
-            if h is not None and any(need_a):
-                da = split_rows(products.a_gradients(dlow, h, adapters), lora_a, need_a)
-            if h is not None and any(need_b):
-                low = products.project_down(h, adapters)
-                db = [products.b_gradient([dy], low, each) if need else None for each, need in zip(adapters, need_b)]
-        dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
-    dstatistics = [None] * len(ctx.statistics)
-    gradients = dgate, dup, dweight, dbias, dz, dadded, da, db, dmasks, dstatistics
-    return *gradients, None, None, None, None, None, None, None
+            dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
+        else:
+            h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+        if need_weight:
+            dweight = products.product(dy, h, weight.dtype)
+        if any(need_a):
+            da = split_rows(products.a_gradients(dlow, h, adapters), lora_a, need_a)
+        if any(need_b):
+            low = products.project_down(h, adapters)
+            db = [products.b_gradient([dy], low, each) if need else None for each, need in zip(adapters, need_b)]
+    dbias = dy.sum(0, dtype=ctx.bias_dtype) if need_bias else None
+    return input_gradients(ctx, dgate, dup, dweight, dbias, dz, dadded, da, db)
 
 
 def _gradients_with_updates(
@@ -248,10 +206,10 @@ def _gradients_with_updates(
     low_rank = products.low_rank_input_gradient(dlow, adapters, lora_gated_kernels.MAX_RANK)
     dh = products.input_gradient([dy], [weight], dlow, [] if low_rank else adapters)
     overwrites = gated.overwrites_saved(ctx)
-    dgate, dup = gate.detach() if overwrites else gate.clone(), up.detach() if overwrites else up.clone()
-    factors = low_rank or (None, None)
-    _lora_gated_backward_(dh, dgate, dup, z, added_b, ctx.added_scalings, *factors, *ctx.options[:2])
-    return dgate, dup, dh
+    dgate, dup = (gated.rows_of(x.detach() if overwrites else x.clone()) for x in (gate, up))
+    factors, activation, limit = low_rank or (None, None), ctx.options[0], ctx.options[1][2]
+    _lora_gated_backward_(dh, dgate, dup, z, added_b, ctx.added_scalings, *factors, activation, limit)
+    return dgate.view(gate.shape), dup.view(up.shape), dh
 
 
 @torch.library.custom_op("liger_trainer::lora_gated_backward_", mutates_args=("dh", "gate", "up"))
@@ -265,20 +223,16 @@ def _lora_gated_backward_(
     dlow: torch.Tensor | None,
     lora_a: torch.Tensor | None,
     activation: str,
-    scalars: Sequence[float],
+    limit: float,
 ) -> None:
-    """Overwrites gate and up with their gradients and dh with h, after adding ``dlow @ lora_a`` to dh."""
-    updates = _updates(z, added_b, added_scalings)
-    updates.append(None if dlow is None or lora_a is None else LowRank(dlow, lora_a, 1.0))
-
-    def launch(gate_rows: torch.Tensor, up_rows: torch.Tensor) -> None:
-        lora_gated_kernels.launch_backward(dh, gate_rows, up_rows, updates, activation, scalars[2])
-
-    gated.write_over(gate, up, launch)
+    """Overwrites gate and up with their gradients and dh with h, after adding ``dlow @ lora_a`` to dh; all are rows."""
+    of_dh = None if dlow is None or lora_a is None else LowRank(dlow, lora_a, 1.0)
+    updates = [*_updates(z, added_b, added_scalings), of_dh]
+    lora_gated_kernels.launch_backward(dh, gate, up, updates, activation, limit)
 
 
 @_lora_gated_backward_.register_fake
-def _(dh, gate, up, z, added_b, added_scalings, dlow, lora_a, activation, scalars):
+def _(dh, gate, up, z, added_b, added_scalings, dlow, lora_a, activation, limit):
     return None
 
 
@@ -292,19 +246,19 @@ def _gradients_of_updates(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The gradients of z and of the B of gate and up."""
     rows, dz = rows_of(z), torch.empty_like(z)
-    gradients: list[torch.Tensor | None] = []
-    upstreams = [rows_of(dgate), rows_of(dup)]
-    for upstream, added in zip(upstreams, _added(added_b, ctx.added_scalings)):
-        if added is not None:
-            b, columns, scaling = added
-            out = rows_of(dz)[:, columns]
-            torch.addmm(out, upstream, b.to(z.dtype), beta=0, alpha=scaling, out=out)
-            need = needed[len(gradients)]
-            gradients.append(products.product(upstream, rows[:, columns], b.dtype, scaling) if need else None)
+    gradients: list[torch.Tensor | None] = [None] * len(added_b)
+    for index, (upstream, added) in enumerate(zip((dgate, dup), _added(added_b, ctx.added_scalings))):
+        if added is None:
+            continue
+        b, columns, scaling = added
+        upstream, out = rows_of(upstream), rows_of(dz)[:, columns]
+        torch.addmm(out, upstream, b.to(z.dtype), beta=0, alpha=scaling, out=out)
+        if needed[index]:
+            gradients[index] = products.product(upstream, rows[:, columns], b.dtype, scaling)
     return dz, gradients
 
 
-lora_down_save.register_autograd(_backward_save, setup_context=_setup_save)
+lora_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
 def lora_down(
@@ -335,7 +289,7 @@ def lora_down(
     """
     name = _activation(activation, limit)
     gate, up = as_autocast(gate), as_autocast(up)
-    takes = kernel_takes(gate, up, down.weight, down.bias, inplace_backward)
+    takes = kernel_takes(gate, up, down.weight.shape, down.bias, inplace_backward)
     if not takes or not down.adapters:
         return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
     return _down(gate, up, down, name, limit, inplace_backward)
@@ -349,7 +303,7 @@ def _down(
     limit: float | None,
     inplace_backward: bool,
     z: torch.Tensor | None = None,
-    added: Sequence[LoRA | None] = (None, None),
+    added: Sequence[LoRA | None] = (),
 ) -> torch.Tensor:
     """`lora_down` by its operators; `added` are the adapters of gate and up whose products are still to be added."""
     check_adapters(gate if up is not None else gate.detach().narrow(-1, 0, gate.shape[-1] // 2), down)
@@ -357,14 +311,13 @@ def _down(
     (tensor,), statistics, layouts = flat_weights([down.weight])
     operands = (
         *(gate, up, tensor, down.bias, z),
-        [adapter.b for adapter in added if adapter is not None],
+        [products.or_empty(None if adapter is None else adapter.b, gate) for adapter in added],
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
-        [adapter.mask for adapter in adapters if adapter.mask is not None],
+        [products.or_empty(adapter.mask, gate) for adapter in adapters],
         *(statistics, layouts),
         [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],
-        [adapter.mask is not None for adapter in adapters],
         *(activation, gated.scalars(limit=limit)),
     )
     return lora_down_product(lora_down_save(*operands, inplace_backward), *operands)
@@ -407,7 +360,7 @@ def lora_mlp(
     stacked = torch.cat([adapter.a for adapter in adapters if adapter is not None])
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
     pre, multiplied, z = lora_linears_operator(x, layers)
-    kernel_takes(pre, multiplied, down.weight, down.bias, False)  # checks the shapes
+    kernel_takes(pre, multiplied, down.weight.shape, down.bias, False)  # checks the shapes
     return _down(pre, multiplied, down, name, limit, True, z, adapters)
 
 
@@ -416,8 +369,7 @@ def _is_added_later(x: torch.Tensor, gate: LoRALayer, up: LoRALayer, down: LoRAL
     adapters = [*gate.adapters, *up.adapters]
     if not adapters or not down.adapters or max(len(gate.adapters), len(up.adapters)) > 1:
         return False
-    # A factor of 0 would mean that there is no adapter.
-    plain = all(each.mask is None and each.scaling and each.a.shape[0] <= MAX_RANK for each in adapters)
+    plain = all(each.mask is None and each.a.shape[0] <= MAX_RANK for each in adapters)
     return plain and use_triton(x)
 
 
@@ -452,11 +404,12 @@ def _activation(activation: str, limit: float | None) -> str:
 
 
 def _product(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, limit: float | None, inplace_backward: bool
+    gate: torch.Tensor, up: torch.Tensor | None, activation: str, limit: float | None, inplace: bool
 ) -> torch.Tensor:
-    silu = activation == "silu"
-    options: dict[str, Any] = {"limit": limit} if silu else {"approximate": activation}
-    options["inplace_backward"] = inplace_backward
+    if activation != "silu":
+        if up is None:
+            return geglu_fused(gate, activation, inplace_backward=inplace)
+        return geglu(gate, up, activation, inplace_backward=inplace)
     if up is None:
-        return (swiglu_fused if silu else geglu_fused)(gate, **options)
-    return (swiglu if silu else geglu)(gate, up, **options)
+        return swiglu_fused(gate, limit=limit, inplace_backward=inplace)
+    return swiglu(gate, up, limit=limit, inplace_backward=inplace)

@@ -78,17 +78,21 @@ def adapters_of(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
-    layers: Sequence[int],
     scalings: Sequence[float],
-    masked: Sequence[bool],
+    layers: Sequence[int] | None = None,
 ) -> list[Adapter]:
-    """The adapters out of an operator's flat arguments; `masks` holds one for each adapter that is `masked`."""
-    remaining, start, adapters = iter(masks), 0, []
-    for a, b, layer, scaling, has_mask in zip(lora_a, lora_b, layers, scalings, masked):
-        mask = next(remaining).reshape(-1, a.shape[1]) if has_mask else None
-        adapters.append(Adapter(a, b, layer, scaling, mask, slice(start, start + a.shape[0])))
-        start += a.shape[0]
+    """The adapters out of an operator's flat arguments; None for `layers` if there is one layer."""
+    start, adapters = 0, []
+    for index, (a, b, mask, scaling) in enumerate(zip(lora_a, lora_b, masks, scalings)):
+        columns, start = slice(start, start + a.shape[0]), start + a.shape[0]
+        rows = mask.reshape(-1, a.shape[1]) if mask.numel() else None
+        adapters.append(Adapter(a, b, 0 if layers is None else layers[index], scaling, rows, columns))
     return adapters
+
+
+def or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or one without elements in its place: an operator's list cannot hold None beside a gradient."""
+    return like.new_empty(0, 0) if tensor is None else tensor
 
 
 def lists_of(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[list[torch.Tensor]]:

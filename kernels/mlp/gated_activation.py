@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
 
 
@@ -223,8 +223,6 @@ def _launch(
 ) -> None:
     """Launches `kernel`, whose arguments start with (rows, columns) `tensors`, the columns and the row strides."""
     rows, cols = shape
-    if rows * cols == 0:
-        return
     flat = all(x.is_contiguous() for x in tensors)
     if flat:
         rows, cols = 1, rows * cols
@@ -246,6 +244,8 @@ def launch_forward(
     interleaved: bool,
 ) -> None:
     """Writes `h`; without `up`, `gate` is a whole fused projection."""
+    if h.numel() == 0:
+        return
     tensors = [rows_of(x) for x in (*halves(gate, up, interleaved), h)]
     _launch(_forward_kernel, tensors[2].shape, tensors, activation, scalars, interleaved)
 
@@ -262,15 +262,20 @@ def launch_backward(
     interleaved: bool,
 ) -> None:
     """Writes the results that are not None; without `up`, `gate` and `dgate` are whole fused projections."""
-    dh = rows_of(dh)
+    if gate.numel() == 0:
+        return
+    dh, written = rows_of(dh), [None if x is None else rows_of(x) for x in (dgate, dup, h)]
+    results = written
     if up is None:
-        assert dgate is not None
-        dgate, dup = halves(dgate, None, interleaved)
+        assert written[0] is not None
+        results = [*halves(written[0], None, interleaved), written[2]]
+    needed = dict(zip(("NEED_GATE", "NEED_UP", "NEED_H"), (x is not None for x in results)))
     # The kernel does not write results that are None; dh only fills their places among its arguments.
-    results = [dh if x is None else rows_of(x) for x in (dgate, dup, h)]
-    tensors = [dh, *(rows_of(x) for x in halves(gate, up, interleaved)), *results]
-    needed = {"NEED_GATE": dgate is not None, "NEED_UP": dup is not None, "NEED_H": h is not None}
+    tensors = [dh, *(rows_of(x) for x in halves(gate, up, interleaved)), *(dh if x is None else x for x in results)]
     _launch(_backward_kernel, dh.shape, tensors, activation, scalars, interleaved, **needed)
+    for x, rows in zip((dgate, dup, h), written):
+        if x is not None and rows is not None and rows.data_ptr() != x.data_ptr():  # rows that are not views
+            x.copy_(rows.view(x.shape))
 
 
 FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
@@ -307,8 +312,7 @@ def gated_activation(
     Here and in the backward, `up` is None if `gate` is a whole fused projection, in halves or in interleaved columns.
     """
     h = empty_h(gate, up)
-    if h.numel():
-        launch_forward(gate, up, h, activation, scalars, interleaved)
+    launch_forward(gate, up, h, activation, scalars, interleaved)
     return h
 
 
@@ -330,9 +334,8 @@ def gated_activation_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, without elements where not needed."""
     dgate, dup = empty(gate, gate, need_gate), empty(up, gate, need_up)
-    if gate.numel():
-        dgate_or_none, dup_or_none = dgate if need_gate else None, dup if need_up else None
-        launch_backward(dh, gate, up, dgate_or_none, dup_or_none, None, activation, scalars, interleaved)
+    results = dgate if need_gate else None, dup if need_up else None, None
+    launch_backward(dh, gate, up, *results, activation, scalars, interleaved)
     return dgate, dup
 
 
@@ -344,39 +347,29 @@ def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
 refuse_second_derivative(gated_activation_backward, FUNCTIONS)
 
 
-@torch.library.custom_op("liger_trainer::gated_activation_backward_", mutates_args=("gate", "up"))
+@torch.library.custom_op("liger_trainer::gated_activation_backward_", mutates_args=("dgate", "dup", "h"))
 def gated_activation_backward_(
     dh: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor | None,
+    dgate: torch.Tensor | None,
+    dup: torch.Tensor | None,
+    h: torch.Tensor | None,
     activation: str,
     scalars: Sequence[float],
     interleaved: bool,
 ) -> None:
-    """Overwrites gate and up with their gradients."""
-    write_over(
-        gate, up, lambda dgate, dup: launch_backward(dh, dgate, dup, dgate, dup, None, activation, scalars, interleaved)
-    )
+    """Writes those of the gradients and of h that are given; `dgate` may be `gate`, `dup` `up`, and `h` `dh`."""
+    launch_backward(dh, gate, up, dgate, dup, h, activation, scalars, interleaved)
 
 
 @gated_activation_backward_.register_fake
-def _(dh, gate, up, activation, scalars, interleaved):
+def _(dh, gate, up, dgate, dup, h, activation, scalars, interleaved):
     return None
 
 
-def write_over(gate: torch.Tensor, up: torch.Tensor | None, launch: Any) -> None:
-    """Calls `launch` with rows of gate and up, which it overwrites; copies back where the rows are not views."""
-    if gate.numel() == 0:
-        return
-    rows = [None if x is None else rows_of(x) for x in (gate, up)]
-    launch(*rows)
-    for x, gradient in zip((gate, up), rows):
-        if x is not None and gradient is not None and gradient.data_ptr() != x.data_ptr():
-            x.copy_(gradient.view(x.shape))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, ctx.activation, ctx.scalars, ctx.interleaved, ctx.inplace_backward = inputs
+    gate, up, *ctx.options, ctx.inplace_backward = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up)
 
@@ -388,19 +381,23 @@ def overwrites_saved(ctx: Any) -> bool:
     return ctx.inplace_backward and not torch.is_grad_enabled() and not graph_is_kept()
 
 
-def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[Any, ...]:
+def overwrites_gate_and_up(ctx: Any, up: torch.Tensor | None) -> bool:
+    """Whether the running backward may write the gradients over gate and up, its first inputs, and both are needed."""
     need_gate, need_up = ctx.needs_input_grad[:2]
+    return overwrites_saved(ctx) and need_gate and (need_up or up is None)
+
+
+def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dh is None:
-        return None, None, None, None, None, None
+        return input_gradients(ctx)
     gate, up = ctx.saved_tensors
-    if overwrites_saved(ctx) and need_gate and (need_up or up is None):
+    if overwrites_gate_and_up(ctx, up):
         dgate, dup = gate.detach(), None if up is None else up.detach()
-        gated_activation_backward_(dh, dgate, dup, ctx.activation, ctx.scalars, ctx.interleaved)
-    else:
-        dgate, dup = gated_activation_backward(
-            dh, gate, up, ctx.activation, ctx.scalars, ctx.interleaved, need_gate, need_up
-        )
-    return dgate if need_gate else None, dup if need_up else None, None, None, None, None
+        gated_activation_backward_(dh, gate, up, dgate, dup, None, *ctx.options)
+        return input_gradients(ctx, dgate, dup)
+    needed = ctx.needs_input_grad[:2]
+    gradients = gated_activation_backward(dh, gate, up, *ctx.options, *needed)
+    return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
 gated_activation.register_autograd(_backward, setup_context=_setup_context)

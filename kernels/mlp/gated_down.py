@@ -30,16 +30,13 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import second_derivative_message
-from liger_trainer.kernels.lora.nf4 import Weight
+from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_activation import launch_backward, launch_forward, rows_of
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
 
 
-@torch.library.custom_op("liger_trainer::gated_down_save", mutates_args=())
-def gated_down_save(
+def _placeholder(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     weight: torch.Tensor,
@@ -56,9 +53,8 @@ def gated_down_save(
     return output_placeholder(gate, weight.shape[0])
 
 
-@gated_down_save.register_fake
-def _(gate, up, weight, bias, activation, scalars, interleaved, inplace_backward):
-    return output_placeholder(gate, weight.shape[0])
+gated_down_save = torch.library.custom_op("liger_trainer::gated_down_save", _placeholder, mutates_args=())
+gated_down_save.register_fake(_placeholder)
 
 
 def output_placeholder(gate: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -79,8 +75,7 @@ def gated_down(
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
     h = gated.empty_h(gate, up)
-    if h.numel():
-        launch_forward(gate, up, h, activation, scalars, interleaved)
+    gated.launch_forward(gate, up, h, activation, scalars, interleaved)
     with torch.autocast(gate.device.type, enabled=False):
         return F.linear(h, weight, bias)
 
@@ -90,83 +85,31 @@ def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved):
     return gate.new_empty(placeholder.shape)
 
 
-def _pass_on(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return dy, None, None, None, None, None, None, None
-
-
-gated_down.register_autograd(_pass_on)
-
-
-@torch.library.custom_op("liger_trainer::gated_recompute", mutates_args=("dh",))
-def _gated_recompute(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
-    need_gate: bool,
-    need_up: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradients of gate and up, and overwrites dh with h."""
-    dgate, dup = gated.empty(gate, gate, need_gate), gated.empty(up, gate, need_up)
-    if gate.numel():
-        dgate_or_none, dup_or_none = dgate if need_gate else None, dup if need_up else None
-        launch_backward(dh, gate, up, dgate_or_none, dup_or_none, dh, activation, scalars, interleaved)
-    return dgate, dup
-
-
-@_gated_recompute.register_fake
-def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
-    return gated.empty(gate, gate, need_gate), gated.empty(up, gate, need_up)
-
-
-@torch.library.custom_op("liger_trainer::gated_recompute_", mutates_args=("dh", "gate", "up"))
-def _gated_recompute_(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
-) -> None:
-    """Overwrites gate and up with their gradients, and dh with h."""
-    gated.write_over(
-        gate,
-        up,
-        lambda dgate, dup: launch_backward(dh, dgate, dup, dgate, dup, dh, activation, scalars, interleaved),
-    )
-
-
-@_gated_recompute_.register_fake
-def _(dh, gate, up, activation, scalars, interleaved):
-    return None
+pass_to_placeholder(gated_down)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, _, activation, scalars, interleaved, ctx.inplace_backward = inputs
-    ctx.options = activation, scalars, interleaved
+    gate, up, weight, _, *ctx.options, ctx.inplace_backward = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return None, None, None, None, None, None, None, None
+        return input_gradients(ctx)
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("swiglu_down and geglu_down"))
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]
     gate, up, weight = ctx.saved_tensors
-    dy = rows_of(dy)
+    dy = gated.rows_of(dy)
     dgate = dup = h = None
     with torch.autocast(gate.device.type, enabled=False):
         if need_gate or need_up:
             dgate, dup, h = gradients_and_h(ctx, dy @ weight, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
-            activation, scalars, interleaved = ctx.options
-            h = rows_of(gated.gated_activation(gate, up, activation, scalars, interleaved, False))
+            h = gated.rows_of(gated.gated_activation(gate, up, *ctx.options, False))
         dweight = dy.mT @ h if need_weight and h is not None else None
-    return dgate, dup, dweight, dy.sum(0) if need_bias else None, None, None, None, None
+    return input_gradients(ctx, dgate, dup, dweight, dy.sum(0) if need_bias else None)
 
 
 def gradients_and_h(
@@ -177,35 +120,32 @@ def gradients_and_h(
     need_gate: bool,
     need_up: bool,
     need_h: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """The gradients of gate and up, None where not needed, and the memory of dh, with h in it if it is needed.
 
     `ctx.options` are the activation, scalars and interleaved of the operator; `ctx.inplace_backward` is its argument.
     """
-    activation, scalars, interleaved = ctx.options
-    if gated.overwrites_saved(ctx) and need_gate and (need_up or up is None):
-        dgate, dup = gate.detach(), None if up is None else up.detach()
-        operator = _gated_recompute_ if need_h else gated.gated_activation_backward_
-        operator(dh, dgate, dup, activation, scalars, interleaved)
-    else:
-        operator = _gated_recompute if need_h else gated.gated_activation_backward
-        dgate, dup = operator(dh, gate, up, activation, scalars, interleaved, need_gate, need_up)
-    return dgate if need_gate else None, dup if need_up else None, dh
+    dgate = gate.detach() if need_gate else None
+    dup = up.detach() if up is not None and need_up else None
+    if not gated.overwrites_gate_and_up(ctx, up):
+        dgate, dup = (None if x is None else x.new_empty(x.shape) for x in (dgate, dup))
+    gated.gated_activation_backward_(dh, gate, up, dgate, dup, dh if need_h else None, *ctx.options)
+    return dgate, dup, dh
 
 
 gated_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
 def kernel_takes(
-    gate: torch.Tensor, up: torch.Tensor | None, weight: Weight, bias: torch.Tensor | None, inplace: bool
+    gate: torch.Tensor, up: torch.Tensor | None, weight_shape: Sequence[int], bias: torch.Tensor | None, inplace: bool
 ) -> bool:
     """Checks the arguments, and returns whether the kernel runs rather than the reference."""
     takes = gated.fused_kernel_takes(gate, inplace) if up is None else gated.kernel_takes(gate, up, inplace)
     intermediate = gate.shape[-1] // (2 if up is None else 1)
-    if len(weight.shape) != 2 or weight.shape[1] != intermediate:
-        raise ValueError(f"`weight` is {tuple(weight.shape)}; it must be (hidden, {intermediate}).")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight.shape[0]},).")
+    if len(weight_shape) != 2 or weight_shape[1] != intermediate:
+        raise ValueError(f"`weight` is {tuple(weight_shape)}; it must be (hidden, {intermediate}).")
+    if bias is not None and bias.shape != weight_shape[:1]:
+        raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight_shape[0]},).")
     return takes
 
 
@@ -245,7 +185,7 @@ def swiglu_down(
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight, bias, inplace_backward):
+    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
         return _operators(gate, up, weight, bias, "silu", values, inplace_backward)
     return swiglu_down_reference(
@@ -287,7 +227,7 @@ def geglu_down(
     """
     activation = activation_name(approximate)
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight, bias, inplace_backward):
+    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
         return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward)
     return geglu_down_reference(gate, up, weight, bias, approximate)
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.mlp.gated_activation import overwrites_saved
+from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
 from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, triton, use_triton
 
 
@@ -43,16 +43,11 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
     tl.store(dx_ptr + offsets, (2.0 * positive * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _config(element_size: int) -> tuple[int, int]:
-    """(elements per program, warps): 16 bytes per thread and tensor."""
-    return (1024, 4) if element_size == 2 else (512, 4)
-
-
 def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
     numel = tensors[0].numel()
     if numel == 0:
         return
-    block, num_warps = _config(tensors[0].element_size())
+    block, num_warps = launch_config(tensors[0].element_size())
     with on_device(tensors[0]):
         kernel[(cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
 

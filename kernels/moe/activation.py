@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -27,6 +28,35 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 IDENTITY = "identity"
 
 _ROWS, _BLOCK, _WARPS = 8, 256, 4
+
+
+class Activation(NamedTuple):
+    """An activation with its options.
+
+    Args:
+        name: One of `ACTIVATIONS`, or `IDENTITY`.
+        scalars: As `scalars` of `kernels/mlp/gated_activation.py` gives them.
+        gated: Whether pre is gate and up.
+        interleaved: Whether the columns of gate and up alternate.
+    """
+
+    name: str
+    scalars: Sequence[float]
+    gated: bool = True
+    interleaved: bool = False
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants of both kernels."""
+        return {
+            "ACTIVATION": self.name,
+            "CLAMP": self.scalars[2] < math.inf,
+            "GATED": self.gated,
+            "INTERLEAVED": self.interleaved,
+            "ROWS": _ROWS,
+            "BLOCK": _BLOCK,
+            "num_warps": _WARPS,
+        }
 
 
 @triton.jit
@@ -134,97 +164,75 @@ def _backward_kernel(
     tl.store(dweights_ptr + choice, total.to(dweights_ptr.dtype.element_ty), mask=row < rows)
 
 
-def _constants(scalars: Sequence[float], activation: str, gated: bool, interleaved: bool) -> dict:
-    return {
-        "ACTIVATION": activation,
-        "CLAMP": scalars[2] < math.inf,
-        "GATED": gated,
-        "INTERLEAVED": interleaved,
-        "ROWS": _ROWS,
-        "BLOCK": _BLOCK,
-        "num_warps": _WARPS,
-    }
-
-
-def activate(
-    pre: torch.Tensor, activation: str, scalars: Sequence[float], gated: bool, interleaved: bool
-) -> torch.Tensor:
+def activate(pre: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The activation h (R, I) of pre (R, 2 I), or of pre (R, I) without a gate."""
-    if activation == IDENTITY:
+    if activation.name == IDENTITY:
         return pre
+    scalars = activation.scalars
     if not use_triton(pre):
-        gate, up, _, _ = _clamped(_wide(pre), scalars, gated, interleaved)
-        h = value(gate * scalars[0], activation) * scalars[1]
+        gate, up, _, _ = _clamped(_wide(pre), activation)
+        h = value(gate * scalars[0], activation.name) * scalars[1]
         return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
-    rows, width = pre.shape[0], pre.shape[1] // (2 if gated else 1)
+    rows, width = pre.shape[0], pre.shape[1] // (2 if activation.gated else 1)
     h = pre.new_empty(rows, width)
     if h.numel():
-        constants = _constants(scalars, activation, gated, interleaved)
+        grid = cdiv(rows, _ROWS), cdiv(width, _BLOCK)
         with on_device(pre):
-            _forward_kernel[(cdiv(rows, _ROWS), cdiv(width, _BLOCK))](pre, h, rows, width, *scalars, **constants)
+            _forward_kernel[grid](pre, h, rows, width, *scalars, **activation.constants)
     return h
 
 
-def activation_gradients(
+def activation_gradients_(
+    dpre: torch.Tensor,
     dh: torch.Tensor,
     pre: torch.Tensor,
     weights: torch.Tensor,
     rows: ExpertRows,
-    activation: str,
-    scalars: Sequence[float],
-    gated: bool,
-    interleaved: bool,
+    activation: Activation,
     need_h: bool,
-    overwrite: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of pre and of the routing weights, and the weighted h.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Writes the gradient of pre, and returns that of the routing weights and the weighted h.
 
     Args:
+        dpre: Memory for the gradient of pre; may be `pre`.
         dh: (R, I), the g of the formula; the kernel overwrites it with the weighted h where that is needed.
         pre: (R, 2 I) or (R, I).
         weights: (T, k), the routing weights.
         rows: The R = T * k choices.
-        activation: One of `ACTIVATIONS`, or `IDENTITY`.
-        scalars: As `scalars` of `kernels/mlp/gated_activation.py` gives them.
-        gated: Whether pre is gate and up.
-        interleaved: Whether the columns of gate and up alternate.
+        activation: The activation.
         need_h: Whether the weighted h is needed.
-        overwrite: Whether the kernel may write the gradient of pre over pre.
 
     Returns:
-        The gradient of pre, that of the weights (T, k), and the weighted h (R, I) or None.
+        The gradient of the weights, (T, k), and the weighted h, (R, I), or None.
     """
+    scalars = activation.scalars
     if use_triton(pre):
-        dpre = pre if overwrite else torch.empty_like(pre)
         dweights = torch.empty_like(weights)
         if dh.numel():
             with on_device(pre):
                 _backward_kernel[(cdiv(dh.shape[0], _ROWS),)](
-                    *(dh, pre, weights, rows.order, rows.offsets[-1:], dpre, dweights, dh),
-                    *(dh.shape[0], dh.shape[1], *scalars),
+                    *(dh, pre, weights, rows.order, rows.offsets[-1:], dpre, dweights, dh, *dh.shape, *scalars),
                     NEED_H=need_h,
-                    **_constants(scalars, activation, gated, interleaved),
+                    **activation.constants,
                 )
-        return dpre, dweights, dh if need_h else None
+        return dweights, dh if need_h else None
     exists = torch.arange(len(pre), device=pre.device) < rows.offsets[-1]
-    dtype = pre.dtype
     dh = torch.where(exists[:, None], _wide(dh), 0.0)
-    pre = torch.where(exists[:, None], _wide(pre), 0.0)
-    gate, up, gate_passes, up_passes = _clamped(pre, scalars, gated, interleaved)
-    act = value(gate * scalars[0], activation) * scalars[1]
+    gate, up, gate_passes, up_passes = _clamped(torch.where(exists[:, None], _wide(pre), 0.0), activation)
+    act = value(gate * scalars[0], activation.name) * scalars[1]
     factor = 1.0 if up is None else up + scalars[3]
     h = act * factor
     dweights = torch.zeros(len(pre), dtype=weights.dtype, device=pre.device)
     dweights[rows.order.long()] = (dh * h).sum(1).to(weights.dtype)
     weight = weights.reshape(-1)[rows.order.long()].unsqueeze(1).to(dh.dtype)
     dh = dh * weight
-    dgate = gate_passes * dh * factor * derivative(gate * scalars[0], activation) * scalars[0] * scalars[1]
+    dgate = gate_passes * dh * factor * derivative(gate * scalars[0], activation.name) * scalars[0] * scalars[1]
     if up is None:
-        dpre = dgate
+        dpre.copy_(dgate)
     else:
         dup = up_passes * dh * act
-        dpre = torch.stack((dgate, dup), -1).flatten(1) if interleaved else torch.cat((dgate, dup), 1)
-    return dpre.to(dtype), dweights.view(weights.shape), (h * weight).to(dtype) if need_h else None
+        dpre.copy_(torch.stack((dgate, dup), -1).flatten(1) if activation.interleaved else torch.cat((dgate, dup), 1))
+    return dweights.view(weights.shape), (h * weight).to(pre.dtype) if need_h else None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -233,13 +241,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(
-    pre: torch.Tensor, scalars: Sequence[float], gated: bool, interleaved: bool
+    pre: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | float, torch.Tensor | float]:
     """Gate and up after the clamps, and where each lets a gradient through."""
-    if not gated:
+    if not activation.gated:
         return pre, None, 1.0, 1.0
-    gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=1)
-    limit = scalars[2]
+    gate, up = (pre[:, ::2], pre[:, 1::2]) if activation.interleaved else pre.chunk(2, dim=1)
+    limit = activation.scalars[2]
     if limit == math.inf:
         return gate, up, 1.0, 1.0
     return gate.clamp(max=limit), up.clamp(-limit, limit), gate <= limit, (up >= -limit) & (up <= limit)

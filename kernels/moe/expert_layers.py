@@ -28,9 +28,14 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.autograd import (
+    input_gradients,
+    pass_to_placeholder,
+    second_derivative_message,
+    where_needed,
+)
 from liger_trainer.kernels.moe import expert_lora as lora
-from liger_trainer.kernels.moe.activation import IDENTITY, activate, activation_gradients
+from liger_trainer.kernels.moe.activation import IDENTITY, Activation, activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.moe.token_rows import combine_rows
@@ -48,23 +53,24 @@ def moe_gate_up(
     bias: torch.Tensor | None,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     scalings: Sequence[float],
     top_k: int,
     transposed: bool,
 ) -> torch.Tensor:
-    """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``."""
-    rows = ExpertRows(order, slots, offsets)
+    """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``.
+
+    Here and below, `expert_rows` are the tensors of an `ExpertRows`.
+    """
+    rows = ExpertRows(*expert_rows)
     x, top_k = rows_of_choices(hidden, weight, rows, top_k)
     term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
     return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
 
 
 @moe_gate_up.register_fake
-def _(hidden, weight, bias, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed):
-    return hidden.new_empty(order.shape[0], weight.shape[2 if transposed else 1])
+def _(hidden, weight, bias, lora_a, lora_b, expert_rows, scalings, top_k, transposed):
+    return hidden.new_empty(expert_rows[0].shape[0], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("liger_trainer::moe_gate_up_backward", mutates_args=())
@@ -74,24 +80,18 @@ def _gate_up_backward(
     weight: torch.Tensor,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     scalings: Sequence[float],
     top_k: int,
     transposed: bool,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
+    needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of hidden, weight and bias, and those of the adapters, stacked.
+    """The gradients of hidden, weight and bias, and those of the adapters' A and B, stacked.
 
-    A gradient that is not needed has no elements. `hidden` is needed for those of the weight and of the adapters.
+    `needs` says which; one that is not needed has no elements. `hidden` is needed for all but its own and the bias's.
     """
-    rows = ExpertRows(order, slots, offsets)
-    adapters = lora.stacked(lora_a, lora_b, scalings, dpre.dtype)
+    need_hidden, need_weight, need_bias, need_a, need_b = needs
+    rows, adapters = ExpertRows(*expert_rows), lora.stacked(lora_a, lora_b, scalings, dpre.dtype)
     term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
     dhidden, dweight, dbias = dpre.new_empty(0), dpre.new_empty(0), dpre.new_empty(0)
     if need_hidden:
@@ -108,15 +108,13 @@ def _gate_up_backward(
 
 
 @_gate_up_backward.register_fake
-def _(
-    dpre, hidden, weight, lora_a, lora_b, order, slots, offsets, scalings, top_k, transposed,
-    need_hidden, need_weight, need_bias, need_a, need_b,
-):  # fmt: skip
-    shape = order.shape[0] // top_k, weight.shape[1 if transposed else 2]
+def _(dpre, hidden, weight, lora_a, lora_b, expert_rows, scalings, top_k, transposed, needs):
+    need_hidden, need_weight, need_bias, need_a, need_b = needs
+    shape = expert_rows[0].shape[0] // top_k, weight.shape[1 if transposed else 2]
     return (
-        dpre.new_empty(shape) if need_hidden else dpre.new_empty(0),
-        weight.new_empty(weight.shape) if need_weight else dpre.new_empty(0),
-        dpre.new_empty(weight.shape[0], dpre.shape[1]) if need_bias else dpre.new_empty(0),
+        dpre.new_empty(shape if need_hidden else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        dpre.new_empty((weight.shape[0], dpre.shape[1]) if need_bias else 0),
         *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
     )
 
@@ -137,31 +135,25 @@ def _bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, weight, _, lora_a, lora_b, order, slots, offsets, ctx.scalings, ctx.top_k, ctx.transposed = inputs
+    hidden, weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.top_k, ctx.transposed = inputs
     ctx.set_materialize_grads(False)
     reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
-    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, order, slots, offsets)
+    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, *expert_rows)
 
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
-    dhidden = dweight = dbias = None
-    each_da, each_db = lora.no_gradients(ctx.scalings), lora.no_gradients(ctx.scalings)
-    if dpre is not None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(second_derivative_message("moe_experts"))
-        lora_a, lora_b, (hidden, weight, order, slots, offsets) = lora.saved(ctx)
-        need_hidden, need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[:5]
-        dhidden, dweight, dbias, da, db = _gate_up_backward(
-            *(dpre.contiguous(), hidden, weight, lora_a, lora_b, order, slots, offsets),
-            *(ctx.scalings, ctx.top_k, ctx.transposed),
-            *(need_hidden, need_weight, need_bias, any(need_a), any(need_b)),
-        )
-        dhidden = dhidden if need_hidden else None
-        dweight = dweight if need_weight else None
-        dbias = dbias if need_bias else None
-        each_da, each_db = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
-    no_scalings = lora.no_gradient_of(ctx.scalings)
-    return dhidden, dweight, dbias, each_da, each_db, None, None, None, no_scalings, None, None
+    if dpre is None:
+        return input_gradients(ctx)
+    if torch.is_grad_enabled():
+        raise RuntimeError(second_derivative_message("moe_experts"))
+    lora_a, lora_b, (hidden, weight, *expert_rows) = lora.saved(ctx)
+    *needs, need_a, need_b = ctx.needs_input_grad[:5]
+    *gradients, da, db = _gate_up_backward(
+        *(dpre.contiguous(), hidden, weight, lora_a, lora_b, expert_rows, ctx.scalings, ctx.top_k, ctx.transposed),
+        [*needs, any(need_a), any(need_b)],
+    )
+    of_adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    return input_gradients(ctx, *where_needed(needs, *gradients), *of_adapters)
 
 
 moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
@@ -172,41 +164,30 @@ moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("liger_trainer::moe_down_save", mutates_args=())
-def moe_down_save(
+def _placeholder(
     pre: torch.Tensor,
     top_k_weights: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     scalings: Sequence[float],
+    transposed: bool,
     activation: str,
     scalars: Sequence[float],
     gated: bool,
     interleaved: bool,
-    transposed: bool,
 ) -> torch.Tensor:
-    """A placeholder for the block's output, whose gradient it turns into those of the operands."""
-    return _placeholder(pre, top_k_weights, weight, transposed)
+    """A placeholder for the block's output, (T, H), whose gradient it turns into those of the operands.
 
-
-@moe_down_save.register_fake
-def _(
-    pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
-    activation, scalars, gated, interleaved, transposed,
-):  # fmt: skip
-    return _placeholder(pre, top_k_weights, weight, transposed)
-
-
-def _placeholder(
-    pre: torch.Tensor, top_k_weights: torch.Tensor, weight: torch.Tensor, transposed: bool
-) -> torch.Tensor:
-    """Zeros of the output's shape, (T, H), that share one element of memory."""
+    Its elements share one element of memory. The last four arguments are an `Activation`.
+    """
     return pre.new_zeros(()).expand(top_k_weights.shape[0], weight.shape[2 if transposed else 1])
+
+
+moe_down_save = torch.library.custom_op("liger_trainer::moe_down_save", _placeholder, mutates_args=())
+moe_down_save.register_fake(_placeholder)
 
 
 @torch.library.custom_op("liger_trainer::moe_down", mutates_args=())
@@ -218,19 +199,17 @@ def moe_down(
     bias: torch.Tensor | None,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     scalings: Sequence[float],
+    transposed: bool,
     activation: str,
     scalars: Sequence[float],
     gated: bool,
     interleaved: bool,
-    transposed: bool,
 ) -> torch.Tensor:
     """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``; its gradient goes to `placeholder`."""
-    rows = ExpertRows(order, slots, offsets)
-    h = activate(pre, activation, scalars, gated, interleaved)
+    rows = ExpertRows(*expert_rows)
+    h = activate(pre, Activation(activation, scalars, gated, interleaved))
     term = lora.forward_term(h, lora.stacked(lora_a, lora_b, scalings, h.dtype), rows)
     y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias, extra=term)
     return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
@@ -238,90 +217,18 @@ def moe_down(
 
 @moe_down.register_fake
 def _(
-    placeholder, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
-    activation, scalars, gated, interleaved, transposed,
+    placeholder, pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, scalings, transposed,
+    activation, scalars, gated, interleaved,
 ):  # fmt: skip
     return pre.new_empty(placeholder.shape)
 
 
-def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.scalings = inputs[10]
+pass_to_placeholder(moe_down)
 
 
-def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    no_factors, no_scalings = lora.no_gradients(ctx.scalings), lora.no_gradient_of(ctx.scalings)
-    no_operands = None, None, None, None, no_factors, no_factors, None, None, None, no_scalings
-    return dout, *no_operands, None, None, None, None, None
-
-
-moe_down.register_autograd(_backward_down, setup_context=_setup_down)
-
-
-@torch.library.custom_op("liger_trainer::moe_down_backward", mutates_args=())
-def _down_backward(
-    dout: torch.Tensor,
-    pre: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
-    scalings: Sequence[float],
-    activation: str,
-    scalars: Sequence[float],
-    gated: bool,
-    interleaved: bool,
-    transposed: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of pre, routing weights, weight and bias, and those of the adapters, stacked.
-
-    From that of the weight on, a gradient that is not needed has no elements.
-    """
-    rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
-    return _down_gradients(
-        dout, pre, top_k_weights, weight, bias, adapters, rows, activation, scalars, gated, interleaved, transposed,
-        need_weight, need_bias, need_a, need_b, overwrite=False,
-    )  # fmt: skip
-
-
-@_down_backward.register_fake
-def _(
-    dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
-    activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b,
-):  # fmt: skip
-    needs = need_weight, need_bias, need_a, need_b
-    return torch.empty_like(pre), *_fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *needs)
-
-
-def _fake_down_gradients(
-    pre: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(top_k_weights),
-        weight.new_empty(weight.shape) if need_weight else pre.new_empty(0),
-        bias.new_empty(bias.shape) if need_bias and bias is not None else pre.new_empty(0),
-        *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
-    )
-
-
-@torch.library.custom_op("liger_trainer::moe_down_backward_", mutates_args=("pre",))
+@torch.library.custom_op("liger_trainer::moe_down_backward_", mutates_args=("dpre",))
 def _down_backward_(
+    dpre: torch.Tensor,
     dout: torch.Tensor,
     pre: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -329,65 +236,28 @@ def _down_backward_(
     bias: torch.Tensor | None,
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     scalings: Sequence[float],
+    transposed: bool,
     activation: str,
     scalars: Sequence[float],
     gated: bool,
     interleaved: bool,
-    transposed: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
+    needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_down_backward`, but writes the gradient of pre over pre."""
-    rows, adapters = ExpertRows(order, slots, offsets), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
-    dpre, dweights, dweight, dbias, da, db = _down_gradients(
-        dout, pre, top_k_weights, weight, bias, adapters, rows, activation, scalars, gated, interleaved, transposed,
-        need_weight, need_bias, need_a, need_b, overwrite=True,
-    )  # fmt: skip
-    if dpre.data_ptr() != pre.data_ptr():
-        pre.copy_(dpre)
-    return dweights, dweight, dbias, da, db
+    """Writes the gradient of pre to `dpre`, which may be `pre`.
 
-
-@_down_backward_.register_fake
-def _(
-    dout, pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, scalings,
-    activation, scalars, gated, interleaved, transposed, need_weight, need_bias, need_a, need_b,
-):  # fmt: skip
-    needs = need_weight, need_bias, need_a, need_b
-    return _fake_down_gradients(pre, top_k_weights, weight, bias, lora_a, lora_b, *needs)
-
-
-def _down_gradients(
-    dout: torch.Tensor,
-    pre: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    adapters: lora.Stacked | None,
-    rows: ExpertRows,
-    activation: str,
-    scalars: Sequence[float],
-    gated: bool,
-    interleaved: bool,
-    transposed: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_a: bool,
-    need_b: bool,
-    overwrite: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    Returns those of the routing weights, weight and bias, and those of the adapters' A and B, stacked. `needs` says
+    which after that of the routing weights; one that is not needed has no elements.
+    """
+    need_weight, need_bias, need_a, need_b = needs
+    rows, adapters = ExpertRows(*expert_rows), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
     douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
     term = lora.backward_term(douts, adapters, rows, top_k)
     dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
-    need_h = need_weight or need_a or need_b
-    dpre, dweights, weighted_h = activation_gradients(
-        dh, pre, top_k_weights, rows, activation, scalars, gated, interleaved, need_h, overwrite
+    dweights, weighted_h = activation_gradients_(
+        *(dpre, dh, pre, top_k_weights, rows, Activation(activation, scalars, gated, interleaved)),
+        need_h=need_weight or need_a or need_b,
     )
     # The routing weight is part of h here, as dO does not contain it.
     da, db = lora.gradients(adapters, term, douts, weighted_h, rows, top_k, 0, need_a, need_b)
@@ -400,7 +270,21 @@ def _down_gradients(
         dweights = _plus_gradient_through_bias(dweights, dout, bias, experts, exists)
         if need_bias:
             dbias = _weighted_bias_gradient(dout, top_k_weights, bias, experts, exists)
-    return dpre, dweights, dweight, dbias, da, db
+    return dweights, dweight, dbias, da, db
+
+
+@_down_backward_.register_fake
+def _(
+    dpre, dout, pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, scalings, transposed,
+    activation, scalars, gated, interleaved, needs,
+):  # fmt: skip
+    need_weight, need_bias, need_a, need_b = needs
+    return (
+        torch.empty_like(top_k_weights),
+        weight.new_empty(weight.shape if need_weight else 0),
+        pre.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape),
+        *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
+    )
 
 
 def _experts_of_choices(rows: ExpertRows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -427,37 +311,29 @@ def _weighted_bias_gradient(
     return (shares.T.to(dout.dtype) @ dout).to(bias.dtype)
 
 
-def _setup_down_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    pre, top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings = inputs[:10]
-    ctx.activation, ctx.scalars, ctx.gated, ctx.interleaved, ctx.transposed = inputs[10:]
+def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *saved, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed = inputs[:9]
+    ctx.activation = inputs[9:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, order, slots, offsets)
+    ctx.save_for_backward(*lora_a, *lora_b, *saved, *expert_rows)
 
 
-def _backward_down_save(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    dpre = dweights = dweight = dbias = None
-    each_da, each_db = lora.no_gradients(ctx.scalings), lora.no_gradients(ctx.scalings)
-    if dout is not None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(second_derivative_message("moe_experts"))
-        lora_a, lora_b, (pre, top_k_weights, weight, bias, order, slots, offsets) = lora.saved(ctx)
-        need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[2:6]
-        arguments = (
-            *(top_k_weights, weight, bias, lora_a, lora_b, order, slots, offsets, ctx.scalings),
-            *(ctx.activation, ctx.scalars, ctx.gated, ctx.interleaved, ctx.transposed),
-            *(need_weight, need_bias, any(need_a), any(need_b)),
-        )
-        if graph_is_kept() or ctx.activation == IDENTITY:  # the function that made pre may have saved it, too
-            dpre, dweights, dweight, dbias, da, db = _down_backward(dout.contiguous(), pre, *arguments)
-        else:  # nothing else holds pre, and this backward is the last to read it
-            dpre = pre.detach()
-            dweights, dweight, dbias, da, db = _down_backward_(dout.contiguous(), dpre, *arguments)
-        dweight = dweight if need_weight else None
-        dbias = dbias if need_bias else None
-        each_da, each_db = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
-    no_scalings = lora.no_gradient_of(ctx.scalings)
-    no_options = None, None, None, None, None
-    return dpre, dweights, dweight, dbias, each_da, each_db, None, None, None, no_scalings, *no_options
+def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
+    if dout is None:
+        return input_gradients(ctx)
+    if torch.is_grad_enabled():
+        raise RuntimeError(second_derivative_message("moe_experts"))
+    lora_a, lora_b, (pre, top_k_weights, weight, bias, *expert_rows) = lora.saved(ctx)
+    *needs, need_a, need_b = ctx.needs_input_grad[2:6]
+    # If nothing else holds pre, and this backward is the last to read it, the gradient takes its memory. A function
+    # that made pre may have saved it, too.
+    dpre = torch.empty_like(pre) if graph_is_kept() or ctx.activation[0] == IDENTITY else pre.detach()
+    dweights, *gradients, da, db = _down_backward_(
+        *(dpre, dout.contiguous(), pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, ctx.scalings),
+        *(ctx.transposed, *ctx.activation, [*needs, any(need_a), any(need_b)]),
+    )
+    of_adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
+    return input_gradients(ctx, dpre, dweights, *where_needed(needs, *gradients), *of_adapters)
 
 
-moe_down_save.register_autograd(_backward_down_save, setup_context=_setup_down_save)
+moe_down_save.register_autograd(_backward_down, setup_context=_setup_down)

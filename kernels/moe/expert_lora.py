@@ -149,13 +149,3 @@ def saved(ctx: Any) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Seq
     count = len(ctx.scalings)
     tensors = ctx.saved_tensors  # read once: a checkpoint does not unpack a tensor again
     return tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-
-
-def no_gradients(scalings: Sequence[float]) -> list[torch.Tensor | None]:
-    """The gradient None for every A, or every B."""
-    return [None] * len(scalings)
-
-
-def no_gradient_of(scalings: Sequence[float]) -> list[None] | None:
-    """The gradient of the scalings: None, but for an empty list an empty list, which torch takes for no argument."""
-    return None if scalings else []

@@ -23,7 +23,7 @@ import torch
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe.activation import ACTIVATIONS, IDENTITY, value
+from liger_trainer.kernels.moe.activation import ACTIVATIONS, IDENTITY, Activation, value
 from liger_trainer.kernels.moe.expert_layers import moe_down, moe_down_save, moe_gate_up
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 
@@ -115,18 +115,18 @@ def moe_experts(
             )
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
     values = scalars(gate_multiplier, down_multiplier, limit, up_offset)
-    options = activation, values, gated, interleaved, transposed
-    if not isinstance(activation, str):
-        options = IDENTITY, values, False, False, transposed
     first_a, first_b, first_scalings = _factors(gate_up_adapters)
     second_a, second_b, second_scalings = _factors(down_adapters)
     with torch.autocast(hidden.device.type, enabled=False):
-        first = gate_up_weight, gate_up_bias, first_a, first_b, *rows, first_scalings
+        first = gate_up_weight, gate_up_bias, first_a, first_b, list(rows), first_scalings
         pre = moe_gate_up(hidden.contiguous(), *first, top_k_index.shape[1], transposed)
-        if not isinstance(activation, str):
+        if isinstance(activation, str):
+            last = Activation(activation, values, gated, interleaved)
+        else:
             pre = _applied(activation, pre, down_weight.shape[1 if transposed else 2])
-        second = down_weight, down_bias, second_a, second_b, *rows, second_scalings
-        operands = pre, top_k_weights.contiguous(), *second, *options
+            last = Activation(IDENTITY, values, gated=False)
+        second = down_weight, down_bias, second_a, second_b, list(rows), second_scalings
+        operands = pre, top_k_weights.contiguous(), *second, transposed, *last
         return moe_down(moe_down_save(*operands), *operands)
 
 

@@ -24,11 +24,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
+from liger_trainer.kernels.autograd import (
+    input_gradients,
+    pass_to_placeholder,
+    refuse_second_derivative,
+    where_needed,
+)
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows
 
+if dist.is_available():
+    require(COLLECTIVES)
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -89,8 +99,7 @@ def send(hidden: torch.Tensor, top_k_weights: torch.Tensor, exchange: Exchange) 
     Returns:
         The received rows, (R', H), process by process and sorted by expert within each, and their weights, (R', 1).
     """
-    order, slots, offsets = exchange.rows
-    return _send(hidden, top_k_weights, order, slots, offsets, exchange.send_sizes, exchange.recv_sizes, exchange.group)
+    return _send(hidden, top_k_weights, list(exchange.rows), exchange.send_sizes, exchange.recv_sizes, exchange.group)
 
 
 def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -103,7 +112,7 @@ def bring_back(y: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     Returns:
         (T, H) in y's dtype.
     """
-    operands = y, *exchange.rows, exchange.top_k, exchange.send_sizes, exchange.recv_sizes, exchange.group
+    operands = y, list(exchange.rows), exchange.top_k, exchange.send_sizes, exchange.recv_sizes, exchange.group
     return _bring_back(_bring_back_save(*operands), *operands)
 
 
@@ -119,23 +128,20 @@ def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Seque
 def _send(
     hidden: torch.Tensor,
     top_k_weights: torch.Tensor,
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = order // top_k_weights.shape[1]
+    """`send`; here and below, `expert_rows` are the tensors of an `ExpertRows`."""
+    order = ExpertRows(*expert_rows).order
+    rows = hidden.index_select(0, order // top_k_weights.shape[1])
     weights = top_k_weights.reshape(-1, 1).index_select(0, order)
-    return (
-        _all_to_all(hidden.index_select(0, tokens), recv_sizes, send_sizes, group),
-        _all_to_all(weights, recv_sizes, send_sizes, group),
-    )
+    return _all_to_all(rows, recv_sizes, send_sizes, group), _all_to_all(weights, recv_sizes, send_sizes, group)
 
 
 @_send.register_fake
-def _(hidden, top_k_weights, order, slots, offsets, send_sizes, recv_sizes, group):
+def _(hidden, top_k_weights, expert_rows, send_sizes, recv_sizes, group):
     arriving = sum(recv_sizes)
     return hidden.new_empty(arriving, hidden.shape[1]), top_k_weights.new_empty(arriving, 1)
 
@@ -144,9 +150,7 @@ def _(hidden, top_k_weights, order, slots, offsets, send_sizes, recv_sizes, grou
 def _send_backward(
     drows: torch.Tensor,
     dweights: torch.Tensor,
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     top_k: int,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
@@ -155,22 +159,22 @@ def _send_backward(
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of hidden and of the weights; one that is not needed has no elements and sends nothing."""
+    rows = ExpertRows(*expert_rows)
     dhidden, dtop_k = drows.new_empty(0), dweights.new_empty(0)
     if need_hidden:
-        rows = _all_to_all(drows, send_sizes, recv_sizes, group)
-        dhidden = combine_rows(rows, ExpertRows(order, slots, offsets), top_k)
+        dhidden = combine_rows(_all_to_all(drows, send_sizes, recv_sizes, group), rows, top_k)
     if need_weights:
         weights = _all_to_all(dweights, send_sizes, recv_sizes, group)
-        dtop_k = weights.index_select(0, slots).view(-1, top_k)
+        dtop_k = weights.index_select(0, rows.slots).view(-1, top_k)
     return dhidden, dtop_k
 
 
 @_send_backward.register_fake
-def _(drows, dweights, order, slots, offsets, top_k, send_sizes, recv_sizes, group, need_hidden, need_weights):
-    tokens = order.shape[0] // top_k
+def _(drows, dweights, expert_rows, top_k, send_sizes, recv_sizes, group, need_hidden, need_weights):
+    tokens = expert_rows[0].shape[0] // top_k
     return (
-        drows.new_empty(tokens, drows.shape[1]) if need_hidden else drows.new_empty(0),
-        dweights.new_empty(tokens, top_k) if need_weights else dweights.new_empty(0),
+        drows.new_empty((tokens, drows.shape[1]) if need_hidden else 0),
+        dweights.new_empty((tokens, top_k) if need_weights else 0),
     )
 
 
@@ -178,42 +182,34 @@ refuse_second_derivative(_send_backward, _FUNCTION)
 
 
 def _setup_send(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, top_k_weights, order, slots, offsets, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
+    _, top_k_weights, expert_rows, *ctx.way = inputs
     ctx.top_k = top_k_weights.shape[1]
-    ctx.save_for_backward(order, slots, offsets)
+    ctx.save_for_backward(*expert_rows)
 
 
 def _backward_send(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor) -> tuple[Any, ...]:
-    need_hidden, need_weights = ctx.needs_input_grad[:2]
-    order, slots, offsets = ctx.saved_tensors
-    dhidden, dtop_k = _send_backward(
-        *(drows, dweights, order, slots, offsets, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group),
-        *(need_hidden, need_weights),
-    )
-    return (dhidden if need_hidden else None, dtop_k if need_weights else None, None, None, None, None, None, None)
+    needed = ctx.needs_input_grad[:2]
+    gradients = _send_backward(drows, dweights, list(ctx.saved_tensors), ctx.top_k, *ctx.way, *needed)
+    return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
 _send.register_autograd(_backward_send, setup_context=_setup_send)
 
 
-@torch.library.custom_op("liger_trainer::expert_bring_back_save", mutates_args=())
-def _bring_back_save(
+def _placeholder(
     y: torch.Tensor,
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     top_k: int,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     group: str,
 ) -> torch.Tensor:
     """A placeholder for the output, whose gradient it sends to the results: zeros (T, H) that share one element."""
-    return y.new_zeros(()).expand(order.shape[0] // top_k, y.shape[1])
+    return y.new_zeros(()).expand(expert_rows[0].shape[0] // top_k, y.shape[1])
 
 
-@_bring_back_save.register_fake
-def _(y, order, slots, offsets, top_k, send_sizes, recv_sizes, group):
-    return y.new_zeros(()).expand(order.shape[0] // top_k, y.shape[1])
+_bring_back_save = torch.library.custom_op("liger_trainer::expert_bring_back_save", _placeholder, mutates_args=())
+_bring_back_save.register_fake(_placeholder)
 
 
 @torch.library.custom_op("liger_trainer::expert_bring_back_backward", mutates_args=())
@@ -238,14 +234,13 @@ refuse_second_derivative(_bring_back_backward, _FUNCTION)
 
 
 def _setup_bring_back(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, order, _, _, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group = inputs
-    ctx.save_for_backward(order)
+    _, expert_rows, *ctx.way = inputs
+    ctx.save_for_backward(ExpertRows(*expert_rows).order)
 
 
 def _backward_bring_back(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     (order,) = ctx.saved_tensors
-    dy = _bring_back_backward(dout, order, ctx.top_k, ctx.send_sizes, ctx.recv_sizes, ctx.group)
-    return dy, None, None, None, None, None, None, None
+    return input_gradients(ctx, _bring_back_backward(dout, order, *ctx.way))
 
 
 _bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back)
@@ -255,21 +250,19 @@ _bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_br
 def _bring_back(
     placeholder: torch.Tensor,
     y: torch.Tensor,
-    order: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    expert_rows: Sequence[torch.Tensor],
     top_k: int,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     group: str,
 ) -> torch.Tensor:
     """The output (T, H), whose gradient goes to `placeholder`."""
-    return combine_rows(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(order, slots, offsets), top_k)
+    return combine_rows(_all_to_all(y, send_sizes, recv_sizes, group), ExpertRows(*expert_rows), top_k)
 
 
 @_bring_back.register_fake
-def _(placeholder, y, order, slots, offsets, top_k, send_sizes, recv_sizes, group):
+def _(placeholder, y, expert_rows, top_k, send_sizes, recv_sizes, group):
     return y.new_empty(placeholder.shape)
 
 
-_bring_back.register_autograd(lambda ctx, dout: (dout, None, None, None, None, None, None, None, None))
+pass_to_placeholder(_bring_back)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, reduced
@@ -39,6 +41,8 @@ from liger_trainer.kernels.head.loss_arguments import (
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions
 
+if dist.is_available():
+    require(COLLECTIVES)
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 

@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from tests.patching.test_families import (
-    EXPECTED,
-    LAYERS,
-    families,
-    kernels,
-    loss_and_gradients,
-    relative,
-    total_error,
-)
+from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
+from tests.patching.test_families import EXPECTED, families, kernels
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu

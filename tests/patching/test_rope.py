@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.compat.rebound import called_global, forward_calling, rebound
 from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
+from tests.patching.comparisons import LAYERS
 from tests.patching.rotary_toys import (
     Attention,
     Complex,
@@ -28,8 +29,8 @@ from tests.patching.rotary_toys import (
     Split,
     SwappedPairs,
     apply_rotary_pos_emb,
+    calling,
 )
-from tests.patching.test_families import LAYERS
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 
@@ -43,17 +44,9 @@ def tensors(batch=2, length=5, width=8, seq_first=False, dtype=torch.float32, ta
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often our kernel ran outside of the probe."""
-    seen = []
-    original = rotations.rope
-
-    def counted(*args, **kwargs):
-        seen.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(rotations, "rope", counted)
-    return seen
+def calls(calls_of):
+    """The calls of our rotation."""
+    return calls_of(rotations, "rope")
 
 
 def patched(module, calls):
@@ -139,20 +132,13 @@ def test_other_rotations(module, kernel, width, dtype, calls):
 @pytest.mark.parametrize(
     ("module", "shape"), [(Complex(), (2, 5, 4)), (Complex(), (1, 5, 4)), (ComplexColumn(), (5, 1, 4))]
 )
-def test_complex_factors(module, shape, monkeypatch):
+def test_complex_factors(module, shape, calls_of):
     q, k, *_ = tensors(seq_first=True)
     factors = torch.randn(shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
     expected = module(q, k, factors)
     (row,) = apply_liger_kernel(module, LAYERS)
     assert row.kernel == "rope (complex)"
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        return original(*args)
-
-    original = rotations.rope_complex
-    monkeypatch.setattr(rotations, "rope_complex", counted)
+    calls = calls_of(rotations, "rope_complex")
     got = module(q, k, factors)
     assert len(calls) == 1
     torch.testing.assert_close(got, expected)
@@ -196,11 +182,33 @@ def test_nothing_outside_of_the_instance_changes():
     attention = model.model.layers[0].self_attn
     assert modeling_llama.apply_rotary_pos_emb is function
     assert modeling_llama.LlamaAttention.forward is forward
-    assert forward.__globals__["apply_rotary_pos_emb"] is function
+    assert called_global(forward, "apply_rotary_pos_emb") is function
     assert "forward" not in other.model.layers[0].self_attn.__dict__
-    assert attention.forward.__func__.__globals__["apply_rotary_pos_emb"] is not function
+    assert called_global(attention.forward.__func__, "apply_rotary_pos_emb") is not function
     assert inspect.signature(attention.forward) == inspect.signature(other.model.layers[0].self_attn.forward)
     assert attention.forward.__func__ is model.model.layers[1].self_attn.forward.__func__
+
+
+def test_later_changes_of_the_modelling_module_are_seen(calls_of):
+    from transformers.models.llama import modeling_llama
+
+    model = TINY_MODELS["llama"]()
+    model.config._attn_implementation = "eager"
+    apply_liger_kernel(model, LAYERS)
+    called = calls_of(modeling_llama, "eager_attention_forward")
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert len(called) == len(model.model.layers)
+
+
+def test_a_copy_leaves_no_name_behind():
+    names = set(globals())
+    copy = rebound(inspect.unwrap(Decorated.forward), {"apply_rotary_pos_emb": max})
+    assert len(globals()) == len(names) + 1
+    again = rebound(copy, {"apply_rotary_pos_emb": min, "Decorated": None})
+    assert called_global(again, "apply_rotary_pos_emb") is min
+    assert called_global(copy, "apply_rotary_pos_emb") is max
+    del copy, again
+    assert set(globals()) == names
 
 
 def decorated(note):
@@ -226,14 +234,6 @@ class Decorated(Attention):
     def forward(self, q, k, cos, sin, *, unsqueeze_dim=1):
         assert __class__ is Decorated  # a closure of its own
         return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
-class HidingDecorator:
-    def __init__(self, forward):
-        functools.update_wrapper(self, forward)
-
-    def __get__(self, instance, owner=None):
-        return functools.partial(self.__wrapped__, instance)
 
 
 def test_decorated_forward_is_rebuilt(calls):
@@ -304,7 +304,7 @@ def test_packed_rows_equal_separate_ones(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_compiled_equals_and_holds_our_operators(family, calls):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = TINY_MODELS[family]()
     batch = tiny_batch(family, model)
     batch.pop("labels")
@@ -334,13 +334,8 @@ class AsModule(nn.Module):
 apply_rotary_as_module = AsModule()
 
 
-class CallsModule(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_as_module(q, k, cos, sin)
-
-
 def test_function_that_is_a_module(calls):
-    module = CallsModule()
+    module = calling(lambda self, q, k, cos, sin: apply_rotary_as_module(q, k, cos, sin))()
     arguments = tensors()
     expected = module(*arguments)
     torch.testing.assert_close(patched(module, calls)(*arguments), expected)

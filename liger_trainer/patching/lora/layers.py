@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.compat.peft import LORA_LAYERS
-from liger_trainer.compat.private import available
+from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
+from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.lora.attention import shared_result
-from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, is_lora_linear
+from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, has_known_adapters, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
 
@@ -60,15 +60,17 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
 
 def _obstacle(module: Any) -> str:
     """Why `module` is left alone; empty if nothing prevents the proof."""
-    if not available(LORA_LAYERS):
-        return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     if not is_lora_linear(module):
         return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
+    if not has_known_adapters(module):
+        return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
     foreign = overriding_forward(module)
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"
     base = type(module.base_layer)
-    if base is not nn.Linear and not is_linear_4bit(module.base_layer):
+    if is_linear_4bit(module.base_layer):
+        require(FOUR_BIT_LAYERS)
+    elif base is not nn.Linear:
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     if variants and len(module.lora_variant) == len(module.lora_A):

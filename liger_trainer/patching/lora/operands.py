@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.compat.peft import LORA_LAYERS
+from liger_trainer.compat.private import available
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.nf4 import NF4Weight
 from liger_trainer.patching.binding import is_bound_by_us
@@ -21,12 +25,29 @@ from liger_trainer.tiling.summed_linear import LinearInTile
 _PLAIN = (torch.Tensor, nn.Parameter)
 _LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
+_ATTRIBUTES = (
+    *("base_layer", "disable_adapters", "merged", "active_adapters"),
+    *("lora_A", "lora_B", "lora_dropout", "lora_variant", "scaling"),
+)
 
 
 def is_lora_linear(module: nn.Module) -> bool:
     """Whether `module` is exactly PEFT's LoRA layer for linear layers, 4 bits included; subclasses may differ."""
     kind = type(module)
     return (kind.__module__, kind.__name__) in _LORA_LINEARS
+
+
+def has_known_adapters(module: nn.Module) -> bool:
+    """Whether the LoRA layer `module` keeps its adapters where the PEFT we test with does; warns once if not."""
+    missing = [name for name in _ATTRIBUTES if not hasattr(module, name)]
+    if missing:
+        warn_once(
+            "lora attributes",
+            f"A {type(module).__name__} of PEFT has no `{missing[0]}`; PEFT's own forward runs for such layers. To run "
+            "them as one operator, install the PEFT that liger_trainer is tested with. (Said once.)",
+        )
+        return False
+    return torch.compiler.is_compiling() or available(LORA_LAYERS)  # a trace cannot check it, and the first call has
 
 
 def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | None:
@@ -36,8 +57,8 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
     """
     if not all(is_unhooked(module) for module in modules):
         return None
-    adapted = [is_lora_linear(module) for module in modules]
-    if not any(adapted):
+    adapted = [module for module in modules if is_lora_linear(module)]
+    if not adapted or not all(has_known_adapters(module) for module in adapted):
         return None
     return _layers(x, modules)
 
@@ -93,11 +114,7 @@ def is_unhooked(module: nn.Module) -> bool:
 
     FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
     """
-    if nn.modules.module._has_any_global_hook():
-        return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    return "forward" not in module.__dict__ or is_bound_by_us(module)
+    return not is_call_hooked(module) and ("forward" not in module.__dict__ or is_bound_by_us(module))
 
 
 def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:

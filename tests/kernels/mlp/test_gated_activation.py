@@ -378,9 +378,10 @@ def test_opcheck(device):
     opcheck(operators.gated_activation_backward, (dh, gate.detach(), up.detach(), "silu", scaled, False, True, False))
     fused = (dh[:, :4], gate_up.detach(), None)
     opcheck(operators.gated_activation_backward, (*fused, "silu", scaled, True, True, False))
-    copies = gate.detach().clone(), up.detach().clone()
-    opcheck(operators.gated_activation_backward_, (dh, *copies, "silu", plain, False))
-    opcheck(operators.gated_activation_backward_, (dh[:, :4], gate_up.detach().clone(), None, "silu", scaled, True))
+    results = [torch.empty_like(x) for x in (gate, up, dh)]
+    opcheck(operators.gated_activation_backward_, (dh, gate.detach(), up.detach(), *results, "silu", plain, False))
+    results = torch.empty_like(gate_up), None, torch.empty(3, 4, device=device)
+    opcheck(operators.gated_activation_backward_, (*fused, *results, "silu", scaled, True))
 
 
 @pytest.mark.kernel

@@ -42,9 +42,9 @@ def test_compiles_ahead_of_time(target, dtype):
     gate, gate_up = torch.zeros(64, 1024, dtype=dtype), torch.zeros(64, 2048, dtype=dtype)
     plain = operators.scalars()
     with recorded_launches() as launches:
-        down_operators._gated_recompute(gate, gate, gate, "silu", plain, False, True, True)
-        down_operators._gated_recompute(gate, gate_up, None, "gelu_tanh", plain, False, True, False)
-        down_operators._gated_recompute_(gate, gate_up, None, "silu", plain, True)
+        for given in ((gate, gate, "silu", plain, False), (gate_up, None, "gelu_tanh", plain, False)):
+            operators.gated_activation_backward_(gate, *given[:2], *given[:2], gate, *given[2:])
+        operators.gated_activation_backward_(gate, gate_up, None, gate_up, None, gate, "silu", plain, True)
     assert [launch.arguments["NEED_H"] for launch in launches] == [True] * 3
     for launch in launches:
         compiled = compile_launch(launch, target)
@@ -169,17 +169,13 @@ def test_a_checkpoint_does_not_repeat_the_product(device, monkeypatch):
 
 @pytest.mark.kernel
 @fusions
-def test_a_frozen_weight_needs_no_h(fused, device):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_weight_needs_no_h(fused, frozen, device):
     gate, up, weight, _ = inputs(fused, device=device)
-    launches = operators.launch_backward
-    with (
-        mock.patch.object(operators, "launch_backward", wraps=launches) as plain,
-        mock.patch.object(down_operators, "launch_backward", wraps=launches) as with_h,
-    ):
-        run(swiglu_down, gate, up, weight.detach(), None)
-        assert (plain.call_count, with_h.call_count) == (1, 0)
-        run(swiglu_down, gate, up, weight, None)
-        assert (plain.call_count, with_h.call_count) == (1, 1)
+    with mock.patch.object(operators, "launch_backward", wraps=operators.launch_backward) as launch:
+        run(swiglu_down, gate, up, weight.requires_grad_(not frozen), None)
+    (call,) = launch.call_args_list
+    assert (call.args[5] is None) == frozen
 
 
 def mlp(x, fused, inplace, weight):
@@ -254,14 +250,10 @@ def test_opcheck(device):
     plain = operators.scalars()
     for tensors in ((gate, up, weight, bias, "silu"), (gate_up, None, weight, None, "gelu")):
         opcheck(down_operators.gated_down_save, (*tensors, plain, False, False))
-        stand_in = randn(2, 3, HIDDEN, device=device).requires_grad_()
+        placeholder = randn(2, 3, HIDDEN, device=device).requires_grad_()
         # The gradients of the operands come from the other operator, so there is no one schema check of both.
         operands = [x.detach() if isinstance(x, torch.Tensor) else x for x in tensors]
-        opcheck(down_operators.gated_down, (stand_in, *operands, plain, False))
-    detached = [x.detach().clone() for x in (gate, up)]
-    dh = randn(6, INTERMEDIATE, seed=2, device=device)
-    opcheck(down_operators._gated_recompute, (dh, *detached, "silu", plain, False, True, False))
-    opcheck(down_operators._gated_recompute_, (dh, gate_up.detach().clone(), None, "silu", plain, False))
+        opcheck(down_operators.gated_down, (placeholder, *operands, plain, False))
 
 
 @pytest.mark.kernel

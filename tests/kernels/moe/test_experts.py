@@ -280,7 +280,7 @@ def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
 def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen, monkeypatch):
     """Strides of the fake backwards, which torch.compile sees, against those of the real ones."""
     calls = []
-    for name in ("_gate_up_backward", "_down_backward"):
+    for name in ("_gate_up_backward", "_down_backward_"):
         native = getattr(layers, name)
         monkeypatch.setattr(layers, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
     arguments, options = made(case, torch.float32)
