@@ -441,8 +441,9 @@ def test_nothing_synchronises(way: str) -> None:
 
     def step() -> None:
         budgets = {"logits_memory": 2 * MIB, "retain_memory": GPU_WAYS[way][1]}
-        result = linear_log_probs(hidden, weight, target, bias, outputs=ALL_OUTPUTS, softcap=30.0, **budgets)
-        weighted_loss(result, entropy=False).backward()
+        weighted_loss(
+            linear_log_probs(hidden, weight, target, bias, outputs=ALL_OUTPUTS, softcap=30.0, **budgets), entropy=False
+        ).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
     torch.cuda.synchronize()
@@ -482,8 +483,9 @@ def test_peak_memory_is_what_the_budgets_say(way: str) -> None:
     weight.requires_grad_(trained)
 
     def step() -> None:
-        result = linear_log_probs(hidden, weight, target, outputs=("entropy",), retain_memory=retain)
-        weighted_loss(result, entropy=False).backward()
+        weighted_loss(
+            linear_log_probs(hidden, weight, target, outputs=("entropy",), retain_memory=retain), entropy=False
+        ).backward()
 
     step()  # workspaces and compiled kernels
     hidden.grad = weight.grad = None
@@ -507,8 +509,9 @@ def test_a_pair_of_32k_tokens_fits_the_default_budget(trained: bool) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = linear_log_probs(hidden, weight, target, softcap=30.0, outputs=("entropy",))
-    weighted_loss(result, entropy=False).backward()
+    weighted_loss(
+        linear_log_probs(hidden, weight, target, softcap=30.0, outputs=("entropy",)), entropy=False
+    ).backward()
     peak = torch.cuda.max_memory_allocated() - before
     d_weight = 2 * weight.numel() if trained else 0
     assert peak - d_weight <= 1536 * MIB

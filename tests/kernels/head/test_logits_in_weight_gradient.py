@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,6 @@ from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import logits_in_weight_gradient as panels
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
-from liger_trainer.kernels.head.weight_gradient import launch_for
-from liger_trainer.kernels.runtime import INTERPRETED
 from tests.cuda_graphs import captured
 from tests.kernels.head.heads import IGNORE, MIB, doubled, gpu_head, needing_gradients, relative_error
 
@@ -226,14 +223,6 @@ def test_calls_without_panels() -> None:
 
 TIGHT = 64 * MIB
 GPU_TOKENS, SIZE, GPU_VOCAB = 8192, 4096, 128256
-
-
-@pytest.fixture
-def _block_floating_point() -> Iterator[None]:
-    if not torch.cuda.is_available() or INTERPRETED or launch_for(torch.device("cuda", 0)) is None:
-        pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

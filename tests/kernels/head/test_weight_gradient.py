@@ -373,14 +373,6 @@ def test_linear_cross_entropy_in_panels_has_the_error_of_one_chunk(device):
 # Real shapes, memory and waiting on a GPU.
 
 
-@pytest.fixture
-def _no_synchronisation():
-    if not torch.cuda.is_available() or INTERPRETED or launch_for(torch.device("cuda", 0)) is None:
-        pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def gpu_chunks_of(chunks, tokens, vocab_size, hidden_size, dtype=torch.bfloat16):
     generator = torch.Generator("cuda").manual_seed(0)
     padded = -(-vocab_size // 8) * 8  # rows of the gradient start at multiples of 16 bytes
@@ -394,7 +386,7 @@ def gpu_chunks_of(chunks, tokens, vocab_size, hidden_size, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation", "kernel")
+@pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_error_at_the_shape_of_llama_is_that_of_one_rounding():
     parts = gpu_chunks_of(3, 2048, 128256, 4096)
     gradient = summed(parts)
@@ -405,7 +397,7 @@ def test_error_at_the_shape_of_llama_is_that_of_one_rounding():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation")
+@pytest.mark.usefixtures("_block_floating_point")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 3, 8), (64, 1001, 512), (200, 33000, 1288)], ids=str)
 def test_kernels_give_the_same_bits_and_continue_each_others_sums(shape, dtype):
@@ -420,14 +412,14 @@ def test_kernels_give_the_same_bits_and_continue_each_others_sums(shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation", "kernel")
+@pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_gpu_two_runs_are_equal():
     parts = gpu_chunks_of(3, 704, 20000, 1024)
     assert torch.equal(summed(parts), summed(parts))
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation", "kernel")
+@pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_cuda_graph_replays_on_new_inputs():
     parts = gpu_chunks_of(2, 200, 5000, 520)
     graph, result = captured(lambda: summed(parts))
@@ -438,7 +430,7 @@ def test_cuda_graph_replays_on_new_inputs():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation", "kernel")
+@pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_nothing_synchronises():
     parts = gpu_chunks_of(3, 200, 5000, 520)
     summed(parts)  # compiles
@@ -448,7 +440,7 @@ def test_nothing_synchronises():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_no_synchronisation", "kernel")
+@pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_peak_memory_is_the_gradient_and_its_exponents():
     parts = gpu_chunks_of(3, 256, 32000, 2048)
     summed(parts)
