@@ -67,7 +67,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("cross entropy smooths without the class weights", "_row_statistics", r"\(log_probs \* weights\)", "log_probs",
          "::test_reference_is_torchs_cross_entropy"),
         ("the gradient of the z-loss is halved", "row_gradient_torch_", r"2\.0 \* options\.z_loss", "options.z_loss",
-         "::test_row_step_in_torch_is_the_derivative_of_the_reference"),
+         "::test_plain_torch_rows_have_the_gradient_of_the_reference"),
         ("entropies have the wrong sign", "log_probs_reference", r"entropy = -\(", "entropy = (",
          "::test_outputs_and_gradients_equal_the_reference"),
         ("the mixture of a JSD is taken by halves", "divergence_rows_torch_",
