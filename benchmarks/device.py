@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import BUSY_DEVICE
 
 
 class Device:
@@ -86,6 +89,11 @@ class Device:
         self.synchronize()
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
+    def median(self, work: Callable[[], object], rounds: int = 9) -> float:
+        """Median milliseconds of `work`, which runs once before."""
+        work()
+        return statistics.median(self.time(lambda _: work())[0] for _ in range(rounds))
+
     def _prepare(self) -> None:
         """Evicts the data from the L2 cache, and keeps the device busy while the host queues what is timed.
 
@@ -95,8 +103,8 @@ class Device:
         if self._flush is None:
             self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device=self.device)
         self._flush.zero_()
-        if hasattr(self.module, "_sleep"):
-            self.module._sleep(10_000_000)  # about 5 ms
+        if self.module is torch.cuda and available(BUSY_DEVICE):
+            torch.cuda._sleep(10_000_000)  # about 5 ms
 
 
 def find_device(name: str | None) -> torch.device:

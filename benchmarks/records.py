@@ -46,13 +46,9 @@ class Machine:
         source = torch.randn(size, device=device.device).to(dtype)
         target = torch.empty_like(source)
         left, right = (torch.randn(side, side, device=device.device).to(dtype) for _ in range(2))
-        left @ right
-        copies, matmuls = [], []
-        for _ in range(rounds):
-            copies += device.time(lambda _: target.copy_(source))
-            matmuls += device.time(lambda _: left @ right)
+        copy, matmul = device.median(lambda: target.copy_(source), rounds), device.median(lambda: left @ right, rounds)
         moved = 2 * source.numel() * source.element_size()
-        return cls(device.name(), moved / Timing.of(copies).median * 1e3, 2e3 * side**3 / Timing.of(matmuls).median)
+        return cls(device.name(), moved / copy * 1e3, 2e3 * side**3 / matmul)
 
     def __str__(self) -> str:
         return f"{self.device}: copy {self.copy_rate / 1e12:.2f} TB/s, matmul {self.matmul_rate / 1e12:.0f} TFLOP/s"

@@ -138,15 +138,14 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(name: str, tokens: int = 16384) -> Callable[[Cases], Cases]:
+def operation(name: str, description: str, tokens: int = 16384) -> Callable[[Cases], Cases]:
     """Registers a generator of cases as the operation `name`, measured at `tokens` tokens by default.
 
-    The first line of the module's docstring describes it, ``"Title: what exactly is computed."``.
+    The description reads ``"Title: what exactly is computed"``.
     """
 
     def register(cases: Cases) -> Cases:
-        documentation = importlib.import_module(cases.__module__).__doc__ or name
-        OPERATIONS[name] = Operation(name, documentation.strip().splitlines()[0].rstrip("."), tokens, cases)
+        OPERATIONS[name] = Operation(name, description, tokens, cases)
         return cases
 
     return register
@@ -208,7 +207,7 @@ def reference(operation: str) -> Callable[[Function], Function]:
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` under `torch.compile`, recompiled for every case (`torch._dynamo.reset` runs between them)."""
+    """`function` under `torch.compile`, recompiled for every case (`torch.compiler.reset` runs between them)."""
     return torch.compile(function, dynamic=False)
 
 

@@ -87,7 +87,7 @@ def run_operation(
                 yield records
                 del case
                 device.collect()
-                torch._dynamo.reset()
+                torch.compiler.reset()
 
 
 def run_case(

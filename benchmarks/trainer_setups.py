@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -162,11 +163,11 @@ def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
     base: Any = LigerGRPOTrainer if ours else GRPOTrainer
     config = LigerGRPOConfig if ours else GRPOConfig
-    task, vocab = setup.task, setup.model.config.vocab_size
+    task, vocab, steps = setup.task, setup.model.config.vocab_size, itertools.count()
 
     class Completed(base):
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-            return completions(task, vocab, self._step, self.accelerator.device)
+            return completions(task, vocab, next(steps), self.accelerator.device)
 
     settings |= {"num_generations": task.batch, "max_completion_length": task.length}
     prompts = _dataset([{"prompt": "prompt"}] * task.samples)

@@ -29,9 +29,9 @@ from rich.table import Table
 from torch import Tensor
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.heads import head_cases
 from liger_trainer.benchmarks.measure import Runner, Timing, exact_results, explain, relative_error
 from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.benchmarks.operations.head import head_cases
 from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations
 from liger_trainer.benchmarks.report import milliseconds, number
 

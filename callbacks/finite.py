@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
+from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import NORMS_OF_MANY
 
@@ -111,11 +112,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         number = held.is_floating_point() and held.dtype.itemsize > 1
         if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
             yield name, held
-
-
-def is_distributed() -> bool:
-    """Whether other processes train with this one."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.batch_tokens import first_label, token_masks
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback, is_distributed
 
 logger = logging.getLogger("liger_trainer")
 
@@ -78,7 +78,7 @@ class LabelledShareCallback(LoggedMetricsCallback):
             own[:2], own[2:] = self._pending, self._empty
         self._pending = self._empty = None
         everyone = [own]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather(everyone, own)
         found = torch.stack(everyone).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
@@ -49,3 +50,15 @@ class LoggedMetricsCallback(TrainerCallback):
         logs.update(extra)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(extra)
+
+
+def is_distributed() -> bool:
+    """Whether other processes train with this one."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def summed_over_processes(own: torch.Tensor) -> torch.Tensor:
+    """`own`, which is overwritten by its sum over all processes."""
+    if is_distributed():
+        torch.distributed.all_reduce(own)
+    return own

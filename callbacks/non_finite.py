@@ -18,11 +18,10 @@ from liger_trainer.callbacks.finite import (
     first_bad_parameter,
     first_of_all_processes,
     foreach_norm,
-    is_distributed,
     local_part,
     observe,
 )
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback, is_distributed
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import SKIPPED_ON_DEVICE

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
 
@@ -82,7 +83,7 @@ def changed_share(groups: list[dict[str, Any]]) -> float | None:
     Returns:
         Between 0 and 1; None if there are no weights.
     """
-    weights = [(_local(weight), _rate(group)) for group in groups for weight in group["params"]]
+    weights = [(local_part(weight), _rate(group)) for group in groups for weight in group["params"]]
     stride = max(sum(weight.numel() for weight, _ in weights) // SAMPLE, 1)
     looked_at = changed = 0
     for weight, rate in weights:
@@ -92,7 +93,3 @@ def changed_share(groups: list[dict[str, Any]]) -> float | None:
         looked_at += sample.numel()
         changed += int(differs.sum())
     return changed / looked_at if looked_at else None
-
-
-def _local(weight: Any) -> torch.Tensor:
-    return weight.to_local() if hasattr(weight, "to_local") else weight

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback, summed_over_processes
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import ROUTER_BALANCE
 from liger_trainer.compat.transformers import GATED_EXPERTS
@@ -168,9 +168,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
         empty = torch.zeros(width, dtype=torch.int64, device=device)
         counts = torch.stack([self._pending.get(layer, empty).to(device) for layer in range(len(self.layers))])
         self._pending = {}
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(counts)
-        counts = counts.cpu()
+        counts = summed_over_processes(counts).cpu()
         return counts[:, :-1], int(counts[:, -1].sum())
 
     def _write_csv(self, path: Path) -> None:

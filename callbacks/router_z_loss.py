@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback, summed_over_processes
 
 
 class RouterZLossCallback(LoggedMetricsCallback):
@@ -31,7 +31,5 @@ class RouterZLossCallback(LoggedMetricsCallback):
         if self._sum is not None:
             both[0], both[1] = self._sum, self._count
         self._sum, self._count = None, 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(both)
-        total, count = both.tolist()
+        total, count = summed_over_processes(both).tolist()
         return {"router_z_loss": total / count} if count else {}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_trainer.callbacks.logged import is_distributed
+
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 _REPEATED_WITHIN = 2.0  # seconds; a launcher forwards the signal to its processes, which have already received it
@@ -84,7 +86,7 @@ class StopOnSignalCallback(TrainerCallback):
 
     def _of_all(self, device: torch.device) -> int:
         """The signal that any process has received, the same on all; on an accelerator that of the previous step."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not is_distributed():
             return self.received
         number = torch.tensor(self.received, dtype=torch.int32)
         if device.type == "cpu":

@@ -12,7 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.batch_tokens import token_masks
 from liger_trainer.callbacks.flops import flops_per_token, peak_flops
-from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.callbacks.logged import LoggedMetricsCallback, summed_over_processes
 
 
 class ThroughputCallback(LoggedMetricsCallback):
@@ -110,10 +110,7 @@ class ThroughputCallback(LoggedMetricsCallback):
     def _gathered(self, args: TrainingArguments) -> float:
         pending = torch.as_tensor(self._pending, dtype=torch.int64, device=args.device)
         self._pending = 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            pending = pending.clone()
-            torch.distributed.all_reduce(pending)
-        return pending.item() / self.replicas_per_batch
+        return summed_over_processes(pending.clone()).item() / self.replicas_per_batch
 
     def _rate(self, args: TrainingArguments, tokens: float, seconds: float) -> dict[str, float]:
         if tokens <= 0 or seconds <= 0:

@@ -13,27 +13,17 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from liger_trainer.compat.private import require
-from liger_trainer.compat.transformers import DICT_ARGUMENTS
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.loss_types import check_loss_type
-
-require(DICT_ARGUMENTS)
 
 if TYPE_CHECKING:
     # A mapping once the arguments are built, as in `TrainingArguments`; before that it may be JSON text.
     KernelSwitches = dict[str, Any] | Any
 else:
     KernelSwitches = dict | str
-
-
-def with_dict_fields(base: type[TrainingArguments]) -> list[str]:
-    """`base`'s list of the fields that take a JSON object on the command line, with ours added."""
-    return [*base._VALID_DICT_FIELDS, "liger_kernel_config"]
 
 
 @dataclass
@@ -46,12 +36,8 @@ class KernelFlags:
         use_liger_kernel (`bool`, *optional*, defaults to `True`):
             Whether to use the kernels of liger_trainer.
         liger_kernel_config (`dict` or `str`, *optional*):
-            Switches by component, a mapping or a JSON object: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`,
-            `relu_squared`, `lora`, `router`, `experts`, `load_balancing_loss`, `cross_entropy`,
-            `linear_cross_entropy`, each `True` by default. `fused_linear_cross_entropy` is read as
-            `linear_cross_entropy`. `recompute_mlp`, `True` by default, and `tiled_mlp`, `False`, make gated MLPs save
-            less for backward. With `global_load_balancing`, `False` by default, the auxiliary loss balances the
-            batch of all processes. See [`KernelConfig`].
+            Switches by component, a mapping or a JSON object with fields of [`KernelConfig`].
+            `fused_linear_cross_entropy` is read as `linear_cross_entropy`.
         logits_memory (`str` or `int`, *optional*, defaults to `"512MiB"`):
             Memory of one chunk of logits in the fused LM head: bytes, or a string such as `"1.5GB"`.
         retain_logits_memory (`str` or `int`, *optional*):

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from trl import RewardConfig
 
-from liger_trainer.configs.flags import KernelFlags, with_dict_fields
+from liger_trainer.configs.flags import KernelFlags
 
 
 @dataclass
 class LigerRewardConfig(KernelFlags, RewardConfig):
     """[`~trl.RewardConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
-
-    _VALID_DICT_FIELDS = with_dict_fields(RewardConfig)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from liger_trainer.configs.flags import KernelFlags, with_dict_fields
+from liger_trainer.configs.flags import KernelFlags
 
 
 @dataclass
 class LigerRLOOConfig(KernelFlags, RLOOConfig):
     """[`~trl.RLOOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
-
-    _VALID_DICT_FIELDS = with_dict_fields(RLOOConfig)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from liger_trainer.compat.private import available
-from liger_trainer.compat.torch import RELEASED_GRAPHS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import RELEASED_GRAPHS, SHARED_MEMORY
+
+require(SHARED_MEMORY)
 
 try:
     import triton

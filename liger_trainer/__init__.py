@@ -10,32 +10,16 @@ _MODELS = [
     *("qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "phi3", "granite", "olmo2", "glm4"),
 ]
 
+_TRL_TRAINERS = ["CPO", "DPO", "Distillation", "GKD", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT"]
+
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
 _EXPORTS = {
     "AutoLigerKernelForCausalLM": "liger_trainer.auto_model",
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
-    "LigerRLOOConfig": "liger_trainer.configs.rloo_config",
-    "LigerRLOOTrainer": "liger_trainer.trainers.rloo_trainer",
-    "LigerKTOConfig": "liger_trainer.configs.kto_config",
-    "LigerKTOTrainer": "liger_trainer.trainers.kto_trainer",
-    "LigerGRPOConfig": "liger_trainer.configs.grpo_config",
-    "LigerGRPOTrainer": "liger_trainer.trainers.grpo_trainer",
-    "LigerDPOConfig": "liger_trainer.configs.dpo_config",
-    "LigerDPOTrainer": "liger_trainer.trainers.dpo_trainer",
-    "LigerORPOConfig": "liger_trainer.configs.orpo_config",
-    "LigerORPOTrainer": "liger_trainer.trainers.orpo_trainer",
-    "LigerCPOConfig": "liger_trainer.configs.cpo_config",
-    "LigerCPOTrainer": "liger_trainer.trainers.cpo_trainer",
-    "LigerRewardConfig": "liger_trainer.configs.reward_config",
-    "LigerRewardTrainer": "liger_trainer.trainers.reward_trainer",
-    "LigerDistillationConfig": "liger_trainer.configs.distillation_config",
-    "LigerDistillationTrainer": "liger_trainer.trainers.distillation_trainer",
-    "LigerGKDConfig": "liger_trainer.configs.gkd_config",
-    "LigerGKDTrainer": "liger_trainer.trainers.gkd_trainer",
-    "LigerSFTConfig": "liger_trainer.configs.sft_config",
-    "LigerSFTTrainer": "liger_trainer.trainers.sft_trainer",
+    **{f"Liger{_name}Config": f"liger_trainer.configs.{_name.lower()}_config" for _name in _TRL_TRAINERS},
+    **{f"Liger{_name}Trainer": f"liger_trainer.trainers.{_name.lower()}_trainer" for _name in _TRL_TRAINERS},
     "LigerTrainer": "liger_trainer.trainers.trainer",
     "LigerTrainingArguments": "liger_trainer.configs.training_arguments",
     "apply_liger_kernel": "liger_trainer.patching.apply",

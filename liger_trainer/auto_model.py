@@ -15,12 +15,10 @@ _KERNEL_KWARGS = (*KERNEL_KEYS, "fused_linear_cross_entropy", "recompute_mlp", "
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` with kernel switches among its keyword arguments.
 
-    Besides the arguments of `AutoModelForCausalLM`, both constructors take the keys of `liger_kernel_config` (`rope`,
-    `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `relu_squared`, `lora`, `router`, `experts`,
-    `cross_entropy`, `linear_cross_entropy` or its other name `fused_linear_cross_entropy`, `recompute_mlp`,
-    `tiled_mlp`, `logits_memory`) and `strict`; see
-    [`liger_trainer.apply_liger_kernel`]. Remote code is trusted only if the caller passes `trust_remote_code=True`, as
-    in transformers.
+    Besides the arguments of `AutoModelForCausalLM`, both constructors take `strict` and the fields of
+    [`liger_trainer.KernelConfig`] but `global_load_balancing`, with `fused_linear_cross_entropy` as another name of
+    `linear_cross_entropy`; see [`liger_trainer.apply_liger_kernel`]. Remote code is trusted only if the caller passes
+    `trust_remote_code=True`, as in transformers.
     """
 
     @classmethod

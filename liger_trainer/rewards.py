@@ -47,7 +47,7 @@ def accuracy(
     compared exactly, as fractions: ``1,000`` equals ``1000.0``; ``1/2``, ``\frac{1}{2}`` and ``0.5`` are equal, and so
     are ``$5`` and ``5``. If only one of the two has a percent sign, ``50%`` equals both ``0.5`` and ``50``. Other
     answers are equal if their text is, without spaces, case and ``$``, or if `trl.rewards.accuracy_reward` finds the
-    formulas equal. That needs math-verify; without it, only the text counts.
+    formulas equal. That needs math-verify (``pip install 'liger-trainer[grpo]'``); without it, only the text counts.
 
     Args:
         completions: Completions to judge.

@@ -1,6 +1,8 @@
 """Everything runs offline; a test marked `gpu` or `multigpu` is skipped, with the reason, where there is none."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 import tempfile
 
@@ -8,18 +10,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# accelerate asks at every step whether DeepSpeed and PEFT are installed, and parses their metadata each time.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tests of the width set their own
 
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.fast import holds_fast_tests, is_fast
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KIND))
+
+# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.register_profile("random")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # One thread a test process: the tensors are tiny, and xdist already uses the cores.
 torch.set_num_threads(1)
@@ -59,10 +69,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU; run on a GPU machine"))
 
 
-def pytest_collection_finish() -> None:
-    """Keeps the collector off the imported libraries, which every training would make it look through, for 0.3 s."""
+def _settle_garbage() -> None:
+    """Keeps the collector off what is there now, which every training would make it look through, for 0.3 s."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _settle_garbage()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled_garbage() -> None:
+    """What the last file imported, compiled and cached is frozen as well."""
+    _settle_garbage()
 
 
 def pytest_sessionfinish() -> None:

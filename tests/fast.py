@@ -72,7 +72,7 @@ SOME: dict[str, tuple[str, ...]] = {
     "test_gradients_are_those_of_trl": (),
     "test_value_and_gradient": (),
     "test_all_labels_ignored": (),
-    "test_a_batch_without_a_label_is_left_out_and_told": (),
+    "test_a_batch_without_a_label_is_left_out_with_a_warning": (),
     "test_shifted_labels_and_what_was_asked_for": (),
     "test_gradients_and_loss_are_those_of_the_mean": (),
     "test_z_loss_is_added_to_the_loss_and_logged": (),

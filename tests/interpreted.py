@@ -7,6 +7,10 @@ from triton.runtime import interpreter
 
 _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
+_launch = interpreter.GridExecutor.__call__
+_patch_lang = interpreter._patch_lang
+_patched = set()
+"""The namespaces of the functions for which the running launch has patched the language."""
 
 
 def _convert_like_hardware(data, source, target, rounding_mode):
@@ -29,7 +33,23 @@ def _create_dot_of_values(self, a, b, *rest):
     return _create_dot(self, values(a), values(b), *rest)
 
 
+def _launch_on_its_own(self, *arguments, **options):
+    _patched.clear()  # a launch restores the language at its end
+    _launch(self, *arguments, **options)
+
+
+def _patch_lang_once(function):
+    """The interpreter patches the whole language again at every call of a helper, which is half of its time."""
+    namespace = id(function.__globals__)
+    if namespace in _patched:
+        return None
+    _patched.add(namespace)
+    return _patch_lang(function)
+
+
 def mend_interpreter():
-    """Makes the interpreter round and multiply bf16 as a GPU does."""
+    """Makes the interpreter round and multiply bf16 as a GPU does, and patch the language once a launch."""
+    interpreter.GridExecutor.__call__ = _launch_on_its_own
+    interpreter._patch_lang = _patch_lang_once
     interpreter._convert_float = _convert_like_hardware
     interpreter.InterpreterBuilder.create_dot = _create_dot_of_values

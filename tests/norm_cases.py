@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -80,6 +80,21 @@ NORMS = {
     "poly_norm": NormCase(functional.poly_norm, poly_norm.poly_norm_reference, lambda s: [(3,), (1,)]),
     "dyt": NormCase(functional.dyt, dyt.dyt_reference, lambda s: [(1,), s[-1:], s[-1:]]),
 }
+
+
+def outputs_and_gradients(
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    leaves: Sequence[torch.Tensor],
+    upstream: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs of `function` of `leaves`, and the gradients of these for the `upstream` gradients."""
+    outputs = as_tuple(function(*leaves))
+    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def as_tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The outputs of a norm that has one or two."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def weight_gradient_errors(add: bool, rows: int, hidden_size: int, device: str) -> tuple[float, float]:

@@ -159,9 +159,9 @@ _ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
 OPERATORS: dict[str, Operator] = {
-    "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32))),
-    "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32))),
-    "layer_norm": Operator(ops.layer_norm, (leaf(6, 32), leaf(32), leaf(32))),
+    "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32)), "rms_norm"),
+    "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32)), "fused_add_rms_norm"),
+    "layer_norm": Operator(ops.layer_norm, (leaf(6, 32), leaf(32), leaf(32)), "layer_norm"),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
     "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24))),
     "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),)),
@@ -178,12 +178,18 @@ OPERATORS: dict[str, Operator] = {
     "cross_entropy, in place": Operator(_of_activations(ops.cross_entropy, inplace=True), _LOGITS, _CE),
     "linear_cross_entropy": Operator(ops.linear_cross_entropy, _HEAD, _LCE),
     "linear_cross_entropy, none": Operator(partial(ops.linear_cross_entropy, reduction="none"), _HEAD, _LCE),
-    "fused_add_layer_norm": Operator(ops.fused_add_layer_norm, (leaf(6, 32), leaf(6, 32), leaf(32), leaf(32))),
-    "modulated_rms_norm": Operator(ops.modulated_rms_norm, (leaf(2, 3, 32), leaf(32), leaf(2, 32), leaf(2, 32))),
-    "group_norm": Operator(_with(ops.group_norm, 1, 2), (leaf(2, 6, 10), leaf(6), leaf(6))),
-    "poly_norm": Operator(ops.poly_norm, (leaf(6, 32), leaf(3), leaf(1))),
-    "dyt": Operator(ops.dyt, (leaf(6, 32), leaf(1), leaf(32), leaf(32))),
-    "qk_norm_rope": Operator(ops.qk_norm_rope, (*_Q_K, leaf(8), leaf(8), table(1, 3, 8), table(1, 3, 8))),
+    "fused_add_layer_norm": Operator(
+        ops.fused_add_layer_norm, (leaf(6, 32), leaf(6, 32), leaf(32), leaf(32)), "fused_add_layer_norm"
+    ),
+    "modulated_rms_norm": Operator(
+        ops.modulated_rms_norm, (leaf(2, 3, 32), leaf(32), leaf(2, 32), leaf(2, 32)), "modulated_rms_norm"
+    ),
+    "group_norm": Operator(_with(ops.group_norm, 1, 2), (leaf(2, 6, 10), leaf(6), leaf(6)), "group_norm"),
+    "poly_norm": Operator(ops.poly_norm, (leaf(6, 32), leaf(3), leaf(1)), "poly_norm"),
+    "dyt": Operator(ops.dyt, (leaf(6, 32), leaf(1), leaf(32), leaf(32)), "dyt"),
+    "qk_norm_rope": Operator(
+        ops.qk_norm_rope, (*_Q_K, leaf(8), leaf(8), table(1, 3, 8), table(1, 3, 8)), "qk_norm_rope"
+    ),
     "rope, interleaved": Operator(
         partial(ops.rope, interleaved=True), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))
     ),

@@ -1,13 +1,16 @@
-"""The model families as tiny random models, built from configs offline; weights are the same at every call."""
+"""The families of ``--smoke`` as tiny random models; their weights are the same at every call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers as tf
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+
+from liger_trainer.recipe.model import model_class
+from liger_trainer.recipe.smoke import FAMILIES
 
 VOCAB = 128
 COMMON: dict[str, Any] = {
@@ -22,18 +25,21 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
-_SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
+_MORE: dict[str, dict[str, Any]] = {  # added to FAMILIES: auxiliary losses, and image ids that `tiny_batch` never draws
+    "qwen3_moe": {"output_router_logits": True},
+    "mixtral": {"output_router_logits": True},
+    "gemma3": {"boi_token_index": 120, "eoi_token_index": 121, "image_token_index": 122},
+    "qwen2_vl": {
+        "image_token_id": 120,
+        "video_token_id": 121,
+        "vision_start_token_id": 122,
+        "vision_end_token_id": 123,
+    },
+    "mllama": {"image_token_index": 120},
 }
 
 
-def _build(architecture: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+def _build(architecture: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = architecture(config)
@@ -51,109 +57,18 @@ def _causal(config_class: type, architecture: type[PreTrainedModel], **extra: An
     return lambda **overrides: _build(architecture, config_class(**{**COMMON, **extra, **overrides}))
 
 
-def _gemma3(**overrides: Any) -> PreTrainedModel:
-    config = tf.Gemma3Config(
-        text_config={**COMMON, **_GEMMA, **overrides},
-        vision_config=_SIGLIP,
-        mm_tokens_per_image=4,
-        boi_token_index=120,
-        eoi_token_index=121,
-        image_token_index=122,
-    )
-    return _build(tf.Gemma3ForConditionalGeneration, config)
-
-
-def _qwen2_vl(**overrides: Any) -> PreTrainedModel:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "mlp_ratio": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "in_channels": 3,
-    }
-    config = tf.Qwen2VLConfig(
-        text_config={**COMMON, "rope_parameters": rope, **overrides},
-        vision_config=vision,
-        image_token_id=120,
-        video_token_id=121,
-        vision_start_token_id=122,
-        vision_end_token_id=123,
-    )
-    return _build(tf.Qwen2VLForConditionalGeneration, config)
-
-
-def _mllama(**overrides: Any) -> PreTrainedModel:
-    text = {**COMMON, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    vision = {
-        "hidden_size": 32,
-        "attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "intermediate_size": 64,
-        "image_size": 16,
-        "patch_size": 4,
-        "max_num_tiles": 1,
-        "supported_aspect_ratios": [[1, 1]],
-        "vision_output_dim": 64,
-        "intermediate_layers_indices": [0],
-    }
-    config = tf.MllamaConfig(text_config={**text, **overrides}, vision_config=vision, image_token_index=120)
-    return _build(tf.MllamaForConditionalGeneration, config)
+def _tiny_model(family: str, **overrides: Any) -> PreTrainedModel:
+    sizes, more = FAMILIES[family], _MORE.get(family, {})
+    if "text_config" in sizes:
+        text = {**sizes["text_config"], **COMMON, **overrides}
+        config = AutoConfig.for_model(family, **{**sizes, "text_config": text, **more})
+    else:
+        config = AutoConfig.for_model(family, **{**sizes, **COMMON, **more, **overrides})
+    return _build(model_class(config).from_config, config)
 
 
 TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
-    "llama": _causal(tf.LlamaConfig, tf.LlamaForCausalLM),
-    "qwen2": _causal(tf.Qwen2Config, tf.Qwen2ForCausalLM),
-    "qwen3": _causal(tf.Qwen3Config, tf.Qwen3ForCausalLM, head_dim=8),
-    "qwen3_moe": _causal(
-        tf.Qwen3MoeConfig,
-        tf.Qwen3MoeForCausalLM,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        norm_topk_prob=True,
-        output_router_logits=True,
-    ),
-    "gemma": _causal(tf.GemmaConfig, tf.GemmaForCausalLM, head_dim=8),
-    "gemma2": _causal(tf.Gemma2Config, tf.Gemma2ForCausalLM, **_GEMMA),
-    "gemma3_text": _causal(tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, **_GEMMA),
-    "gemma3": _gemma3,
-    "mistral": _causal(tf.MistralConfig, tf.MistralForCausalLM, head_dim=8, sliding_window=None),
-    "mixtral": _causal(
-        tf.MixtralConfig,
-        tf.MixtralForCausalLM,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-    ),
-    "phi3": _causal(tf.Phi3Config, tf.Phi3ForCausalLM),
-    "granite": _causal(
-        tf.GraniteConfig,
-        tf.GraniteForCausalLM,
-        logits_scaling=8.0,
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.125,
-    ),
-    "olmo2": _causal(tf.Olmo2Config, tf.Olmo2ForCausalLM),
-    "glm4": _causal(tf.Glm4Config, tf.Glm4ForCausalLM, head_dim=8),
-    "cohere": _causal(tf.CohereConfig, tf.CohereForCausalLM, logit_scale=0.0625),
-    "gpt_oss": _causal(
-        tf.GptOssConfig,
-        tf.GptOssForCausalLM,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=16,
-    ),
-    "qwen2_vl": _qwen2_vl,
-    "mllama": _mllama,
+    family: functools.partial(_tiny_model, family) for family in FAMILIES
 }
 """Family name → builder. Keyword arguments override fields of the (text) config."""
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider
 
 
-@operation("embedding")
+@operation("embedding", "Embedding: of tokens, with the gradient of the whole table")
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """Random tokens of the whole vocabulary; the gradient of every row is written."""
     size, table = tokens * model.hidden, model.vocab * model.hidden
@@ -35,6 +36,4 @@ def liger(weight: Tensor, tokens: Tensor) -> Tensor:
 
 @provider("embedding", "liger_trainer")
 def ours(weight: Tensor, tokens: Tensor) -> Tensor:
-    from liger_trainer.functional import embedding
-
-    return embedding(tokens, weight)
+    return functional.embedding(tokens, weight)

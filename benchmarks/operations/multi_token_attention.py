@@ -6,11 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, wide
 
 
-@operation("multi_token_attention", tokens=2048)
+@operation(
+    "multi_token_attention", "Multi-token attention: causal weights, convolved over queries and keys", tokens=2048
+)
 def cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """One sequence; the three by three convolution has one head per group."""
     heads = model.heads
@@ -39,6 +42,4 @@ def liger(scores: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
 
 @provider("multi_token_attention", "liger_trainer")
 def ours(scores: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
-    from liger_trainer.functional import multi_token_attention
-
-    return multi_token_attention(scores, weight, bias, padding=1, groups=groups)
+    return functional.multi_token_attention(scores, weight, bias, padding=1, groups=groups)

@@ -5,26 +5,28 @@
 1. Every configuration of the row kernel is checked against float64, then timed: both passes in place (the fused head's
    step), statistics alone and gradient alone (`cross_entropy`'s forward and backward). GB/s count 3, 1 and 2 passes.
 2. The error of dW against float64 by the number of chunks, summed in bf16 and in fp32, beside eager bf16's own.
+
+`liger-trainer bench cross_entropy linear_cross_entropy` times the operators that result.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.measure import relative_error
 from liger_trainer.kernels.head import cross_entropy_kernel
 from liger_trainer.kernels.head import linear_cross_entropy as operator
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
 from liger_trainer.kernels.matmul import matmul_into
 
+DEVICE = Device(torch.device("cuda"))
 CONFIGURATIONS = [
     (4096, 8, 1),
     (4096, 16, 1),
@@ -41,28 +43,8 @@ CONFIGURATIONS = [
 ]
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 9) -> float:
-    """Median time of `work` by CUDA events, each run after a flush of L2."""
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    work()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((value.double() - exact).norm() / exact.norm())
-
-
 class PlainSum:
-    """Stands in for `WeightGradientSum`: dW summed over the chunks in `dtype`."""
+    """Replaces `WeightGradientSum`: dW summed over the chunks in `dtype`."""
 
     def __init__(self, dtype: torch.dtype, weight_gradient: torch.Tensor, chunks: int) -> None:
         self.weight_gradient = weight_gradient
@@ -101,9 +83,9 @@ def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
                 if loss_error > 1e-4 or max(errors) > 3e-3:
                     print(f"{configuration!s:>16}  WRONG: loss {loss_error:.1e}, gradients {errors}")
                     continue
-                both = milliseconds(lambda: row_statistics_(buffer, target, stats, options, coefficient=one))
-                first = milliseconds(lambda: row_statistics_(source, target, stats, options))
-                second = milliseconds(lambda: row_gradient_(source, target, stats, options, one, out=out))
+                both = DEVICE.median(lambda: row_statistics_(buffer, target, stats, options, coefficient=one))
+                first = DEVICE.median(lambda: row_statistics_(source, target, stats, options))
+                second = DEVICE.median(lambda: row_gradient_(source, target, stats, options, one, out=out))
             except Exception as error:  # a configuration the device cannot run must not end the sweep
                 print(f"{configuration!s:>16}  {type(error).__name__}: {str(error).splitlines()[0][:80]}")
                 continue
@@ -144,40 +126,6 @@ def sweep_accumulation(tokens: int = 8192, hidden_size: int = 2048, vocab: int =
             print(f"{count:3} chunks: " + "   ".join(cells))
 
 
-def time_cross_entropy(tokens: int = 8192, vocab: int = 128256) -> None:
-    logits = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(0, vocab, (tokens,), device="cuda")
-
-    def step() -> None:
-        loss = cross_entropy(logits, target)
-        assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-        torch.autograd.grad(loss, logits)
-
-    given = milliseconds(step)
-    print(f"\ncross_entropy {tokens} x {vocab}, forward and backward: {given:.3f} ms")
-
-
-def time_linear_cross_entropy(tokens: int = 8192, vocab: int = 128256) -> None:
-    target = torch.randint(0, vocab, (tokens,), device="cuda")
-    hidden = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(vocab, 4096, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
-
-    def step(logits_memory: int) -> None:
-        loss = linear_cross_entropy(hidden, weight, target, logits_memory=logits_memory)
-        assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-        torch.autograd.grad(loss, (hidden, weight))
-
-    for memory in (512, 1024, 2048):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        time = milliseconds(
-            partial(step, memory * 2**20),
-            repeats=5,
-        )
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30 - 0.25  # less the flush buffer
-        print(f"linear_cross_entropy {tokens} x 4096 x {vocab}, {memory} MiB: {time:.2f} ms, {peak:.2f} GiB")
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -186,5 +134,3 @@ if __name__ == "__main__":
             if not (tokens == 4096 and softcap):
                 sweep_rows(tokens, vocab, softcap)
     sweep_accumulation()
-    time_cross_entropy()
-    time_linear_cross_entropy()

@@ -2,15 +2,14 @@
 
     python benchmarks/sweeps/glu_rope_sweep.py [--ops rope gated] [--top 4]
 
-Every configuration is checked against float64 before it is timed. Times are medians of CUDA events, with the L2 cache
-filled with other, clean lines before every launch; GB/s counts the bytes the operation has to move.
+Every configuration is checked against float64 before it is timed, by the clock of the benchmarks; GB/s counts the bytes
+that the operation has to move.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from unittest import mock
@@ -18,11 +17,14 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.records import Machine
 from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.rope import rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
 
+DEVICE = Device(torch.device("cuda"))
 ROPE_SHAPES = {  # (batch, seq, q heads, k heads, head_dim)
     "llama3-8b": (4, 4096, 32, 8, 128),
     "gemma3-4b": (4, 4096, 8, 4, 256),
@@ -50,25 +52,6 @@ GATED_CONFIGS = [
 Outputs = Sequence[torch.Tensor]
 
 
-class Timer:
-    """Median milliseconds of a launch with a cold L2 cache."""
-
-    def __init__(self) -> None:
-        self.flush = torch.zeros(2**26, device="cuda")
-
-    def __call__(self, launch: Callable[[], object], repeats: int = 25) -> float:
-        for _ in range(3):
-            launch()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for start, end in events:
-            self.flush.sum()
-            start.record()
-            launch()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
 def check(name: str, outputs: Outputs, exact: Outputs) -> None:
     """Compares the last rows, then spoils the outputs for the next configuration."""
     for ours, right in zip(outputs, exact):
@@ -86,7 +69,6 @@ def sweep(
     outputs: Outputs,
     exact: Outputs,
     moved: int,
-    timer: Timer,
     top: int,
 ) -> None:
     """Checks and times every configuration, and prints the best ones and the table's choice."""
@@ -94,7 +76,7 @@ def sweep(
     for config in dict.fromkeys([current, *configs]):
         launch(config)
         check(f"{name} with {config}", outputs, exact)
-        times[config] = timer(partial(launch, config))
+        times[config] = DEVICE.median(partial(launch, config))
     ranked = sorted(times, key=times.__getitem__)
     print(f"\n{name}")
     for config in dict.fromkeys([*ranked[:top], current]):
@@ -102,7 +84,7 @@ def sweep(
         print(f"  {times[config]:.4f} ms  {moved / times[config] / 1e6:5.0f} GB/s  {config}{mark}")
 
 
-def sweep_rope(timer: Timer, top: int) -> None:
+def sweep_rope(top: int) -> None:
     """Sweeps the forward; the backward runs the same instructions with other signs, and is checked with the table's."""
     for name, (batch, seq, q_heads, k_heads, dim) in ROPE_SHAPES.items():
         q = torch.randn(batch, seq, q_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -122,10 +104,10 @@ def sweep_rope(timer: Timer, top: int) -> None:
 
         moved = 2 * 2 * (q.numel() + k.numel())
         exact = [x.detach() for x in rotated]
-        sweep(f"rope {name}", ROPE_CONFIGS, current, launch, outputs, exact, moved, timer, top)
+        sweep(f"rope {name}", ROPE_CONFIGS, current, launch, outputs, exact, moved, top)
 
 
-def sweep_gated(timer: Timer, top: int) -> None:
+def sweep_gated(top: int) -> None:
     """Sweeps forward and backward of SwiGLU, on separate and on fused projections, and of tanh GeGLU."""
     rows, cols = GATED_SHAPE
     for activation, fused in (("silu", False), ("silu", True), ("gelu_tanh", False)):
@@ -148,7 +130,7 @@ def sweep_gated(timer: Timer, top: int) -> None:
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
             current = gated_activation.launch_config(2)
             moved = 2 * rows * cols * (3 if direction == "forward" else 5)
-            sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, timer, top)
+            sweep(name, GATED_CONFIGS, current, launch, outputs, right, moved, top)
 
 
 def main() -> None:
@@ -156,15 +138,12 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=("rope", "gated"), default=["rope", "gated"])
     parser.add_argument("--top", type=int, default=4, help="configurations to print for each kernel")
     arguments = parser.parse_args()
-    timer = Timer()
     torch.manual_seed(0)
-    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda").unbind(0)
-    copy = 2 * 2**30 / timer(lambda: target.copy_(source)) / 1e6
-    print(f"{torch.cuda.get_device_name()}: a copy runs at {copy:.0f} GB/s")
+    print(Machine.measure(DEVICE, torch.bfloat16))
     if "rope" in arguments.ops:
-        sweep_rope(timer, arguments.top)
+        sweep_rope(arguments.top)
     if "gated" in arguments.ops:
-        sweep_gated(timer, arguments.top)
+        sweep_gated(arguments.top)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from liger_trainer.kernels.mlp.gated_activation import scalars
+<<<<<<< HEAD
 from liger_trainer.kernels.moe.activation import Activation, activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, grouped_mm, launch_rows, launch_weights
+=======
+from liger_trainer.kernels.moe.activation import activate, activation_gradients
+from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
+>>>>>>> main
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
 
@@ -57,7 +63,6 @@ def main() -> None:
         return torch.randn(shape, device="cuda", dtype=getattr(torch, given.dtype))
 
     tokens = given.tokens
-    assert grouped_mm is not None
     index = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP_K).indices
     rows, count = sort_by_expert(index, EXPERTS), tokens * TOP_K
     gate_up, down = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN), random(EXPERTS, HIDDEN, INTERMEDIATE)
@@ -72,7 +77,7 @@ def main() -> None:
     ):
         right = weight if transposed else weight.mT
         out = random(count, right.shape[2])
-        times = {"torch": milliseconds(grouped_mm, repeated if top_k else operand, right, offs=ends)}
+        times = {"torch": milliseconds(F.grouped_mm, repeated if top_k else operand, right, offs=ends)}
         for tile in TILES:
             given_to = operand, weight, rows, top_k, transposed, None, None, tile
             times[str(tuple(tile))] = milliseconds(launch_rows, out, *given_to)
@@ -83,7 +88,7 @@ def main() -> None:
     ):
         sources = repeated if left_top_k else left, repeated if other_top_k else other
         out = random(EXPERTS, left.shape[1], other.shape[1])
-        times = {"torch": milliseconds(grouped_mm, sources[0].t(), sources[1], offs=ends)}
+        times = {"torch": milliseconds(F.grouped_mm, sources[0].t(), sources[1], offs=ends)}
         for tile in TILES:
             times[str(tuple(tile))] = milliseconds(
                 launch_weights, out, left, other, rows, left_top_k, other_top_k, tile

@@ -2,9 +2,8 @@
 
     python benchmarks/sweeps/norms_sweep.py [--only SUBSTRING] [--seconds 55]
 
-Forward and backward are timed apart, as they are configured apart: CUDA events, the L2 cache flushed before each run,
-the median of several. Every configuration is checked against fp32 before it is timed. "floor" is bytes moved divided by
-the copy bandwidth measured here.
+Forward and backward are timed apart, as they are configured apart, by the clock of the benchmarks. Every configuration
+is checked against fp32 before it is timed. "floor" is bytes moved divided by the copy bandwidth measured here.
 """
 
 from __future__ import annotations
@@ -13,17 +12,14 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-if __name__ == "__main__" and __package__ is None:
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import liger_trainer.kernels.parity.fused_add_rms_norm  # noqa: F401 (registers its operator)
+from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.records import Machine
+from liger_trainer.kernels.norms import launch
 from liger_trainer.kernels.norms import layer_norm as ln
 from liger_trainer.kernels.norms import rms_norm as rms
 from liger_trainer.kernels.norms.launch import NormConfig
@@ -31,6 +27,7 @@ from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
 
 DEVICE = torch.device("cuda")
+CLOCK = Device(DEVICE)
 WORK = {  # name: (kind, rows, hidden size)
     "RMSNorm 16384x4096": ("rms", 16384, 4096),
     "RMSNorm 655360x128": ("rms", 655360, 128),
@@ -38,27 +35,6 @@ WORK = {  # name: (kind, rows, hidden size)
     "add+RMSNorm 16384x4096": ("add", 16384, 4096),
     "LayerNorm 16384x4096": ("ln", 16384, 4096),
 }
-
-
-def median_ms(function: Callable[[], object], flush: torch.Tensor, repeats: int) -> float:
-    function()
-    pairs = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2]
-
-
-def copy_bandwidth(flush: torch.Tensor) -> float:
-    """TB/s of a 1 GiB copy, reads and writes counted."""
-    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source), flush, 9) / 1e9
 
 
 def forward_configs(hidden_size: int) -> Iterator[NormConfig]:
@@ -77,7 +53,7 @@ def backward_configs(hidden_size: int) -> Iterator[NormConfig]:
 
 
 def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, list, object, int, int]:
-    """Forward, backward, their fp32 truth, the module whose table they use, and bytes moved by each."""
+    """Forward, backward, their fp32 truth, the module with the backward's table, and bytes moved by each."""
     x, dy, other = (torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     weight, bias = (torch.randn(hidden_size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     ops = torch.ops.liger_trainer
@@ -129,14 +105,14 @@ def check(results: tuple[torch.Tensor, ...], truth: list[torch.Tensor]) -> None:
 
 
 def sweep(
-    function: Callable, truth: list, table: object, attribute: str, configs: list[NormConfig], flush: torch.Tensor
+    function: Callable, truth: list, table: object, attribute: str, configs: list[NormConfig]
 ) -> list[tuple[float, NormConfig]]:
     results = []
     for config in configs:
-        with mock.patch.object(table, attribute, lambda hidden_size, device, config=config: config):
+        with mock.patch.object(table, attribute, lambda hidden_size, config=config: config):
             try:
                 check(function(), truth)
-                results.append((median_ms(function, flush, repeats=9), config))
+                results.append((CLOCK.median(function), config))
             except Exception as error:  # too much shared memory or too many registers for this device
                 print(f"    {tuple(config)} cannot run: {type(error).__name__}: {str(error)[:80]}")
     return sorted(results)
@@ -148,27 +124,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=55, help="stop after about this long")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
-    bandwidth = copy_bandwidth(flush)
-    print(
-        f"{torch.cuda.get_device_name()}: copies {bandwidth:.2f} TB/s. Configs: rows, warps, stages, programs per SM."
-    )
+    machine = Machine.measure(CLOCK, torch.bfloat16)
+    print(f"{machine}. Configs: rows, warps, stages, programs per SM.")
     for name, (kind, rows, hidden_size) in WORK.items():
         if arguments.only not in name:
             continue
-        forward, backward, truth, table, forward_bytes, backward_bytes = build(kind, rows, hidden_size)
-        for label, function, expected, attribute, configs, moved in (
-            ("forward", forward, truth[:1], "forward_config", forward_configs(hidden_size), forward_bytes),
-            ("backward", backward, truth[1:], "backward_config", backward_configs(hidden_size), backward_bytes),
+        forward, backward, truth, module, forward_bytes, backward_bytes = build(kind, rows, hidden_size)
+        for label, function, expected, table, attribute, configs, moved in (
+            ("forward", forward, truth[:1], launch, "forward_config", forward_configs(hidden_size), forward_bytes),
+            ("backward", backward, truth[1:], module, "backward_config", backward_configs(hidden_size), backward_bytes),
         ):
-            chosen = getattr(table, attribute)(hidden_size, DEVICE)
+            chosen = getattr(table, attribute)(hidden_size)
             candidates = [chosen, *(config for config in configs if config != chosen)]
             spent = time.perf_counter() - began
             if spent > arguments.seconds:
                 print(f"{name} {label}: skipped, {spent:.0f} s are over")
                 continue
-            results = sweep(function, expected, table, attribute, candidates, flush)
-            print(f"{name} {label}: floor {moved / bandwidth / 1e9:.4f} ms")
+            results = sweep(function, expected, table, attribute, candidates)
+            print(f"{name} {label}: floor {moved / machine.copy_rate * 1e3:.4f} ms")
             for ms, config in results[:4]:
                 print(f"    {ms:.4f} ms  {tuple(config)}")
             print(f"    {next((ms for ms, config in results if config == chosen), float('nan')):.4f} ms  table")

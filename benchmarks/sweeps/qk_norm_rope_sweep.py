@@ -8,12 +8,12 @@ Queries and keys of Llama-3 8B's shape, 4 x 4096 tokens with 32 + 8 heads of 128
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
 
+from liger_trainer.benchmarks.device import Device
 from liger_trainer.functional import qk_norm_rope, rms_norm, rope
 from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.rope import qk_norm_rope as qk_norm_rope_module
@@ -27,23 +27,9 @@ BACKWARD = [  # rows, warps, stages, programs a multiprocessor
 ]
 
 
-def milliseconds(work: Callable[[], object], rounds: int = 15) -> float:
-    """Median time of `work` by CUDA events, with the device busy while the host queues it."""
-    times = []
-    for turn in range(rounds + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if turn > 1:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def main() -> None:
     """Prints one line a configuration."""
+    median = partial(Device(torch.device("cuda")).median, rounds=15)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -60,16 +46,16 @@ def main() -> None:
 
     outputs = fused()
     upstream = [torch.randn_like(output) for output in outputs]
-    print(f"apart, both passes: {milliseconds(lambda: torch.autograd.grad(apart(), trained, upstream)):.4f} ms")
-    print(f"fused, both passes: {milliseconds(lambda: torch.autograd.grad(fused(), trained, upstream)):.4f} ms")
+    print(f"apart, both passes: {median(lambda: torch.autograd.grad(apart(), trained, upstream)):.4f} ms")
+    print(f"fused, both passes: {median(lambda: torch.autograd.grad(fused(), trained, upstream)):.4f} ms")
     for rows, warps in FORWARD:
         config = NormConfig(rows=rows, num_warps=warps)
         with mock.patch.object(qk_norm_rope_module, "forward_config", return_value=config):
-            print(f"forward {rows} rows, {warps} warps: {milliseconds(fused):.4f} ms")
+            print(f"forward {rows} rows, {warps} warps: {median(fused):.4f} ms")
     for rows, warps, stages, programs in BACKWARD:
         config = NormConfig(rows=rows, num_warps=warps, num_stages=stages, programs_per_sm=programs)
         with mock.patch.object(qk_norm_rope_module, "backward_config", return_value=config):
-            time = milliseconds(lambda: torch.autograd.grad(outputs, trained, upstream, retain_graph=True))
+            time = median(lambda: torch.autograd.grad(outputs, trained, upstream, retain_graph=True))
         print(f"backward {rows} rows, {warps} warps, {stages} stages, {programs} programs: {time:.4f} ms")
 
 

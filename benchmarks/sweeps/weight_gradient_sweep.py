@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from liger_trainer.benchmarks.device import Device
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch, launch
 
 SHAPES = {  # vocabulary, hidden size, tokens of a chunk
@@ -24,19 +25,13 @@ SHAPES = {  # vocabulary, hidden size, tokens of a chunk
 
 
 def milliseconds(works: dict[str, Callable[[], object]], rounds: int = 8) -> dict[str, float]:
-    """Median time of each work by CUDA events, in turns."""
+    """Median time of each work, in turns."""
+    device = Device(torch.device("cuda"))
     times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
     for _ in range(rounds):
         for name, work in works.items():
             work()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
+            times[name] += device.time(lambda _, work=work: work())
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 

@@ -25,6 +25,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_double_backwa
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
+from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
     check_options,
@@ -69,56 +70,6 @@ def _(
     return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op("liger_trainer::cross_entropy_backward", mutates_args=())
-def _backward(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> torch.Tensor:
-    """The gradient of `logits`, contiguous, for the upstream gradients `grad` of the token losses."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    row_gradient_(logits, target, RowStats.of_backward(nll, lse), options, grad, class_weights=class_weights, out=out)
-    return out
-
-
-@_backward.register_fake
-def _(
-    grad, logits, target, nll, lse, class_weights,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-):  # fmt: skip
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-@torch.library.custom_op("liger_trainer::cross_entropy_backward_", mutates_args={"logits"})
-def _backward_(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> None:
-    """As `_backward`, with the gradient written over `logits`."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    row_gradient_(logits, target, RowStats.of_backward(nll, lse), options, grad, class_weights=class_weights)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     logits, target, class_weights, *ctx.options, _, _, ctx.inplace = inputs
     _, nll, lse, _, _ = output
@@ -131,11 +82,16 @@ def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple
     if grad is None:
         return input_gradients(ctx)
     refuse_double_backward("cross_entropy")
-    logits, *saved = ctx.saved_tensors
+    logits, target, nll, lse, class_weights = ctx.saved_tensors
     if not ctx.inplace or graph_is_kept():
-        return input_gradients(ctx, _backward(grad, logits, *saved, *ctx.options))
-    # This raises the logits' version counter, so autograd refuses every later use of them by another backward.
-    _backward_(grad, logits, *saved, *ctx.options)
+        gradient = logits_gradient(
+            grad, None, logits, target, nll, lse, None, class_weights, *ctx.options, 0, logits.shape[-1]
+        )
+        return input_gradients(ctx, gradient)
+    stats = RowStats.of_backward(nll, lse)
+    row_gradient_(logits, target, stats, RowOptions(*ctx.options), grad, class_weights=class_weights)
+    # From here on autograd refuses every use of these logits by another backward.
+    torch.autograd.graph.increment_version(logits)
     return input_gradients(ctx, logits.detach())
 
 

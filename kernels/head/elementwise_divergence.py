@@ -287,29 +287,6 @@ def _(grad, scale, x, y, labels, divergence, beta, eps, ignore_index):
     return _empty(x, x.dtype)
 
 
-@torch.library.custom_op("liger_trainer::divergence_correct_", mutates_args={"gradient"})
-def _correct_(
-    gradient: torch.Tensor,
-    grad: torch.Tensor,
-    expected: torch.Tensor,
-    scale: torch.Tensor,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
-) -> None:
-    """Turns the `gradient` of `_loss`, computed for `expected`, into the one for `grad`."""
-    _launch(x, y, labels, divergence, beta, eps, ignore_index, out=gradient, grad=grad, scale=scale, expected=expected)
-
-
-@_correct_.register_fake
-def _(gradient, grad, expected, scale, x, y, labels, divergence, beta, eps, ignore_index):
-    return None
-
-
 def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, y, labels, *ctx.options = inputs
     ctx.set_materialize_grads(False)
@@ -340,7 +317,7 @@ def _loss_autograd(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.
         gradient = _backward(grad, scale, x, y, labels, *ctx.options)
     else:
         gradient = gradient.detach()
-        _correct_(gradient, grad, expected, scale, x, y, labels, *ctx.options)
+        _launch(x, y, labels, *ctx.options, out=gradient, grad=grad, scale=scale, expected=expected)
     return input_gradients(ctx, None, None, gradient)
 
 

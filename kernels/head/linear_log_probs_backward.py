@@ -15,7 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_spans, saturating_chunk_rows
@@ -23,6 +26,9 @@ from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shar
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.runtime import graph_is_kept
+
+if dist.is_available():
+    require(COLLECTIVES)
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dX, dW and dbias, empty if not needed
 
@@ -126,43 +132,7 @@ def _gradients(
     )  # fmt: skip
 
 
-@torch.library.custom_op("liger_trainer::linear_rows_gradients_", mutates_args={"retained"})
-def _gradients_(
-    grad: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    retained: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    logits_memory: int,
-    vocab_start: int,
-    vocab_size: int,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
-) -> _Gradients:
-    """As `_gradients`, in the memory of the retained logits."""
-    stats, shard = RowStats.of_backward(nll, lse, entropy), Shard(vocab_start, vocab_size)
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    return _run_chunks(
-        grad, grad_entropy, hidden, weight, target, bias, stats, retained, options, logits_memory, shard, needs,
-        overwrite=True,
-    )  # fmt: skip
-
-
 @_gradients.register_fake
-@_gradients_.register_fake
 def _(
     grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained,
     ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, vocab_start, vocab_size,
@@ -197,11 +167,16 @@ def recomputed_gradients(
     assert given is not None
     if grad is None:
         grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given)
-    keep = graph_is_kept() or type(given) is not torch.Tensor  # tracing sees fake or functional tensors
-    computed = (_gradients if keep else _gradients_)(
-        grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, *options, logits_memory, *shard,
-        *needs,
-    )  # fmt: skip
+    if graph_is_kept() or type(given) is not torch.Tensor:  # the latter while it is traced
+        computed = _gradients(
+            grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, *options, logits_memory,
+            *shard, *needs,
+        )  # fmt: skip
+    else:
+        computed = _run_chunks(
+            grad, grad_entropy, hidden, weight, target, bias, RowStats.of_backward(nll, lse, entropy), retained,
+            options, logits_memory, shard, needs, overwrite=True,
+        )  # fmt: skip
     return list(where_needed(needs, *computed))
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
+from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
     check_options,
@@ -86,38 +87,6 @@ def _(
     return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
 
 
-@torch.library.custom_op("liger_trainer::log_probs_backward", mutates_args=())
-def _backward(
-    grad: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> torch.Tensor:
-    """The gradient of `logits`, contiguous, for upstream gradients of the token losses and of the entropies."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    stats = RowStats.of_backward(nll, lse, entropy)
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    row_gradient_(logits, target, stats, options, grad, out=out, entropy_coefficient=grad_entropy)
-    return out
-
-
-@_backward.register_fake
-def _(
-    grad, grad_entropy, logits, target, nll, lse, entropy,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-):  # fmt: skip
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     logits, target, *options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
     nll, entropy, lse, *_ = output
@@ -135,7 +104,9 @@ def _backward_of_rows(
         return input_gradients(ctx)
     refuse_double_backward("log_probs")
     grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
-    return input_gradients(ctx, _backward(grad, grad_entropy, *ctx.saved_tensors, *ctx.options))
+    logits, *others = ctx.saved_tensors
+    gradient = logits_gradient(grad, grad_entropy, logits, *others, None, *ctx.options, 0, logits.shape[-1])
+    return input_gradients(ctx, gradient)
 
 
 _rows.register_autograd(_backward_of_rows, setup_context=_setup_context)

@@ -17,7 +17,7 @@ kernels below do all of it in one pass.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -310,7 +310,7 @@ def grouped_rows(
     if library_takes(x, weight):
         operand = repeat_rows(x, rows, top_k) if top_k else x
         right = weight if transposed else weight.transpose(1, 2)
-        out = grouped_mm(operand, right, offs=rows.offsets[1:])
+        out = F.grouped_mm(operand, right, offs=rows.offsets[1:])
         add_to_rows(out, rows, bias, extra)
         return out
     out = x.new_empty(rows.order.shape[0], weight.shape[2 if transposed else 1])
@@ -459,7 +459,7 @@ def grouped_weight_gradient(
     if library_takes(left, right):
         left = repeat_rows(left, rows, left_top_k) if left_top_k else left
         right = repeat_rows(right, rows, right_top_k) if right_top_k else right
-        return grouped_mm(left.t(), right, offs=rows.offsets[1:])
+        return F.grouped_mm(left.t(), right, offs=rows.offsets[1:])
     out = left.new_empty(rows.offsets.shape[0] - 1, left.shape[1], right.shape[1])
     if use_triton(left):
         launch_weights(out, left, right, rows, left_top_k, right_top_k)
@@ -476,8 +476,6 @@ def grouped_weight_gradient(
 # ---------------------------------------------------------------------------------------------------------------------
 # torch's grouped matmul
 # ---------------------------------------------------------------------------------------------------------------------
-
-grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def library_takes(*operands: torch.Tensor) -> bool:
@@ -498,7 +496,7 @@ def library_takes(*operands: torch.Tensor) -> bool:
 
 
 def _on_device(device: torch.device) -> bool:
-    if grouped_mm is None or torch.version.hip is not None:
+    if torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)  # elsewhere torch multiplies expert by expert
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, num_sms, tl, triton, use_triton
 
 MAX_HIDDEN_SIZE = 65536
 """Longest row that one program can hold; longer rows run the torch reference."""
@@ -35,6 +35,11 @@ class NormConfig(NamedTuple):
     num_stages: int = 1
     programs_per_sm: int = 1
 
+    def options(self, hidden_size: int) -> dict[str, int]:
+        """The constants and options of a launch for rows of `hidden_size` that one program holds."""
+        block = next_power_of_2(hidden_size)
+        return {"H": hidden_size, "ROWS": self.rows, "BLOCK_H": block, "num_warps": self.num_warps}
+
 
 class DeviceLimits(NamedTuple):
     """What a program may use of a device: warps, and bytes of shared memory."""
@@ -53,7 +58,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(1024 // warp_size, getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
 
 
-def forward_config(hidden_size: int, device: torch.device) -> NormConfig:
+def forward_config(hidden_size: int) -> NormConfig:
     """Tile and warps of a forward kernel.
 
     16 to 32 elements per thread put two to four 16-byte loads of bf16 in flight in each, and several programs share a
@@ -81,6 +86,28 @@ def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, devi
         num_warps=min(config.num_warps, limits.max_warps),
         num_stages=max(1, min(config.num_stages, buffers + 1)),  # the tile being computed is in registers
     )
+
+
+def forward_tiles(rows: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """Programs that normalise `rows`, (num_rows, hidden_size), and the constants and options of their launch."""
+    num_rows, hidden_size = rows.shape
+    config = fit_config(forward_config(hidden_size), hidden_size, rows.element_size(), rows.device)
+    return cdiv(num_rows, config.rows), config.options(hidden_size)
+
+
+def backward_tiles(config: NormConfig, rows: torch.Tensor, *others: torch.Tensor | None) -> tuple[int, dict[str, int]]:
+    """Programs of the persistent grid of a backward kernel, and the constants and options of its launch.
+
+    Args:
+        config: The configuration to launch where the device allows it.
+        rows: The input, (num_rows, hidden_size).
+        others: What the kernel reads beside it, of the same shape.
+    """
+    num_rows, hidden_size = rows.shape
+    bytes_per_column = sum(tensor.element_size() for tensor in (rows, *others) if tensor is not None)
+    config = fit_config(config, hidden_size, bytes_per_column, rows.device)
+    programs = min(cdiv(num_rows, config.rows), num_sms(rows.device) * config.programs_per_sm)
+    return programs, {**config.options(hidden_size), "NUM_STAGES": config.num_stages}
 
 
 def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:

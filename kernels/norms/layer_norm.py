@@ -28,16 +28,16 @@ from liger_trainer.kernels.norms.launch import (
     as_row_values,
     as_rows,
     autocast_dtype,
+    backward_tiles,
     check_arguments,
     column_sum,
     empty_in_order,
     empty_row_values,
-    fit_config,
-    forward_config,
+    forward_tiles,
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -148,7 +148,7 @@ def _layer_norm_backward_kernel(
         tl.store(dbias_ptr + tl.program_id(0) * H + cols, tl.sum(dbias, axis=0), mask=cols < H)
 
 
-def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+def backward_config(hidden_size: int) -> NormConfig:
     """Tile, warps, stages and persistent grid of the backward kernel.
 
     As for RMSNorm, with tiles of half the size for short rows: the gradient of the bias takes as many registers as that
@@ -170,7 +170,7 @@ def launch_forward(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Runs the forward kernel and returns y of `dtype`, x + residual (None without one), and mean and rstd in fp32."""
-    hidden_size, order = x.shape[-1], memory_order(x)
+    order = memory_order(x)
     y = empty_in_order(x, order, dtype)
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     mean, rstd = empty_row_values(x, order), empty_row_values(x, order)
@@ -178,9 +178,9 @@ def launch_forward(
         return y, total, mean, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
-    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    programs, options = forward_tiles(rows)
     with on_device(x):
-        _layer_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+        _layer_norm_forward_kernel[(programs,)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -193,10 +193,7 @@ def launch_forward(
             0 if residual_rows is None else residual_rows.stride(0),
             rows.shape[0],
             eps,
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            num_warps=config.num_warps,
+            **options,
         )
     return y, total, mean, rstd
 
@@ -219,10 +216,7 @@ def launch_backward(
         return dx, dweight.zero_(), dbias.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
-    streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
-    bytes_per_column = sum(tensor.element_size() for tensor in streams)
-    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    programs = min(cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
+    programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)
     outputs = [tensor for tensor in (dweight, dbias) if tensor.numel()]
     partial = x.new_empty(len(outputs), programs, hidden_size, dtype=torch.float32)
     with on_device(x):
@@ -240,11 +234,7 @@ def launch_backward(
             0 if total_grad_rows is None else total_grad_rows.stride(0),
             rows.stride(0),
             rows.shape[0],
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            **options,
         )
         if outputs:
             column_sum(partial, *outputs)

@@ -26,16 +26,16 @@ from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
     as_rows,
+    backward_tiles,
     check_arguments,
     column_sum,
     empty_in_order,
     empty_row_values,
-    fit_config,
-    forward_config,
+    forward_tiles,
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -157,7 +157,7 @@ def _rms_norm_backward_kernel(
         tl.store(partial_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
 
 
-def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+def backward_config(hidden_size: int) -> NormConfig:
     """Tile, warps, stages and persistent grid of the backward kernel.
 
     A Hopper GPU needs about 26 KB of loads in flight on every multiprocessor, and a bf16 row of 4096 with its gradient
@@ -193,7 +193,7 @@ def launch_forward(
     casting: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Runs the forward kernel and returns y, x + residual (None without a residual), and rstd in fp32."""
-    hidden_size, order = x.shape[-1], memory_order(x)
+    order = memory_order(x)
     y = empty_in_order(x, order, output_dtype(x, weight, casting))
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     rstd = empty_row_values(x, order)
@@ -201,9 +201,9 @@ def launch_forward(
         return y, total, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
-    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    programs, options = forward_tiles(rows)
     with on_device(x):
-        _rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+        _rms_norm_forward_kernel[(programs,)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -215,11 +215,8 @@ def launch_forward(
             rows.shape[0],
             eps,
             offset,
-            H=hidden_size,
             CASTING=casting,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            num_warps=config.num_warps,
+            **options,
         )
     return y, total, rstd
 
@@ -242,11 +239,7 @@ def launch_backward(
         return dx, dweight.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
-    streams = [tensor for tensor in (rows, dy_rows, total_grad_rows) if tensor is not None]
-    bytes_per_column = sum(tensor.element_size() for tensor in streams)
-    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    tiles = cdiv(rows.shape[0], config.rows)
-    programs = min(tiles, num_sms(x.device) * config.programs_per_sm)
+    programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)
     partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if needs_dweight else None
     with on_device(x):
         _rms_norm_backward_kernel[(programs,)](
@@ -262,12 +255,8 @@ def launch_backward(
             rows.stride(0),
             rows.shape[0],
             offset,
-            H=hidden_size,
             CASTING=casting,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            **options,
         )
         if partial is not None:
             column_sum(partial, dweight)

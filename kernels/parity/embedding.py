@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels.norms.launch import as_rows
 from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
 
 
@@ -144,53 +145,24 @@ def _join_runs_kernel(
     _write_row(grad_ptr + key.to(tl.int64) * grad_stride, columns, total, mask, ACCUMULATE)
 
 
-def _config(element_size: int) -> tuple[int, int, int]:
-    """(columns per program, warps, tokens per program): 16 bytes per thread, and small programs, so that many run."""
-    return (512, 2, 32) if element_size == 2 else (512, 4, 32)
+_COLUMNS, _TOKENS = 512, 32  # of a program: small ones, so that many run
 
 
-def launch_gather(ids: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes the rows `ids` (tokens,) of `weight` to `out` (tokens, hidden), both with contiguous columns."""
-    tokens, cols = out.shape
-    if tokens * cols == 0:
-        return
-    block, num_warps, _ = _config(weight.element_size())
-    grid = (tokens, cdiv(cols, block))
-    with on_device(weight):
-        _gather_kernel[grid](ids, weight, out, len(weight), cols, weight.stride(0), BLOCK=block, num_warps=num_warps)
-
-
-def launch_backward(
-    dy: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, padding_idx: int, accumulate: bool
-) -> None:
-    """Writes, or adds, the sums of the rows of `dy` (tokens, hidden) with equal ids to those rows of `grad`."""
-    tokens, cols = dy.shape
-    if tokens * cols == 0:
-        return
-    block, num_warps, tokens_a_program = _config(dy.element_size())
-    keys = torch.empty(tokens, dtype=torch.int32, device=dy.device)
-    with on_device(dy):
-        _keys_kernel[(cdiv(tokens, 1024),)](ids, keys, tokens, len(grad), padding_idx, BLOCK=1024, num_warps=4)
-        keys, order = torch.sort(keys, stable=True)
-        blocks = cdiv(tokens, tokens_a_program)
-        partial = torch.empty((blocks, 2, cols), dtype=torch.float32, device=dy.device)
-        grid = (blocks, cdiv(cols, block))
-        constants = {"ACCUMULATE": accumulate, "TOKENS": tokens_a_program, "BLOCK": block, "num_warps": num_warps}
-        _sum_runs_kernel[grid](dy, keys, order, grad, partial, tokens, cols, dy.stride(0), grad.stride(0), **constants)
-        _join_runs_kernel[grid](keys, grad, partial, tokens, cols, grad.stride(0), ROWS=16, **constants)
-
-
-_NO_PADDING = -1
-
-
-def _contiguous_columns(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+def _num_warps(x: torch.Tensor) -> int:
+    """Warps for rows of `x`: 16 bytes per thread."""
+    return 2 if x.element_size() == 2 else 4
 
 
 @torch.library.custom_op("liger_trainer::embedding", mutates_args=())
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int) -> torch.Tensor:
-    out = weight.new_empty((*ids.shape, weight.shape[1]))
-    launch_gather(ids.reshape(-1).contiguous(), _contiguous_columns(weight), out.view(ids.numel(), weight.shape[1]))
+    vocab, cols = weight.shape
+    out = weight.new_empty((*ids.shape, cols))
+    if out.numel() == 0:
+        return out
+    ids, weight = ids.reshape(-1).contiguous(), as_rows(weight, None)
+    grid, options = (len(ids), cdiv(cols, _COLUMNS)), {"BLOCK": _COLUMNS, "num_warps": _num_warps(weight)}
+    with on_device(weight):
+        _gather_kernel[grid](ids, weight, out, vocab, cols, weight.stride(0), **options)
     return out
 
 
@@ -222,8 +194,21 @@ def _(grad_weight, dy, ids, padding_idx):
 
 
 def _add_rows(gradient: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int, accumulate: bool) -> None:
-    dy = _contiguous_columns(dy.reshape(-1, dy.shape[-1]))
-    launch_backward(dy, ids.reshape(-1).contiguous(), gradient, padding_idx, accumulate)
+    """Writes, or adds, the sums of the rows of `dy` with equal ids to those rows of `gradient`."""
+    if dy.numel() == 0:
+        return
+    dy, ids = as_rows(dy, None), ids.reshape(-1).contiguous()
+    (tokens, cols), stride = dy.shape, gradient.stride(0)
+    keys = torch.empty(tokens, dtype=torch.int32, device=dy.device)
+    with on_device(dy):
+        _keys_kernel[(cdiv(tokens, 1024),)](ids, keys, tokens, len(gradient), padding_idx, BLOCK=1024, num_warps=4)
+        keys, order = torch.sort(keys, stable=True)
+        blocks = cdiv(tokens, _TOKENS)
+        partial = torch.empty((blocks, 2, cols), dtype=torch.float32, device=dy.device)
+        grid = (blocks, cdiv(cols, _COLUMNS))
+        options = {"ACCUMULATE": accumulate, "TOKENS": _TOKENS, "BLOCK": _COLUMNS, "num_warps": _num_warps(dy)}
+        _sum_runs_kernel[grid](dy, keys, order, gradient, partial, tokens, cols, dy.stride(0), stride, **options)
+        _join_runs_kernel[grid](keys, gradient, partial, tokens, cols, stride, ROWS=16, **options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -293,7 +278,7 @@ def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, n
         raise ValueError(f"`ids` is on {ids.device} and `{name}` on {weight.device}; they must be on one device.")
     vocab = weight.shape[0]
     if padding_idx is None:
-        return _NO_PADDING
+        return -1
     if not -vocab <= padding_idx < vocab:
         raise ValueError(f"`padding_idx` is {padding_idx}, but the vocabulary has {vocab} rows.")
     return padding_idx % vocab

@@ -71,17 +71,24 @@ def _cut(group_channels: int, positions: int, whole: int, bytes_per_number: int,
     return _Tiles(channels, block, count, fit_config(config, _TILE, bytes_per_number, device))
 
 
-def launch_forward(
+def _by_position(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` of shape (samples, channels, ...) as contiguous (samples, channels, positions)."""
+    return tensor.reshape(*tensor.shape[:2], tensor.shape[2:].numel()).contiguous()
+
+
+@torch.library.custom_op("liger_trainer::group_norm", mutates_args=())
+def _group_norm(
     x: torch.Tensor,
+    num_groups: int,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    num_groups: int,
     eps: float,
-    y: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-) -> None:
-    """Runs the forward kernels on `x` of shape (samples, channels, positions); fills `y`, `mean` and `rstd`."""
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, mean, rstd = _outputs(x, num_groups, dtype)
+    if x.numel() == 0:
+        return y, mean, rstd
+    x = _by_position(x)
     samples, channels, positions = x.shape
     rows, group_channels = samples * num_groups, channels // num_groups
     tiles = _cut(group_channels, positions, _WHOLE_FORWARD, x.element_size(), x.device)
@@ -107,8 +114,8 @@ def launch_forward(
             )
         group_norm_forward_kernel[(rows * splits,)](
             x,
-            weight,
-            bias,
+            weight if weight is None else weight.contiguous(),
+            bias if bias is None else bias.contiguous(),
             y,
             mean,
             rstd,
@@ -126,96 +133,6 @@ def launch_forward(
             WHOLE=tiles.per_row == 1,
             **tiles.constants,
         )
-
-
-def launch_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dweight: torch.Tensor | None,
-    dbias: torch.Tensor | None,
-) -> None:
-    """Runs the backward kernels, which fill those of `dx`, `dweight` and `dbias` that are not None."""
-    samples, channels, positions = x.shape
-    num_groups = mean.shape[-1]
-    rows, group_channels = samples * num_groups, channels // num_groups
-    bytes_per_number = x.element_size() + dy.element_size()
-    tiles = _cut(group_channels, positions, _WHOLE_BACKWARD, bytes_per_number, x.device)
-    whole, chunks, splits = tiles.per_row == 1, 1, 1
-    programs = num_sms(x.device) * _PROGRAMS_PER_SM
-    chunk_tiles = cdiv(positions, tiles.positions)
-    if not whole:
-        sum_rows = rows * cdiv(group_channels, tiles.channels)
-        chunk_tiles = cdiv(chunk_tiles, min(chunk_tiles, cdiv(programs, sum_rows)))
-        chunks = cdiv(cdiv(positions, tiles.positions), chunk_tiles)
-        splits = min(tiles.per_row, cdiv(programs, rows))
-    sums = [] if dweight is None else [dweight]
-    sums += [] if dbias is None else [dbias]
-    partial = x.new_empty(2, samples * chunks, channels, dtype=torch.float32) if sums or not whole else None
-    product, dy_sum = (None, None) if partial is None else (partial[0], partial[1])
-    with on_device(x):
-        if not whole:
-            channel_sums_kernel[(sum_rows * chunks,)](
-                dy,
-                x,
-                mean,
-                rstd,
-                product,
-                dy_sum,
-                positions,
-                group_channels,
-                num_groups,
-                chunks,
-                chunk_tiles,
-                **tiles.constants,
-            )
-        if dx is not None or whole:
-            group_norm_backward_kernel[(rows * splits,)](
-                dy,
-                x,
-                weight,
-                mean,
-                rstd,
-                dx,
-                product,
-                dy_sum,
-                positions,
-                group_channels,
-                num_groups,
-                group_channels * positions,
-                tiles.per_row,
-                splits,
-                chunks,
-                WHOLE=whole,
-                GROUP_CHANNELS=next_power_of_2(group_channels),
-                **tiles.constants,
-            )
-        if sums and partial is not None:
-            column_sum(partial if len(sums) == 2 else partial[:1] if dbias is None else partial[1:], *sums)
-
-
-def _by_position(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` of shape (samples, channels, ...) as contiguous (samples, channels, positions)."""
-    return tensor.reshape(*tensor.shape[:2], tensor.shape[2:].numel()).contiguous()
-
-
-@torch.library.custom_op("liger_trainer::group_norm", mutates_args=())
-def _group_norm(
-    x: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, mean, rstd = _outputs(x, num_groups, dtype)
-    if x.numel():
-        weight = None if weight is None else weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        launch_forward(_by_position(x), weight, bias, num_groups, eps, y, mean, rstd)
     return y, mean, rstd
 
 
@@ -247,9 +164,63 @@ def _group_norm_backward(
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    weight = None if weight is None else weight.contiguous()
     dx, dweight, dbias = (gradient if gradient.numel() else None for gradient in gradients)
-    launch_backward(_by_position(dy), _by_position(x), weight, mean.contiguous(), rstd.contiguous(), dx, dweight, dbias)
+    dy, x, mean, rstd = _by_position(dy), _by_position(x), mean.contiguous(), rstd.contiguous()
+    samples, channels, positions = x.shape
+    num_groups = mean.shape[-1]
+    rows, group_channels = samples * num_groups, channels // num_groups
+    bytes_per_number = x.element_size() + dy.element_size()
+    tiles = _cut(group_channels, positions, _WHOLE_BACKWARD, bytes_per_number, x.device)
+    whole, chunks, splits = tiles.per_row == 1, 1, 1
+    programs = num_sms(x.device) * _PROGRAMS_PER_SM
+    chunk_tiles = cdiv(positions, tiles.positions)
+    if not whole:
+        sum_rows = rows * cdiv(group_channels, tiles.channels)
+        chunk_tiles = cdiv(chunk_tiles, min(chunk_tiles, cdiv(programs, sum_rows)))
+        chunks = cdiv(cdiv(positions, tiles.positions), chunk_tiles)
+        splits = min(tiles.per_row, cdiv(programs, rows))
+    sums = [tensor for tensor in (dweight, dbias) if tensor is not None]
+    partial = x.new_empty(2, samples * chunks, channels, dtype=torch.float32) if sums or not whole else None
+    product, dy_sum = (None, None) if partial is None else (partial[0], partial[1])
+    with on_device(x):
+        if not whole:
+            channel_sums_kernel[(sum_rows * chunks,)](
+                dy,
+                x,
+                mean,
+                rstd,
+                product,
+                dy_sum,
+                positions,
+                group_channels,
+                num_groups,
+                chunks,
+                chunk_tiles,
+                **tiles.constants,
+            )
+        if dx is not None or whole:
+            group_norm_backward_kernel[(rows * splits,)](
+                dy,
+                x,
+                weight if weight is None else weight.contiguous(),
+                mean,
+                rstd,
+                dx,
+                product,
+                dy_sum,
+                positions,
+                group_channels,
+                num_groups,
+                group_channels * positions,
+                tiles.per_row,
+                splits,
+                chunks,
+                WHOLE=whole,
+                GROUP_CHANNELS=next_power_of_2(group_channels),
+                **tiles.constants,
+            )
+        if sums and partial is not None:
+            column_sum(partial if len(sums) == 2 else partial[:1] if dbias is None else partial[1:], *sums)
     return gradients
 
 

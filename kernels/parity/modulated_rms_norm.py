@@ -25,20 +25,19 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
-from liger_trainer.kernels.norms import layer_norm
 from liger_trainer.kernels.norms.launch import (
-    NormConfig,
     as_row_values,
     as_rows,
     check_all_dtensors,
     check_arguments,
     column_sum,
     fit_config,
-    forward_config,
+    forward_tiles,
     runs_on_triton,
 )
+from liger_trainer.kernels.norms.layer_norm import backward_config
 from liger_trainer.kernels.norms.rms_norm import check_casting, load_scale, normalise, rms_norm_reference
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, num_sms, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])
@@ -186,12 +185,8 @@ def _modulated_rms_norm_backward_kernel(
         tl.store(dweight_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
 
 
-def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
-    """Tile, warps, stages and persistent grid of the backward kernel: those of LayerNorm, which has as many sums."""
-    return layer_norm.backward_config(hidden_size, device)
-
-
-def launch_forward(
+@torch.library.custom_op("liger_trainer::modulated_rms_norm", mutates_args=())
+def _modulated_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     scale: torch.Tensor,
@@ -200,17 +195,15 @@ def launch_forward(
     offset: float,
     casting: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel and returns y, contiguous, and rstd in fp32, of shape `x.shape[:-1]`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, rstd
-    hidden_size = x.shape[-1]
     rows, scale_rows = as_rows(x, None), as_rows(scale, None)
     shift_rows = None if shift is None else as_rows(shift, None)
-    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    programs, options = forward_tiles(rows)
     with on_device(x):
-        _modulated_rms_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+        _modulated_rms_norm_forward_kernel[(programs,)](
             rows,
             weight if weight is None else weight.contiguous(),
             scale_rows,
@@ -224,16 +217,19 @@ def launch_forward(
             rows.shape[0] // scale_rows.shape[0],
             eps,
             offset,
-            H=hidden_size,
             CASTING=casting,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            num_warps=config.num_warps,
+            **options,
         )
     return y, rstd
 
 
-def launch_backward(
+@_modulated_rms_norm.register_fake
+def _(x, weight, scale, shift, eps, offset, casting):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("liger_trainer::modulated_rms_norm_backward", mutates_args=())
+def _modulated_rms_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -241,18 +237,23 @@ def launch_backward(
     rstd: torch.Tensor,
     offset: float,
     casting: str,
-    dx: torch.Tensor | None,
-    dweight: torch.Tensor | None,
-    dscale: torch.Tensor | None,
-    dshift: torch.Tensor | None,
-) -> None:
-    """Runs the backward kernels, which fill those of `dx`, `dweight`, `dscale` and `dshift` that are not None."""
+    needs_dx: bool,
+    needs_dweight: bool,
+    needs_dscale: bool,
+    dshift_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients = _gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype)
+    if x.numel() == 0:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    dx, dweight, dscale, dshift = (gradient if gradient.numel() else None for gradient in gradients)
     hidden_size = x.shape[-1]
     rows, dy_rows, scale_rows = (as_rows(tensor, None) for tensor in (x, dy, scale))
     per_row = scale_rows.shape[0] == rows.shape[0]
     streams = (rows, dy_rows, scale_rows) if per_row else (rows, dy_rows)
     bytes_per_column = sum(tensor.element_size() for tensor in streams)
-    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
+    config = fit_config(backward_config(hidden_size), hidden_size, bytes_per_column, x.device)
 
     num_groups = 1 if per_row else scale_rows.shape[0]
     rows_per_group = rows.shape[0] // num_groups
@@ -280,59 +281,15 @@ def launch_backward(
             rows_per_group,
             splits,
             offset,
-            H=hidden_size,
             CASTING=casting,
             PER_ROW=per_row,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
             NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            **config.options(hidden_size),
         )
         if sums:
             column_sum(partial, *sums)
         if dweight is not None and dweight_partial is not None:
             column_sum(dweight_partial, dweight)
-
-
-@torch.library.custom_op("liger_trainer::modulated_rms_norm", mutates_args=())
-def _modulated_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    casting: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_forward(x, weight, scale, shift, eps, offset, casting)
-
-
-@_modulated_rms_norm.register_fake
-def _(x, weight, scale, shift, eps, offset, casting):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("liger_trainer::modulated_rms_norm_backward", mutates_args=())
-def _modulated_rms_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    rstd: torch.Tensor,
-    offset: float,
-    casting: str,
-    needs_dx: bool,
-    needs_dweight: bool,
-    needs_dscale: bool,
-    dshift_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype)
-    if x.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
-    else:
-        dx, dweight, dscale, dshift = (gradient if gradient.numel() else None for gradient in gradients)
-        launch_backward(dy, x, weight, scale, rstd, offset, casting, dx, dweight, dscale, dshift)
     return gradients
 
 
@@ -429,13 +386,23 @@ def modulated_rms_norm(
     check_casting("modulated_rms_norm", casting)
     check_arguments("modulated_rms_norm", x, weight=weight)
     check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
+    scale_rows, shift_rows = _scale_and_shift(scale, shift, x)
+    if not runs_on_triton(x, weight, scale_rows, shift_rows):
+        return modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting)
+    return _modulated_rms_norm(x, weight, scale_rows, shift_rows, eps, offset, casting)[0]
+
+
+def _scale_and_shift(
+    scale: torch.Tensor, shift: torch.Tensor | None, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`scale` and `shift` as (groups, hidden_size), of the same groups of tokens of `x`."""
     scale = _groups("scale", scale, x)
-    shift = None if shift is None else _groups("shift", shift, x)
-    if shift is not None and shift.shape != scale.shape:
-        scale, shift = _for_each_token(scale, x), _for_each_token(shift, x)
-    if not runs_on_triton(x, weight, scale, shift):
-        return _reference_of_groups(x, weight, scale, shift, eps, offset, casting)
-    return _modulated_rms_norm(x, weight, scale, shift, eps, offset, casting)[0]
+    if shift is None:
+        return scale, None
+    shift = _groups("shift", shift, x)
+    if shift.shape == scale.shape:
+        return scale, shift
+    return _for_each_token(scale, x), _for_each_token(shift, x)
 
 
 def _groups(argument: str, modulation: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -476,23 +443,6 @@ def _for_each_token(modulation: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return modulation[:, None].expand(-1, tokens // groups, -1).reshape(tokens, hidden_size)
 
 
-def _reference_of_groups(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    casting: str,
-) -> torch.Tensor:
-    compute = torch.promote_types(x.dtype, torch.float32)
-    y = rms_norm_reference(x, weight, eps, offset, casting).to(compute)
-    y = y.reshape(scale.shape[0], -1 if y.numel() else 0, x.shape[-1]) * (1 + scale.to(compute)[:, None])
-    if shift is not None:
-        y = y + shift.to(compute)[:, None]
-    return y.reshape(x.shape).to(x.dtype)
-
-
 def modulated_rms_norm_reference(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -503,6 +453,10 @@ def modulated_rms_norm_reference(
     casting: str = "llama",
 ) -> torch.Tensor:
     """`modulated_rms_norm` in plain torch, with torch's own autograd."""
-    scale = _for_each_token(_groups("scale", scale, x), x)
-    shift = None if shift is None else _for_each_token(_groups("shift", shift, x), x)
-    return _reference_of_groups(x, weight, scale, shift, eps, offset, casting)
+    scale, shift = _scale_and_shift(scale, shift, x)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = rms_norm_reference(x, weight, eps, offset, casting).to(compute)
+    y = y.reshape(scale.shape[0], -1 if y.numel() else 0, x.shape[-1]) * (1 + scale.to(compute)[:, None])
+    if shift is not None:
+        y = y + shift.to(compute)[:, None]
+    return y.reshape(x.shape).to(x.dtype)

@@ -23,17 +23,17 @@ from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
     as_rows,
+    backward_tiles,
     check_all_dtensors,
     check_arguments,
     column_sum,
     empty_in_order,
     empty_row_values,
-    fit_config,
-    forward_config,
+    forward_tiles,
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,7 +133,7 @@ def _poly_norm_backward_kernel(
         tl.store(dbias_ptr + tl.program_id(0), tl.sum(dbias))
 
 
-def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
+def backward_config(hidden_size: int) -> NormConfig:
     """Tile, warps, stages and persistent grid of the backward kernel.
 
     As for RMSNorm; the powers and four reductions of a row take the registers of its column sums.
@@ -149,14 +149,14 @@ def backward_config(hidden_size: int, device: torch.device) -> NormConfig:
 def _poly_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden_size, order = x.shape[-1], memory_order(x)
+    order = memory_order(x)
     y, rstd_3, rstd_2, rstd_1 = _outputs(x)
     if x.numel() == 0:
         return y, rstd_3, rstd_2, rstd_1
     rows = as_rows(x, order)
-    config = fit_config(forward_config(hidden_size, x.device), hidden_size, x.element_size(), x.device)
+    programs, options = forward_tiles(rows)
     with on_device(x):
-        _poly_norm_forward_kernel[(cdiv(rows.shape[0], config.rows),)](
+        _poly_norm_forward_kernel[(programs,)](
             rows,
             weight.contiguous(),
             bias,
@@ -167,10 +167,7 @@ def _poly_norm(
             rows.stride(0),
             rows.shape[0],
             eps,
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            num_warps=config.num_warps,
+            **options,
         )
     return y, rstd_3, rstd_2, rstd_1
 
@@ -202,11 +199,9 @@ def _poly_norm_backward(
     dx, dweight, dbias = _gradients(x, weight, needs_dx, needs_dweight, bias_like)
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_()
-    hidden_size, order = x.shape[-1], memory_order(x)
+    order = memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
-    bytes_per_column = rows.element_size() + dy_rows.element_size()
-    config = fit_config(backward_config(hidden_size, x.device), hidden_size, bytes_per_column, x.device)
-    programs = min(cdiv(rows.shape[0], config.rows), num_sms(x.device) * config.programs_per_sm)
+    programs, options = backward_tiles(backward_config(x.shape[-1]), rows, dy_rows)
     weight_partial = x.new_empty(1, programs, 3, dtype=torch.float32) if needs_dweight else None
     bias_partial = None if bias_like is None else x.new_empty(1, programs, 1, dtype=torch.float32)
     with on_device(x):
@@ -223,11 +218,7 @@ def _poly_norm_backward(
             dy_rows.stride(0),
             rows.stride(0),
             rows.shape[0],
-            H=hidden_size,
-            ROWS=config.rows,
-            BLOCK_H=next_power_of_2(hidden_size),
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            **options,
         )
         if weight_partial is not None:
             column_sum(weight_partial, dweight)

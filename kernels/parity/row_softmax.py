@@ -24,12 +24,12 @@ twice for softmax, twice and once per step for sparsemax.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.norms.launch import device_limits
+from liger_trainer.kernels.norms.launch import as_rows, device_limits
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 
@@ -296,56 +296,36 @@ MAX_IN_REGISTERS = 32768
 _LONG_TILE = 8192  # 16 elements for each thread of 16 warps
 
 
-class _Config(NamedTuple):
-    rows: int
-    block: int
-    num_warps: int
-
-
-def _config(num_cols: int, per_thread: int, device: torch.device) -> _Config:
-    """Rows of a tile, its columns (a power of two) and its warps.
+def _launch_options(num_cols: int, sparse: bool, causal: bool, per_thread: int, device: torch.device) -> dict[str, Any]:
+    """Constants and options of a launch, ROWS not for long rows: rows of a tile, its columns (a power of two), warps.
 
     With fewer warps per row, reductions wait less for each other, and several programs on a multiprocessor keep it busy
     meanwhile. Sparsemax, which reduces the row in every step, therefore has 64 elements per thread, softmax 32, and the
     backward 32 of each of its two inputs.
     """
+    options = {"SPARSE": sparse, "CAUSAL": causal}
     if num_cols > MAX_IN_REGISTERS:
-        return _Config(1, _LONG_TILE, 16)
+        return options | {"BLOCK": _LONG_TILE, "num_warps": 16}
     block = max(16, next_power_of_2(num_cols))
     rows = max(1, 1024 // block)
-    num_warps = max(1, rows * block // (32 * per_thread))
-    return _Config(rows, block, min(num_warps, device_limits(device).max_warps))
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows, columns) with contiguous columns; a view wherever the strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    num_warps = min(max(1, rows * block // (32 * per_thread)), device_limits(device).max_warps)
+    return options | {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
 
 
 def launch_forward(
     x: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool, lse: torch.Tensor | None = None
 ) -> None:
     """Writes softmax or sparsemax of the rows of `x` to the contiguous `y`, and their log-sum-exp to `lse` if given."""
-    rows = _rows(x)
+    rows = as_rows(x, None)
     num_rows, num_cols = rows.shape
-    config = _config(num_cols, 64 if sparse else 32, x.device)
-    options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
+    options = _launch_options(num_cols, sparse, causal, 64 if sparse else 32, x.device)
     with on_device(x):
         if num_cols > MAX_IN_REGISTERS:
             long_forward_kernel[(num_rows,)](rows, y, lse, rows.stride(0), num_cols, **options)
-        else:
-            forward_kernel[(cdiv(num_rows, config.rows),)](
-                rows,
-                y,
-                lse,
-                rows.stride(0),
-                num_rows,
-                num_cols,
-                ROWS=config.rows,
-                LANES=min(config.block, 256 * config.num_warps),
-                **options,
-            )
+            return
+        lanes = min(options["BLOCK"], 256 * options["num_warps"])
+        grid = (cdiv(num_rows, options["ROWS"]),)
+        forward_kernel[grid](rows, y, lse, rows.stride(0), num_rows, num_cols, LANES=lanes, **options)
 
 
 def launch_backward(
@@ -355,28 +335,15 @@ def launch_backward(
 
     `y` is the result of the forward; with the `lse` of the forward, it is its input instead.
     """
-    rows, results = _rows(dy), _rows(y)
+    rows, results = as_rows(dy, None), as_rows(y, None)
     num_rows, num_cols = rows.shape
-    config = _config(num_cols, 32, dy.device)
-    options = {"SPARSE": sparse, "CAUSAL": causal, "BLOCK": config.block, "num_warps": config.num_warps}
+    tensors, strides = (rows, results, lse, dx), (rows.stride(0), results.stride(0))
+    options = _launch_options(num_cols, sparse, causal, 32, dy.device)
     with on_device(dy):
         if num_cols > MAX_IN_REGISTERS:
-            long_backward_kernel[(num_rows,)](
-                rows, results, lse, dx, rows.stride(0), results.stride(0), num_cols, **options
-            )
+            long_backward_kernel[(num_rows,)](*tensors, *strides, num_cols, **options)
         else:
-            backward_kernel[(cdiv(num_rows, config.rows),)](
-                rows,
-                results,
-                lse,
-                dx,
-                rows.stride(0),
-                results.stride(0),
-                num_rows,
-                num_cols,
-                ROWS=config.rows,
-                **options,
-            )
+            backward_kernel[(cdiv(num_rows, options["ROWS"]),)](*tensors, *strides, num_rows, num_cols, **options)
 
 
 @torch.library.custom_op("liger_trainer::row_softmax", mutates_args=())

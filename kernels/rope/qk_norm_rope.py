@@ -19,7 +19,7 @@ Memory layout: as for `rope`, inputs of any strides; results and gradients in (b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,163 +56,42 @@ def backward_config(block: int) -> NormConfig:
     return NormConfig(rows=max(1, 4096 // block), num_warps=num_warps, num_stages=2, programs_per_sm=programs)
 
 
-def _tile(rows: int, num_heads: int) -> tuple[int, int]:
-    """(tokens, heads) of a tile of `rows` rows, with all heads of a token where they fit."""
-    heads = min(rows, next_power_of_2(max(num_heads, 1)))
-    return rows // heads, heads
+class _Tile(NamedTuple):
+    """Tokens and heads of a tile, how many tiles an input has, and whether each tile loads its table for every head."""
+
+    tokens: int
+    heads: int
+    number: int
+    spread: bool
 
 
-def _spread(tile: tuple[int, int], block_half: int, config: NormConfig) -> bool:
-    """Whether a tile's table is so large that Triton would give it a layout of its own and then convert it."""
-    return tile[0] * block_half >= 32 * config.num_warps
+def _tile(x: torch.Tensor, block_half: int, config: NormConfig) -> _Tile:
+    """A tile of `config.rows` rows of `x`, with all heads of a token where they fit."""
+    batch, seq_len, num_heads, _ = x.shape
+    heads = min(config.rows, next_power_of_2(max(num_heads, 1)))
+    tokens = config.rows // heads
+    # Triton would give so large a table a layout of its own and then convert it.
+    spread = tokens * block_half >= 32 * config.num_warps
+    return _Tile(tokens, heads, batch * cdiv(seq_len, tokens) * cdiv(num_heads, heads), spread)
 
 
-def _num_tiles(x: torch.Tensor, tile: tuple[int, int]) -> int:
-    batch, seq_len, heads, _ = x.shape
-    return batch * cdiv(seq_len, tile[0]) * cdiv(heads, tile[1])
-
-
-def launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
-    q_rstd: torch.Tensor,
-    k_rstd: torch.Tensor,
-    eps: float,
-    offset: float,
-    casting: str,
-    config: NormConfig | None = None,
-) -> None:
-    """Fills the results and rstd, which are contiguous (batch, seq, heads, ...) as q and k."""
-    head_dim, half = q.shape[-1], cos.shape[-1] // 2
-    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
-    block_half = next_power_of_2(max(half, 1))
-    config = config or forward_config(next_power_of_2(head_dim))
-    q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
-    q_tiles, k_tiles = _num_tiles(q, q_tile), _num_tiles(k, k_tile)
-    if q_tiles + k_tiles == 0:
-        return
-    with on_device(q):
-        forward_kernel[(q_tiles + k_tiles,)](
-            q,
-            k,
-            q_weight.contiguous(),
-            k_weight.contiguous(),
-            cos,
-            sin,
-            q_out,
-            k_out,
-            q_rstd,
-            k_rstd,
-            q.shape[1],
-            q_tiles,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *table_strides(cos)[1:],
-            *table_strides(sin)[1:],
-            eps,
-            offset,
-            NUM_Q_HEADS=q.shape[2],
-            NUM_K_HEADS=k.shape[2],
-            HEAD_DIM=head_dim,
-            HALF=half,
-            CASTING=casting,
-            Q_TOKENS=q_tile[0],
-            Q_HEADS=q_tile[1],
-            K_TOKENS=k_tile[0],
-            K_HEADS=k_tile[1],
-            BLOCK_HALF=block_half,
-            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
-            SPREAD_Q=_spread(q_tile, block_half, config),
-            SPREAD_K=_spread(k_tile, block_half, config),
-            num_warps=config.num_warps,
-        )
-
-
-def launch_backward(
-    dq_out: torch.Tensor | None,
-    dk_out: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    q_rstd: torch.Tensor,
-    k_rstd: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dq_weight: torch.Tensor | None,
-    dk_weight: torch.Tensor | None,
-    offset: float,
-    casting: str,
-    config: NormConfig | None = None,
-) -> None:
-    """Fills the gradients that are not None; without `dq_out` those of q and its weight are None, and so for k."""
-    head_dim, half = q.shape[-1], cos.shape[-1] // 2
-    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
-    dq_out, dk_out = (None if x is None else contiguous_columns(x) for x in (dq_out, dk_out))
-    block, block_half = next_power_of_2(head_dim), next_power_of_2(max(half, 1))
-    config = fit_config(config or backward_config(block), block, 2 * q.element_size(), q.device)
-    q_tile, k_tile = _tile(config.rows, q.shape[2]), _tile(config.rows, k.shape[2])
-    q_tiles = 0 if dq_out is None else _num_tiles(q, q_tile)
-    k_tiles = 0 if dk_out is None else _num_tiles(k, k_tile)
-    programs = min(q_tiles + k_tiles, num_sms(q.device) * config.programs_per_sm)
-    weight_gradients = [gradient for gradient in (dq_weight, dk_weight) if gradient is not None]
-    if programs == 0:
-        for gradient in weight_gradients:
-            gradient.zero_()
-        return
-    partial = q.new_empty(len(weight_gradients), programs, head_dim, dtype=torch.float32)
-    with on_device(q):
-        backward_kernel[(programs,)](
-            dq_out,
-            dk_out,
-            q,
-            k,
-            q_weight.contiguous(),
-            k_weight.contiguous(),
-            q_rstd,
-            k_rstd,
-            cos,
-            sin,
-            dq,
-            dk,
-            None if dq_weight is None else partial[0],
-            None if dk_weight is None else partial[-1],
-            q.shape[1],
-            q_tiles,
-            k_tiles,
-            *(q if dq_out is None else dq_out).stride()[:3],
-            *(k if dk_out is None else dk_out).stride()[:3],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *table_strides(cos)[1:],
-            *table_strides(sin)[1:],
-            offset,
-            NUM_Q_HEADS=q.shape[2],
-            NUM_K_HEADS=k.shape[2],
-            HEAD_DIM=head_dim,
-            HALF=half,
-            CASTING=casting,
-            Q_TOKENS=q_tile[0],
-            Q_HEADS=q_tile[1],
-            K_TOKENS=k_tile[0],
-            K_HEADS=k_tile[1],
-            BLOCK_HALF=block_half,
-            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
-            SPREAD_Q=_spread(q_tile, block_half, config),
-            SPREAD_K=_spread(k_tile, block_half, config),
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
-        )
-        if weight_gradients:
-            column_sum(partial, *weight_gradients)
+def _constants(q_tile: _Tile, k_tile: _Tile, q: torch.Tensor, k: torch.Tensor, half: int) -> dict[str, int]:
+    """The constants that both kernels take; `half` is half of rotary_dim."""
+    head_dim = q.shape[-1]
+    return {
+        "NUM_Q_HEADS": q.shape[2],
+        "NUM_K_HEADS": k.shape[2],
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "Q_TOKENS": q_tile.tokens,
+        "Q_HEADS": q_tile.heads,
+        "K_TOKENS": k_tile.tokens,
+        "K_HEADS": k_tile.heads,
+        "BLOCK_HALF": next_power_of_2(max(half, 1)),
+        "BLOCK_TAIL": next_power_of_2(max(head_dim - 2 * half, 1)),
+        "SPREAD_Q": q_tile.spread,
+        "SPREAD_K": k_tile.spread,
+    }
 
 
 MAX_HEAD_DIM = 4096
@@ -242,7 +121,33 @@ def qk_norm_rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated q and k, (batch, seq, heads, head_dim), and the reciprocal root mean squares of their heads."""
     results = _results(q, k, q_weight, cos, casting)
-    launch_forward(q, k, q_weight, k_weight, cos, sin, *results, eps, offset, casting)
+    if results[0].numel() + results[1].numel() == 0:
+        return results
+    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
+    half, config = cos.shape[-1] // 2, forward_config(next_power_of_2(q.shape[-1]))
+    block_half = next_power_of_2(max(half, 1))
+    q_tile, k_tile = _tile(q, block_half, config), _tile(k, block_half, config)
+    with on_device(q):
+        forward_kernel[(q_tile.number + k_tile.number,)](
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            cos,
+            sin,
+            *results,
+            q.shape[1],
+            q_tile.number,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *table_strides(cos)[1:],
+            *table_strides(sin)[1:],
+            eps,
+            offset,
+            CASTING=casting,
+            num_warps=config.num_warps,
+            **_constants(q_tile, k_tile, q, k, half),
+        )
     return results
 
 
@@ -280,10 +185,53 @@ def qk_norm_rope_backward(
     """The gradients of q, k and their weights; one that is not `needed` has no elements."""
     gradients = _gradients(q, k, q_weight, k_weight, needed)
     dq, dk, dq_weight, dk_weight = where_needed(needed, *gradients)
-    launch_backward(
-        dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, dq, dk, dq_weight, dk_weight,
-        offset, casting,
-    )  # fmt: skip
+    q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
+    dq_out, dk_out = (None if x is None else contiguous_columns(x) for x in (dq_out, dk_out))
+    head_dim, half = q.shape[-1], cos.shape[-1] // 2
+    block, block_half = next_power_of_2(head_dim), next_power_of_2(max(half, 1))
+    config = fit_config(backward_config(block), block, 2 * q.element_size(), q.device)
+    q_tile, k_tile = _tile(q, block_half, config), _tile(k, block_half, config)
+    q_tiles, k_tiles = (0 if dq_out is None else q_tile.number), (0 if dk_out is None else k_tile.number)
+    programs = min(q_tiles + k_tiles, num_sms(q.device) * config.programs_per_sm)
+    weight_gradients = [gradient for gradient in (dq_weight, dk_weight) if gradient is not None]
+    if programs == 0:
+        for gradient in weight_gradients:
+            gradient.zero_()
+        return gradients
+    partial = q.new_empty(len(weight_gradients), programs, head_dim, dtype=torch.float32)
+    with on_device(q):
+        backward_kernel[(programs,)](
+            dq_out,
+            dk_out,
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            q_rstd,
+            k_rstd,
+            cos,
+            sin,
+            dq,
+            dk,
+            None if dq_weight is None else partial[0],
+            None if dk_weight is None else partial[-1],
+            q.shape[1],
+            q_tiles,
+            k_tiles,
+            *(q if dq_out is None else dq_out).stride()[:3],
+            *(k if dk_out is None else dk_out).stride()[:3],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *table_strides(cos)[1:],
+            *table_strides(sin)[1:],
+            offset,
+            CASTING=casting,
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+            **_constants(q_tile, k_tile, q, k, half),
+        )
+        if weight_gradients:
+            column_sum(partial, *weight_gradients)
     return gradients
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Literal
@@ -56,13 +57,11 @@ def versions() -> list[Finding]:
     findings.append(Finding("python", "ok" if fits else "warning", f"{python} (tested 3.11 to 3.13)"))
     for package, wanted in requirements().items():
         found = installed_version(package)
-        supported = f"(supported {wanted})"
-        if found is None:
-            findings.append(Finding(package, "error", f"not installed {supported}: pip install '{package}{wanted}'"))
-        elif SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
-            findings.append(Finding(package, "ok", f"{found} {supported}"))
+        text = f"{found or 'not installed'} (supported {wanted})"
+        if found is not None and SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
+            findings.append(Finding(package, "ok", text))
         else:
-            findings.append(Finding(package, "error", f"{found} {supported}: pip install '{package}{wanted}'"))
+            findings.append(Finding(package, "error", f"{text}: pip install '{package}{wanted}'"))
     return findings
 
 
@@ -93,22 +92,16 @@ def devices() -> list[Finding]:
     module = torch.cuda if name == "cuda" else torch.xpu
     for index in range(module.device_count()):
         properties = module.get_device_properties(index)
-        memory = properties.total_memory / 2**30
-        text = f"{properties.name}, {memory:.0f} GiB"
+        status: Status = "ok"
+        text = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         if name == "cuda" and torch.version.cuda:
             major, minor = torch.cuda.get_device_capability(index)
             text += f", sm_{major}{minor}"
             if major < 8:
-                findings.append(
-                    Finding(f"gpu {index}", "warning", f"{text}: no bf16 in hardware; use `bf16: false`, `fp16: true`")
-                )
-                continue
-        findings.append(Finding(f"gpu {index}", "ok", text))
-    if not HAS_TRITON:
-        findings.append(Finding("kernels", "warning", "triton is not installed: the plain torch reference path runs"))
-    else:
-        findings.append(_try_kernel(name))
-    return findings
+                status, text = "warning", f"{text}: no bf16 in hardware; use `bf16: false`, `fp16: true`"
+        findings.append(Finding(f"gpu {index}", status, text))
+    missing = Finding("kernels", "warning", "triton is not installed: the plain torch reference path runs")
+    return [*findings, _try_kernel(name) if HAS_TRITON else missing]
 
 
 def _try_kernel(device: str) -> Finding:
@@ -124,9 +117,8 @@ def _try_kernel(device: str) -> Finding:
     except Exception as error:  # whatever a compiler, a driver or a launch may raise is the finding
         first = str(error).strip().split("\n")[0][:200]
         return Finding("kernels", "error", f"Triton cannot run here: {type(error).__name__}: {first}")
-    return Finding(
-        "kernels", "ok", "RMSNorm, LayerNorm, RoPE, SwiGLU, GeGLU and the fused LM head run as Triton kernels"
-    )
+    names = "RMSNorm, LayerNorm, RoPE, SwiGLU, GeGLU and the fused LM head"
+    return Finding("kernels", "ok", f"{names} run as Triton kernels")
 
 
 def private_names() -> list[Finding]:
@@ -138,8 +130,7 @@ def private_names() -> list[Finding]:
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     findings = []
-    by_library = itertools.groupby(features(), key=lambda feature: feature.library)
-    for library, group in by_library:
+    for library, group in itertools.groupby(features(), key=lambda feature: feature.library):
         version = installed_version(library)
         if version is None:
             findings.append(Finding(library, "note", "not installed, and not needed without it"))
@@ -163,65 +154,35 @@ def traps() -> list[Finding]:
     """Settings and packages that are known to surprise."""
     import torch
 
-    findings = []
+    found: list[tuple[str, Status, str]] = []
     liger = installed_version("liger-kernel")
     if liger:
-        findings.append(
-            Finding(
-                "liger-kernel",
-                "note",
-                f"{liger} is installed too: with the stock Trainer, the log of `train()` says which of the two ran",
-            )
-        )
+        text = f"{liger} is installed too: with the stock Trainer, the log of `train()` says which of the two ran"
+        found.append(("liger-kernel", "note", text))
     for place in {Path.cwd(), *map(Path, filter(None, sys.path))}:
         if (place / "kernels" / "__init__.py").is_file() and not (place / "kernels" / "layer").is_dir():
-            findings.append(
-                Finding(
-                    "kernels/",
-                    "error",
-                    f"{place / 'kernels'} hides Hugging Face's `kernels` package, and model imports fail; rename it or "
-                    "remove its __init__.py",
-                )
-            )
+            text = "hides Hugging Face's `kernels` package, and model imports fail; rename it or remove its __init__.py"
+            found.append(("kernels/", "error", f"{place / 'kernels'} {text}"))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if count > 1 and "RANK" not in os.environ:
-            findings.append(
-                Finding(
-                    "several GPUs",
-                    "note",
-                    f"a script started plainly would run nn.DataParallel on all {count}; use `liger-trainer train` or "
-                    "`accelerate launch`, or set CUDA_VISIBLE_DEVICES=0",
-                )
-            )
+            text = f"a script started plainly would run nn.DataParallel on all {count}; use `liger-trainer train` or "
+            text += "`accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+            found.append(("several GPUs", "note", text))
         if importlib.util.find_spec("flash_attn") is None:
-            findings.append(
-                Finding(
-                    "flash-attn",
-                    "note",
-                    "not installed: packed batches are right, but slower, through the masked attention of torch",
-                )
-            )
+            text = "not installed: packed batches are right, but slower, through the masked attention of torch"
+            found.append(("flash-attn", "note", text))
         driver = driver_version()
         if driver and driver < (525,):
-            findings.append(
-                Finding(
-                    "driver", "warning", f"{'.'.join(map(str, driver))} is old for CUDA {torch.version.cuda}; update it"
-                )
-            )
+            text = f"{'.'.join(map(str, driver))} is old for CUDA {torch.version.cuda}; update it"
+            found.append(("driver", "warning", text))
     if os.environ.get("TRITON_INTERPRET") == "1":
-        findings.append(
-            Finding("TRITON_INTERPRET", "warning", "is 1: kernels run in Python and are very slow; unset it")
-        )
-    if not findings:
-        findings.append(Finding("traps", "ok", "none of the known ones"))
-    return findings
+        found.append(("TRITON_INTERPRET", "warning", "is 1: kernels run in Python and are very slow; unset it"))
+    return [Finding(*line) for line in found or [("traps", "ok", "none of the known ones")]]
 
 
 def driver_version() -> tuple[int, ...] | None:
-    """The NVIDIA driver's version as Linux tells it; None elsewhere."""
-    import re
-
+    """The NVIDIA driver's version as Linux reports it; None elsewhere."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:

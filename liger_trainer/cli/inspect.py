@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,14 +54,11 @@ def kernel_report(
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model given by a Hub id, a folder, a ``config.json`` or a recipe."""
     from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe.model import make_config, published_config, read_config
+    from liger_trainer.recipe.model import config_of_values, published_config, read_config
 
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
-        values = read_recipe(find_recipe(model))
-        if values.get("model_config"):
-            settings = values["model_config"]
-            settings = json.loads(settings) if isinstance(settings, str) else settings
-            return make_config(settings, f"{model}: `model_config`")
-        model = str(values.get("model_name_or_path"))
+        source = find_recipe(model)
+        values = {"trust_remote_code": trust_remote_code, **read_recipe(source)}
+        return config_of_values(values, source, packaged=True)
     return published_config(model) or read_config(model, "The model", trust_remote_code=trust_remote_code)

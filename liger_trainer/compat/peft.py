@@ -22,6 +22,12 @@ ADAPTERS_ON_HEAD = Feature(
     "adapters on the LM head of a student", (Private("peft.tuners.tuners_utils:BaseTunerLayer"),)
 )
 
+TIED_ADAPTERS = Feature(
+    "noticing adapters on an LM head that is tied to the embedding",
+    (Private("peft.tuners.tuners_utils:BaseTunerLayer"),),
+    needed=False,
+)
+
 HEAD_COPIES = Feature(
     "training the LM head beside adapters (`modules_to_save`)",
     (Private("peft.utils.other:ModulesToSaveWrapper.update", uses=("original_module", "modules_to_save")),),

@@ -18,6 +18,7 @@ logger = logging.getLogger("liger_trainer")
 
 TESTED = {
     "accelerate": "1.15.0",
+    "bitsandbytes": "0.50.2",
     "deepspeed": "0.19.8",
     "peft": "0.21.2",
     "torch": "2.13.0",

@@ -1,42 +1,71 @@
-"""Copies of functions that call something else by one of the names they use; the function and its module stay."""
+"""Copies of functions that call something else by one of the global names they use; the function itself stays.
+
+A copy shares the globals of its module, so a later change of any other name is seen. Each replaced value gets a name of
+its own in the module while the copy lives; all names that were there stay as they are. A later change of the replaced
+name in the module does not reach the copy.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+_numbers = itertools.count()
 
-def uses_global(function: types.FunctionType, name: str) -> bool:
-    """Whether `function` itself looks `name` up in its module."""
-    return name in function.__code__.co_names and name in function.__globals__
+
+@functools.cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that `code` reads as globals and uses in no other way, such as for attributes."""
+    named = [instruction for instruction in dis.get_instructions(code) if instruction.opcode in dis.hasname]
+    others = {instruction.argval for instruction in named if instruction.opname != "LOAD_GLOBAL"}
+    return tuple(dict.fromkeys(each.argval for each in named if each.argval not in others))
+
+
+def _origin(function: types.FunctionType) -> tuple[types.FunctionType, dict[str, Any]]:
+    """The function that `function` is a copy of, if it is one, and the values that it finds instead."""
+    return getattr(function, "rebound_from", (function, {}))
+
+
+def used_globals(function: types.FunctionType) -> dict[str, Any]:
+    """The globals of its module that `function` itself reads, and the values that it finds now."""
+    original, replaced = _origin(function)
+    namespace = original.__globals__
+    names = (name for name in _global_names(original.__code__) if name in namespace)
+    return {name: replaced.get(name, namespace[name]) for name in names}
 
 
 def rebound(
     function: types.FunctionType, names: dict[str, Any], closure: tuple[types.CellType, ...] | None = None
 ) -> types.FunctionType:
-    """A copy of `function` that finds these values behind its global `names`, and has `closure` if one is given."""
-    namespace = function.__globals__
-    if names:
-        # Without a module name in its globals, torch.compile looks the names up in these globals, and not in the
-        # module of that name, where it would find the originals.
-        hidden = () if "__name__" in function.__code__.co_names else ("__name__",)
-        namespace = {key: value for key, value in namespace.items() if key not in hidden} | names
+    """A copy of `function` that finds these values at its global `names`, and has `closure` if one is given."""
+    original, earlier = _origin(function)
+    names = {**earlier, **names}
+    code, namespace = original.__code__, original.__globals__
+    aliases = {name: f"_{name}_{next(_numbers)}" for name in names}
+    namespace.update({alias: names[name] for name, alias in aliases.items()})
+    code = code.replace(co_names=tuple(aliases.get(name, name) for name in code.co_names))
     cells = function.__closure__ if closure is None else closure
-    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
+    copy = types.FunctionType(code, namespace, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__.update(function.__dict__)
+    copy.__dict__.update(function.__dict__, rebound_from=(original, names))
     for attribute in ("__module__", "__qualname__", "__doc__", "__annotations__"):
         setattr(copy, attribute, getattr(function, attribute))
+    for alias in aliases.values():
+        weakref.finalize(copy, namespace.pop, alias, None)
     return copy
 
 
 def called_global(forward: Any, name: str) -> Any:
-    """What `forward`, or the function it wraps, finds behind the global `name` that it uses; None if it uses none."""
+    """The value that `forward`, or the function it wraps, finds at the global `name`; None if none of them reads it."""
     while isinstance(forward, types.FunctionType):
-        if uses_global(forward, name):
-            return forward.__globals__[name]
+        used = used_globals(forward)
+        if name in used:
+            return used[name]
         forward = getattr(forward, "__wrapped__", None)
     return None
 
@@ -50,7 +79,7 @@ def forward_calling(forward: Callable, name: str, function: Callable) -> Callabl
     if not isinstance(forward, types.FunctionType):
         return None
     inner = getattr(forward, "__wrapped__", None)
-    if uses_global(forward, name):
+    if name in used_globals(forward):
         copy = rebound(forward, {name: function})
     else:
         copied = forward_calling(inner, name, function) if inner is not None else None

@@ -38,7 +38,7 @@ PARTIAL_OFFLOADING = Feature(
     (Private("torch:Tensor._base"), Private("torch.utils.weak:WeakTensorKeyDictionary")),
 )
 
-ONE_PASS = Feature("noticing logits that were changed in place", (Private("torch:Tensor._version"),))
+CHANGED_IN_PLACE = Feature("noticing tensors that were changed in place", (Private("torch:Tensor._version"),))
 
 SAVED_IN_FOUR_BITS = Feature(
     "saving experts in 4 bits for the backward",
@@ -46,21 +46,26 @@ SAVED_IN_FOUR_BITS = Feature(
     needed=False,
 )
 
-FOUR_BIT_EXPERTS = Feature(
-    "experts in 4 bits",
-    (
-        Private("torch.nn:Module._apply", ("self", "fn", "recurse")),
-        Private("torch.nn:Module.__init__", uses=("_parameters", "_modules")),
-    ),
-)
+FOUR_BIT_EXPERTS = Feature("experts in 4 bits", (Private("torch.nn:Module._apply", ("self", "fn", "recurse")),))
 
 DEFERRED_LOGITS = Feature(
     "logits that are not built",
     (
         Private("torch:Tensor._make_wrapper_subclass"),
         Private("torch:Tensor._version"),
+        Private("torch:Tensor._is_view"),
+        Private("torch:UntypedStorage._cdata"),
         Private("torch._C:DisableTorchFunctionSubclass"),
         Private("torch._C._nn:_parse_to"),
+        Private("torch._ops:OpOverload.__init__", uses=("_schema",)),
+    ),
+)
+
+NESTED_VALUES = Feature(
+    "tensors that are computed on their first use",
+    (
+        Private("torch.utils._pytree:tree_map", ("func", "tree", "...")),
+        Private("torch.utils._pytree:tree_leaves", ("tree", "...")),
     ),
 )
 
@@ -82,6 +87,11 @@ WHOLE_GRAPHS = Feature(
     needed=False,
 )
 
+MODULE_CONTENTS = Feature(
+    "reading the parameters, buffers and children of a module",
+    (Private("torch.nn:Module.__init__", uses=("_parameters", "_buffers", "_modules")),),
+)
+
 MODULE_HOOKS = Feature(
     "running modules with hooks as they are",
     (
@@ -91,6 +101,10 @@ MODULE_HOOKS = Feature(
         Private(
             "torch.nn:Module._call_impl",
             uses=("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        ),
+        Private(
+            "torch.nn:Module.__init__",
+            uses=("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
         ),
     ),
 )
@@ -106,4 +120,21 @@ FSDP_HEAD = Feature(
 FSDP1_UNITS = Feature(
     "refusing adapters that FSDP1 would not save",
     (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),
+)
+
+BUSY_DEVICE = Feature(
+    "benchmarks without the time of the host", (Private("torch.cuda:_sleep", ("cycles",)),), needed=False
+)
+
+COLLECTIVES = Feature(
+    "operators over several processes",
+    tuple(
+        Private(f"torch:ops._c10d_functional.{name}")
+        for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+    ),
+)
+
+SHARED_MEMORY = Feature(
+    "backwards that write over an activation",
+    (Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")),
 )

@@ -116,11 +116,6 @@ LOGGED_LOSS = Feature(
     needed=False,
 )
 
-DICT_ARGUMENTS = Feature(
-    "`liger_kernel_config` as JSON on a command line",
-    (Private("transformers:TrainingArguments._VALID_DICT_FIELDS"),),
-)
-
 GATED_EXPERTS = Feature(
     "recognising the experts of a mixture of experts by `_apply_gate`",
     (Private("transformers.integrations.moe:use_experts_implementation", uses=("_apply_gate",)),),
@@ -134,7 +129,8 @@ EXPERTS = Feature(
             "transformers.integrations.moe:ExpertsInterface.get_interface", ("self", "experts_implementation", "...")
         ),
         Private(
-            "transformers.integrations.moe:use_experts_implementation", uses=("_experts_implementation", "has_gate")
+            "transformers.integrations.moe:use_experts_implementation",
+            uses=("_experts_implementation", "has_gate", "_is_expert_parallel", "_apply_gate"),
         ),
     ),
     needed=False,
@@ -145,6 +141,7 @@ EXPERT_EXCHANGE = Feature(
     (
         Private("transformers.distributed.expert_parallel:AutoEP"),
         Private("transformers.distributed.expert_parallel:AllToAllEP"),
+        Private("transformers.distributed.expert_parallel:MoEParamShard.shard_param", uses=("_is_expert_parallel",)),
         Private(
             "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
             ("self", "module", "ep_mesh", "tp_mesh", "ep_implementation"),
@@ -182,6 +179,12 @@ LOAD_BALANCING = Feature(
             uses=("load_balancing_loss_func",),
         ),
     ),
+    needed=False,
+)
+
+PLANNED_ATTENTION = Feature(
+    "a plan for the attention that a model runs",
+    (Private("transformers:PreTrainedConfig._attn_implementation"),),
     needed=False,
 )
 

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import NESTED_VALUES
+
+tree_map, tree_leaves = require(NESTED_VALUES)
 
 
 class ComputedOnUse:

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
-from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built
+from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, tree_leaves, tree_map
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.warn_once import warn_once
@@ -279,7 +278,7 @@ def _on_built_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     writes = "out" in kwargs or name == "__set__" or _is_in_place(name)
-    deferred = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
+    deferred = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
     for logits in deferred:
         _announce(name, logits)
     return call_built(func, args, kwargs, writes)

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_trainer.compat.peft import HEAD_COPIES
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import FSDP_HEAD
+from liger_trainer.compat.peft import HEAD_COPIES, TIED_ADAPTERS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD
 from liger_trainer.head.partitions import is_partitioned
 from liger_trainer.kernels.runtime import is_dtensor
+
+require(CHANGED_IN_PLACE)
 
 RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
@@ -229,7 +231,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 def adapts_tied_weight(model: nn.Module) -> bool:
     """Whether head and embedding of `model` share a weight, and PEFT has an adapter on one of them or both."""
-    if "peft" not in sys.modules:
+    if "peft" not in sys.modules or not available(TIED_ADAPTERS):
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
 
 _Whole = dict[nn.Parameter, torch.Tensor]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -35,6 +36,7 @@ def is_partitioned(head: nn.Module) -> bool:
 @functools.cache
 def _check_deepspeed() -> None:
     require(PARTITIONED_HEAD)
+    require(MODULE_CONTENTS)
 
 
 def on_whole_parameters(head: nn.Module, hidden: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:

@@ -8,10 +8,14 @@ Arguments that only steer how Liger's losses work inside (`compiled`, `chunk_siz
 `logits_memory`, the last argument of the constructors, is ours.
 """
 
-from liger_trainer.losses.contrastive import LigerFusedLinearCPOLoss, LigerFusedLinearSimPOLoss
 from liger_trainer.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_trainer.losses.kto import LigerFusedLinearKTOLoss
-from liger_trainer.losses.preference import LigerFusedLinearDPOLoss, LigerFusedLinearORPOLoss
+from liger_trainer.losses.preference import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
 from liger_trainer.nn import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCrossEntropyLoss,

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
-from liger_trainer.losses.contrastive import LigerFusedLinearCPOLoss, LigerFusedLinearSimPOLoss
 from liger_trainer.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_trainer.losses.kto import LigerFusedLinearKTOLoss
 from liger_trainer.losses.pairs import Result
-from liger_trainer.losses.preference import LigerFusedLinearDPOLoss, LigerFusedLinearORPOLoss
+from liger_trainer.losses.preference import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
 from liger_trainer.nn import LigerFusedLinearCosineSimilarityLoss, LigerFusedLinearJSDLoss
 
 __all__ = [
@@ -90,7 +94,7 @@ def liger_fused_linear_cpo(
 ) -> Result:
     """See [`liger_trainer.losses.LigerFusedLinearCPOLoss`]."""
     loss = LigerFusedLinearCPOLoss(
-        *(ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, chunk_size)
+        ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, chunk_size
     )
     return loss(weight, _input, target, bias)
 
@@ -111,7 +115,7 @@ def liger_fused_linear_simpo(
 ) -> Result:
     """See [`liger_trainer.losses.LigerFusedLinearSimPOLoss`]; without the negative log-likelihood unless asked for."""
     loss = LigerFusedLinearSimPOLoss(
-        *(ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size)
+        ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size
     )
     return loss(weight, _input, target, bias)
 
@@ -203,12 +207,10 @@ def liger_fused_linear_jsd(
 ) -> Any:
     """See [`liger_trainer.losses.LigerFusedLinearJSDLoss`]."""
     loss = LigerFusedLinearJSDLoss(
-        *(weight_hard_loss, weight_soft_loss, beta, ignore_index, temperature, compiled, chunk_size),
-        *(return_soft_hard_loss,),
+        *(weight_hard_loss, weight_soft_loss, beta, ignore_index),
+        *(temperature, compiled, chunk_size, return_soft_hard_loss),
     )
-    return loss(
-        *(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias)
-    )
+    return loss(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias)
 
 
 def liger_fused_linear_cosine(
@@ -230,9 +232,7 @@ def liger_fused_linear_cosine(
 ) -> Any:
     """See [`liger_trainer.losses.LigerFusedLinearCosineSimilarityLoss`]."""
     loss = LigerFusedLinearCosineSimilarityLoss(
-        *(weight_hard_loss, weight_soft_loss, beta, ignore_index, temperature, compiled, chunk_size),
-        *(return_soft_hard_loss,),
+        *(weight_hard_loss, weight_soft_loss, beta, ignore_index),
+        *(temperature, compiled, chunk_size, return_soft_hard_loss),
     )
-    return loss(
-        *(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias)
-    )
+    return loss(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias)

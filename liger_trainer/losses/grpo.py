@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from liger_trainer.nn.policy import items_per_process
 _IGNORE = -100
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
     """GRPO, DAPO, BNPO, Dr. GRPO, LUSPO, CISPO, SAPO and VESPO over a head.
 
@@ -47,49 +49,35 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ValueError: For an option that is not allowed or does not fit the loss type.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        logits_memory: int = LOGITS_MEMORY,
-    ) -> None:
-        check_policy_options(loss_type, importance_sampling_level, delta, sapo_temperature_pos, sapo_temperature_neg)
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    logits_memory: int = LOGITS_MEMORY
+
+    def __post_init__(self) -> None:
+        check_policy_options(
+            self.loss_type,
+            self.importance_sampling_level,
+            self.delta,
+            self.sapo_temperature_pos,
+            self.sapo_temperature_neg,
+        )
         super().__init__()
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.loss_type = loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature = temperature
-        self.delta = delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos = vespo_k_pos
-        self.vespo_lambda_pos = vespo_lambda_pos
-        self.vespo_k_neg = vespo_k_neg
-        self.vespo_lambda_neg = vespo_lambda_neg
-        self.logits_memory = logits_memory
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ from liger_trainer.losses.sequences import (
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearKTOLoss(nn.Module):
     """KTO over a head, with the logits one chunk of whole completions at a time.
 
@@ -32,24 +35,16 @@ class LigerFusedLinearKTOLoss(nn.Module):
             trained costs three matmuls; beyond it four.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        logits_memory: int = LOGITS_MEMORY,
-    ) -> None:
+    ignore_index: int = -100
+    beta: float = 0.1
+    compiled: bool = True
+    use_ref_model: bool = False
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    logits_memory: int = LOGITS_MEMORY
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.average_log_prob = average_log_prob
-        self.chunk_size = chunk_size
-        self.logits_memory = logits_memory
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import nn
 
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import Pairs
-from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, completion_log_probs
+from liger_trainer.losses.sequences import check_sequences, check_shape, completion_log_probs
 
 Result = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 """A loss, and what its users may want to log."""
@@ -58,9 +58,9 @@ class _Batch:
 
 
 class PairLoss(nn.Module):
-    """What DPO, ORPO, CPO and SimPO have in common.
+    """What DPO, ORPO, CPO and SimPO have in common; each is a dataclass of its options, in Liger's order.
 
-    Args:
+    Attributes:
         ignore_index: Label of tokens that do not count.
         beta: The loss's own.
         alpha: Factor of the negative log-likelihood of the chosen completions.
@@ -69,22 +69,15 @@ class PairLoss(nn.Module):
         logits_memory: Bytes of logits at a time.
     """
 
-    def __init__(
-        self,
-        ignore_index: int,
-        beta: float,
-        alpha: float,
-        compute_nll_loss: bool,
-        average_log_prob: bool,
-        logits_memory: int = LOGITS_MEMORY,
-    ) -> None:
+    ignore_index: int
+    beta: float
+    alpha: float = 1.0
+    compute_nll_loss: bool
+    average_log_prob: bool
+    logits_memory: int
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
-        self.beta = beta
-        self.alpha = alpha
-        self.compute_nll_loss = compute_nll_loss
-        self.average_log_prob = average_log_prob
-        self.logits_memory = logits_memory
 
     def _loss(
         self,

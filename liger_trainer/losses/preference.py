@@ -1,16 +1,25 @@
-"""DPO and its variants, and ORPO: losses of pairs over a head."""
+"""DPO and its variants, ORPO, CPO and SimPO: losses of pairs over a head."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 
 from liger_trainer.losses.pairs import PairLoss, Result, check_label_smoothing, check_pairs
-from liger_trainer.losses.preference_formulas import COUPLES_PAIRS, DPO_LOSSES, DPOOptions, log_odds, odds_ratio
+from liger_trainer.losses.preference_formulas import (
+    COUPLES_PAIRS,
+    DPO_LOSSES,
+    DPOOptions,
+    contrastive,
+    log_odds,
+    odds_ratio,
+)
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_shape, reference_log_probs
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearDPOLoss(PairLoss):
     """DPO and its variants over a head, with the logits one chunk of whole pairs at a time.
 
@@ -37,21 +46,21 @@ class LigerFusedLinearDPOLoss(PairLoss):
         ValueError: For an option out of its range.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        logits_memory: int = LOGITS_MEMORY,
-    ) -> None:
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+    compiled: bool = True
+    use_ref_model: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    logits_memory: int = LOGITS_MEMORY
+
+    def __post_init__(self) -> None:
+        loss_type, label_smoothing, beta = self.loss_type, self.label_smoothing, self.beta
         if loss_type not in DPO_LOSSES:
             raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {', '.join(map(repr, DPO_LOSSES))}.")
         check_label_smoothing(label_smoothing)
@@ -64,15 +73,9 @@ class LigerFusedLinearDPOLoss(PairLoss):
             raise ValueError(f"`label_smoothing` is {label_smoothing}; for loss_type='robust' it must be below 0.5.")
         if loss_type in ("ipo", "sppo_hard") and not beta > 0.0:
             raise ValueError(f"`beta` is {beta}; loss_type={loss_type!r} divides by it, so it must be above 0.")
-        if not discopop_tau > 0.0:
-            raise ValueError(f"`discopop_tau` is {discopop_tau}; it must be above 0.")
-        super().__init__(ignore_index, beta, alpha, compute_nll_loss, average_log_prob, logits_memory)
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.loss_type = loss_type
-        self.label_smoothing = label_smoothing
-        self.discopop_tau = discopop_tau
+        if not self.discopop_tau > 0.0:
+            raise ValueError(f"`discopop_tau` is {self.discopop_tau}; it must be above 0.")
+        super().__post_init__()
 
     def forward(
         self,
@@ -122,6 +125,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         return loss, (*outputs, *self._rewards(pairs))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearORPOLoss(PairLoss):
     """ORPO over a head: the odds ratio of log-probabilities per token, and the negative log-likelihood.
 
@@ -134,18 +138,13 @@ class LigerFusedLinearORPOLoss(PairLoss):
         logits_memory: Bytes of logits at a time, as for [`LigerFusedLinearDPOLoss`].
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        chunk_size: int = 1,
-        logits_memory: int = LOGITS_MEMORY,
-    ) -> None:
-        super().__init__(ignore_index, beta, 1.0, compute_nll_loss, True, logits_memory)
-        self.compiled = compiled
-        self.chunk_size = chunk_size
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+    logits_memory: int = LOGITS_MEMORY
+    average_log_prob = True
 
     def forward(
         self,
@@ -179,3 +178,102 @@ class LigerFusedLinearORPOLoss(PairLoss):
         loss, pairs, outputs = self._loss(losses, _input, lin_weight, target, bias, nll_target)
         apart = log_odds(pairs.chosen) - log_odds(pairs.rejected)
         return loss, (*outputs, *self._rewards(pairs), -odds_ratio(pairs, 1.0).mean(), apart.mean())
+
+
+class _ContrastiveLoss(PairLoss):
+    """Losses of pairs without a reference: `contrastive`."""
+
+    label_smoothing: float
+    gamma = 0.0
+
+    def __post_init__(self) -> None:
+        check_label_smoothing(self.label_smoothing)
+        super().__post_init__()
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> Result:
+        """The mean loss of pairs that are stacked, all chosen completions and then all rejected ones.
+
+        Args:
+            lin_weight: `(vocab, hidden)`.
+            _input: `(2 * pairs, tokens, hidden)`.
+            target: `(2 * pairs, tokens)`.
+            bias: `(vocab,)`.
+
+        Returns:
+            The loss, and a tuple of tensors without a gradient: log-probabilities of chosen and of rejected
+            completions, `(pairs,)` each; means of the logits over the tokens that count, of both; the negative
+            log-likelihood, 0 where it is not part of the loss; and the rewards of both, `(pairs,)` each.
+
+        Raises:
+            ValueError: For a shape or dtype that is not allowed.
+        """
+        losses = functools.partial(contrastive, beta=self.beta, label_smoothing=self.label_smoothing, gamma=self.gamma)
+        loss, pairs, outputs = self._loss(losses, _input, lin_weight, target, bias)
+        return loss, (*outputs, *self._rewards(pairs))
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedLinearCPOLoss(_ContrastiveLoss):
+    """CPO over a head: DPO without a reference, and the negative log-likelihood.
+
+    Args:
+        ignore_index: Label of tokens that do not count.
+        beta: Factor of the margin.
+        alpha: Factor of the negative log-likelihood of the chosen completions.
+        label_smoothing: Share of pairs whose labels are taken to be the wrong way round, in [0, 1].
+        compute_nll_loss: Whether the negative log-likelihood is part of the loss.
+        compiled: No effect.
+        average_log_prob: Take the mean of a completion's log-probabilities, not their sum.
+        chunk_size: No effect: chunks are planned by memory.
+        logits_memory: Bytes of logits at a time, as for DPO.
+
+    Raises:
+        ValueError: For an option out of its range.
+    """
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    logits_memory: int = LOGITS_MEMORY
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedLinearSimPOLoss(_ContrastiveLoss):
+    """SimPO over a head: log-probabilities per token, which must be `gamma` apart, and the negative log-likelihood.
+
+    Args:
+        ignore_index: Label of tokens that do not count.
+        beta: Factor of the margin.
+        alpha: Factor of the negative log-likelihood of the chosen completions.
+        label_smoothing: Share of pairs whose labels are taken to be the wrong way round, in [0, 1].
+        compute_nll_loss: Whether the negative log-likelihood is part of the loss. It is not in the paper.
+        compiled: No effect.
+        gamma: The target margin, after beta.
+        chunk_size: No effect: chunks are planned by memory.
+        logits_memory: Bytes of logits at a time, as for DPO.
+
+    Raises:
+        ValueError: For an option out of its range.
+    """
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
+    logits_memory: int = LOGITS_MEMORY
+    average_log_prob = True

@@ -273,16 +273,8 @@ class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
 
     See [`liger_trainer.functional.linear_cosine_distance`]. Where one head has more rows than the other, the rows that
     both have are compared.
-
-    Args:
-        weight_hard_loss: Factor of the cross entropy.
-        weight_soft_loss: Factor of the distance.
-        beta: Factor of the distance too, between 0 and 1.
-        ignore_index: Label of tokens that do not count.
-        temperature: Has no influence on a cosine.
-        compiled: No effect.
-        chunk_size: No effect: chunks are planned by memory (`logits_memory`).
-        return_soft_hard_loss: Return the distance and the cross entropy too.
+    The arguments are those of [`LigerFusedLinearJSDLoss`], with two differences: `beta`, between 0 and 1, is another
+    factor of the distance, and `temperature` has no influence on a cosine.
     """
 
     function = staticmethod(linear_cosine_distance)

@@ -12,15 +12,6 @@ from liger_trainer.functional import CrossEntropyOutput, cross_entropy, linear_c
 from liger_trainer.kernels.head.loss_arguments import checked_class_weights
 
 
-def _check_loss(label_smoothing: float, reduction: str, softcap: float | None) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"`label_smoothing` is {label_smoothing!r}; it must be between 0 and 1.")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"`softcap` is {softcap!r}; it must be more than 0, or None.")
-
-
 class _CrossEntropy(nn.Module):
     def __init__(
         self,
@@ -35,7 +26,12 @@ class _CrossEntropy(nn.Module):
         return_predicted_tokens: bool,
     ) -> None:
         super().__init__()
-        _check_loss(label_smoothing, reduction, softcap)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"`label_smoothing` is {label_smoothing!r}; it must be between 0 and 1.")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"`softcap` is {softcap!r}; it must be more than 0, or None.")
         self._class_weights = class_weights
         self.ignore_index = ignore_index
         self.lse_square_scale = lse_square_scale

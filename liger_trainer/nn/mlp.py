@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_output_hooked
 from liger_trainer.functional import geglu, relu_squared, swiglu, swiglu_down, swiglu_fused
 
 
 def outputs_are_unhooked(*projections: nn.Module) -> bool:
     """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
-    hooked = any(projection._forward_hooks for projection in projections)
-    return not hooked and not nn.modules.module._has_any_global_hook()
+    return not any(is_output_hooked(projection) for projection in projections)
 
 
 def is_linear_without_bias(projection: nn.Module) -> bool:

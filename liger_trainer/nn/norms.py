@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import dyt, group_norm, layer_norm, poly_norm, rms_norm
-
-_CASTINGS = ("llama", "gemma", "olmo2", "none")
+from liger_trainer.kernels.norms.rms_norm import CASTINGS
 
 
 def _initial_weight(size: int, init_fn: str) -> nn.Parameter:
@@ -47,8 +46,8 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        if casting_mode not in _CASTINGS:
-            raise ValueError(f"`casting_mode` is {casting_mode!r}; it must be one of {', '.join(_CASTINGS)}.")
+        if casting_mode not in CASTINGS:
+            raise ValueError(f"`casting_mode` is {casting_mode!r}; it must be one of {', '.join(CASTINGS)}.")
         weight = _initial_weight(hidden_size, init_fn)
         self.register_parameter("weight", weight if elementwise_affine else None)
         self.hidden_size = hidden_size

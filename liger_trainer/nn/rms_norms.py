@@ -11,13 +11,7 @@ from liger_trainer.nn.norms import LigerRMSNorm
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Residual addition and RMSNorm in one pass; see [`liger_trainer.functional.fused_add_rms_norm`].
 
-    Args:
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        offset: Added to the weight (1.0 in Gemma).
-        casting_mode: Where the result is rounded: ``"llama"``, ``"gemma"``, ``"olmo2"`` or ``"none"``.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
-        in_place: No effect: the caller's gradient tensor is never overwritten.
+    The arguments are those of [`LigerRMSNorm`].
     """
 
     def __init__(
@@ -43,14 +37,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 class LigerModulatedRMSNorm(LigerRMSNorm):
     """RMSNorm, then `* (1 + scale) + shift` (adaLN); see [`liger_trainer.functional.modulated_rms_norm`].
 
-    Args:
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        offset: Added to the weight (1.0 in Gemma).
-        casting_mode: How the norm is rounded: ``"llama"``, ``"gemma"``, ``"olmo2"`` or ``"none"``.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
-        in_place: No effect: the caller's gradient tensor is never overwritten.
-        elementwise_affine: Whether there is a weight.
+    The arguments are those of [`LigerRMSNorm`].
     """
 
     def __init__(

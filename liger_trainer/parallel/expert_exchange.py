@@ -24,7 +24,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autograd import (
     input_gradients,
     pass_to_placeholder,
@@ -34,6 +37,8 @@ from liger_trainer.kernels.autograd import (
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows
 
+if dist.is_available():
+    require(COLLECTIVES)
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 

@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, with_outputs
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_
+from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
 from liger_trainer.kernels.head.head_chunks import logits_buffer, retained_rows
 from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
 from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
 from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
 from liger_trainer.kernels.head.logit_rows import row_view
+from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
     check_linear,
@@ -39,6 +42,8 @@ from liger_trainer.kernels.head.loss_arguments import (
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions
 
+if dist.is_available():
+    require(COLLECTIVES)
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -108,38 +113,6 @@ def _(
     return logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
 
 
-@torch.library.custom_op("liger_trainer::logits_rows_gradient", mutates_args=())
-def logits_gradient(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    vocab_start: int,
-    vocab_size: int,
-) -> torch.Tensor:
-    """The gradient of a shard of the logits, contiguous, for upstream gradients of the token losses."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    stats, shard = RowStats.of_backward(nll, lse), Shard(vocab_start, vocab_size)
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    row_gradient_(logits, target, stats, options, grad, out=out, shard=shard)
-    return out
-
-
-@logits_gradient.register_fake
-def _(
-    grad, logits, target, nll, lse,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size,
-):  # fmt: skip
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 @torch.library.custom_op("liger_trainer::logits_rows_attach", mutates_args=())
 def attach_logits(
     loss: torch.Tensor,
@@ -178,7 +151,8 @@ def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.
     if grad is None:
         return input_gradients(ctx)
     refuse_double_backward("the vocabulary-parallel losses")
-    return input_gradients(ctx, None, logits_gradient(grad, *ctx.saved_tensors, *ctx.options))
+    gradient = logits_gradient(grad, None, *ctx.saved_tensors, None, None, *ctx.options)
+    return input_gradients(ctx, None, gradient)
 
 
 attach_logits.register_autograd(_attach_logits_backward, setup_context=_attach_logits_setup)

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import MODULE_HOOKS
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
@@ -33,8 +31,6 @@ from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
-
-require(MODULE_HOOKS)
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_hooked
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
@@ -43,7 +44,6 @@ from liger_trainer.patching.probe import (
     Probe,
     dummy_module,
     identity,
-    is_hooked,
     is_stateless,
     only_argument,
     projection,

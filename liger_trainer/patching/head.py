@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.hooks import is_gradient_hooked
 from liger_trainer.head.chunked_module import ModuleCall, module_call
 from liger_trainer.head.compiled import never_a_frame, pause_compiler
 from liger_trainer.head.context import ForwardContext, current_forward, expected_loss_gradient, forward_context
@@ -172,9 +173,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
         context = current_forward()
-        if context is None or _has_backward_hooks(self):
-            return native(self, input)
-        if is_sharded(self) and not context.has_labels:
+        if context is None or is_gradient_hooked(self) or (is_sharded(self) and not context.has_labels):
             return native(self, input)
         pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
         deferred = defer(self, input)
@@ -189,13 +188,6 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
 
     never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
-
-
-def _has_backward_hooks(head: nn.Module) -> bool:
-    """Whether backward hooks need the gradient of the head's output, which must then exist."""
-    hooks = torch.nn.modules.module
-    everywhere = hooks._global_backward_hooks or hooks._global_backward_pre_hooks
-    return bool(head._backward_hooks or head._backward_pre_hooks or everywhere)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:

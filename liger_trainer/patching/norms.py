@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
@@ -24,7 +23,7 @@ from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_sh
 RMS_NORM_FORMULAS = (("llama", 0.0), ("olmo2", 0.0), ("gemma", 1.0), ("none", 0.0))
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
-_NOT_ROW_NORMS = (_NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+_NOT_ROW_NORMS = (nn.GroupNorm, nn.LocalResponseNorm)
 _ROWS = (2, 5)
 _ANY_SIZE = 64
 
@@ -33,7 +32,8 @@ def find_norm(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
     """The finding for `module` if it looks like a normalisation over its last dimension, else None."""
     if type(module).forward is nn.LayerNorm.forward:
         return _find(module, "layer_norm", enabled, probe, _probe_layer_norm)
-    if not module._modules and eps_name(module) is not None and not isinstance(module, _NOT_ROW_NORMS):
+    over_batch = hasattr(module, "track_running_stats")  # a batch or instance norm
+    if not module._modules and eps_name(module) and not over_batch and not isinstance(module, _NOT_ROW_NORMS):
         return _find(module, "rms_norm", enabled, probe, _probe_rms_norm)
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.head.computed_on_use import ComputedOnUse, call_built
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 
@@ -92,10 +93,7 @@ def may_pend(module: nn.Module) -> bool:
 
     Hooks would get the result, and may gather and free parameters around the call (FSDP2, ZeRO-3).
     """
-    if not any(awaited is module for awaited in _awaited):
-        return False
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and not torch.nn.modules.module._has_any_global_hook()
+    return any(awaited is module for awaited in _awaited) and not is_call_hooked(module)
 
 
 @functools.cache
@@ -104,7 +102,7 @@ def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
 
     @functools.wraps(forward)
     def awaiting(self, *args, **kwargs):
-        children = [self._modules[name] for name in names]
+        children = [getattr(self, name) for name in names]
         _awaited.extend(children)
         try:
             return forward(self, *args, **kwargs)

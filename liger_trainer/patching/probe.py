@@ -19,6 +19,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+
+require(MODULE_CONTENTS)
+
 FP32_TOLERANCE = 1e-5
 """Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
 
@@ -103,7 +108,8 @@ class Probe:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.device)
+            if torch.get_default_device() != self.device:  # a context slows every operation down
+                stack.enter_context(self.device)
             yield
 
     def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
@@ -202,11 +208,6 @@ def dummy_module(module: nn.Module, parameters: Mapping[str, Any], children: Map
     attributes.pop("forward", None)
     dummy.__dict__.update(attributes)
     return dummy
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether `module` itself has a hook."""
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 class _Projection(nn.Linear):

@@ -1,8 +1,8 @@
 """Rotary position embedding: the function that an attention's forward calls by a global name.
 
 The function is compared with ours. Where they agree, the attention instance gets a copy of its class's forward in which
-that name refers to our function. The copy has the same code, defaults and closure but its own globals, a snapshot of
-the modelling module's; so the module itself, and every other model in the process, does not change.
+that name refers to our function (`compat/rebound.py`). The function itself, and every other model in the process, do
+not change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.compat.rebound import forward_calling, used_globals
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
@@ -46,16 +46,11 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
 
 def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
     """The rotary functions that `forward`, or what it wraps, calls by a global name."""
-    function = _python_function(forward)
-    while function is not None:
-        for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
+    function: Any = forward
+    while isinstance(function, types.FunctionType):
+        for name, value in used_globals(function).items():
             if not callable(value) or isinstance(value, type):
                 continue
             if arguments_of(value)[:4] == ["q", "k", "cos", "sin"] or ("apply" in name and "rotary" in name):
                 yield name, value
-        function = _python_function(getattr(function, "__wrapped__", None))
-
-
-def _python_function(function: Any) -> types.FunctionType | None:
-    return function if isinstance(function, types.FunctionType) else None
+        function = getattr(function, "__wrapped__", None)

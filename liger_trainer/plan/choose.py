@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from liger_trainer.plan.checkpointing import checkpointing_key
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate
-from liger_trainer.plan.inputs import Inputs, kernels_of
+from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
 from liger_trainer.plan.work import Run
 

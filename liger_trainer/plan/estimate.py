@@ -70,72 +70,44 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     layer, head = _layer(run, setting), _head(run, setting)
     on_gpu = held(run, setting, head.weight_gradient)
     reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
-    fixed = _Fixed(on_gpu.weights, on_gpu.states, reference, on_gpu.buffers)
+    always = Memory("", on_gpu.weights, optimizer=on_gpu.states, reference=reference, buffers=on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, run)
     embedding = parameters.groups["embedding"].trained_bytes
-    idle = 0.0 if setting.sharded else fixed.buffers
+    idle = 0.0 if setting.sharded else always.buffers
     late = head.weight_gradient if not setting.sharded else 0.0  # for a sharded head it is a buffer
     copies = _autocast_copies(run, setting)
-    backward = fixed.buffers + (copies if not setting.checkpointing else 0.0)
+    backward = always.buffers + (copies if not setting.checkpointing else 0.0)
     made = layer.gradients * (0 if setting.sharded else run.weight_bytes)
     again = embedding if (setting.accumulation > 1 or parameters.tied) and not setting.sharded else 0.0
     states = optimizer_memory(run.optim, parameters).step * trained_share(run, setting)
-    found = [
-        fixed.at(
-            "loss",
-            gradients=accumulated,
-            activations=during_forward,
-            logits=head.peak - (head.weight_gradient - late),  # for a sharded head it is a buffer
-            buffers=on_gpu.loss_buffers + copies,
-        ),
-        fixed.at(
-            "last layer",
-            gradients=accumulated,
-            activations=stored + loading + layer.working,
-            logits=late,
-            buffers=backward,
-        ),
-        fixed.at(
-            "first layer",
-            gradients=max(first, accumulated) + made,
-            activations=layer.input + layer.working,
-            logits=late if parameters.tied and accumulated else 0.0,
-            buffers=backward,
-        ),
-        fixed.at("embedding", gradients=max(step, accumulated) + again, activations=layer.input),
-        fixed.at("optimizer", gradients=step, buffers=idle + states),
-    ]
+    changes: dict[str, dict[str, float]] = {
+        "loss": {
+            "gradients": accumulated,
+            "activations": during_forward,
+            "logits": head.peak - (head.weight_gradient - late),
+            "buffers": on_gpu.loss_buffers + copies,
+        },
+        "last layer": {
+            "gradients": accumulated,
+            "activations": stored + loading + layer.working,
+            "logits": late,
+            "buffers": backward,
+        },
+        "first layer": {
+            "gradients": max(first, accumulated) + made,
+            "activations": layer.input + layer.working,
+            "logits": late if parameters.tied and accumulated else 0.0,
+            "buffers": backward,
+        },
+        "embedding": {"gradients": max(step, accumulated) + again, "activations": layer.input},
+        "optimizer": {"gradients": step, "buffers": idle + states},
+    }
     if run.work.generated:
-        buffers = generating_buffers(run, setting, fixed.buffers)
-        found.append(fixed.at("generation", generation=_generation(run, setting, compute), buffers=buffers))
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fixed:
-    """Memory that is allocated at every moment."""
-
-    weights: float
-    optimizer: float
-    reference: float
-    buffers: float
-
-    def at(self, moment: str, generation: float = 0.0, buffers: float | None = None, **sizes: float) -> Memory:
-        return Memory(
-            moment,
-            self.weights,
-            optimizer=self.optimizer,
-            reference=self.reference,
-            buffers=self.buffers if buffers is None else buffers,
-            generation=generation,
-            **sizes,
-        )
-
-
-def _tokens(run: Run, setting: Setting) -> int:
-    return run.work.rows * setting.batch * run.work.length
+        buffers = generating_buffers(run, setting, always.buffers)
+        changes["generation"] = {"generation": _generation(run, setting, compute), "buffers": buffers}
+    return [dataclasses.replace(always, moment=moment, **sizes) for moment, sizes in changes.items()]
 
 
 def _layer(run: Run, setting: Setting) -> LayerMemory:
@@ -144,7 +116,7 @@ def _layer(run: Run, setting: Setting) -> LayerMemory:
     return layer_memory(
         dataclasses.replace(run.shape, experts=run.shape.experts // sharing, exchanged_experts=sharing > 1),
         precision_of(run, setting),
-        _tokens(run, setting),
+        run.work.rows * setting.batch * run.work.length,
         run.work.length,
         run.implementation,
         run.recompute_mlp,

@@ -13,6 +13,9 @@ gradients), or twice their size (the logits and their gradient) if the cross ent
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 
 UNFUSED_BYTES = 12  # peak per logit in eager cross entropy: half precision, fp32, fp32, half precision
 
@@ -34,6 +37,18 @@ class HeadSettings:
     cross_entropy: bool = True
     logits_memory: int = 512 * 2**20
     retained: int | None = None
+
+    @classmethod
+    def of(cls, arguments: Any, loss: str) -> HeadSettings:
+        """Those of training arguments, or of a namespace with a recipe's keys."""
+        kernels, ours = kernel_config_of(arguments), arguments.use_liger_kernel
+        return cls(
+            loss,
+            fused=bool(ours and kernels.linear_cross_entropy),
+            cross_entropy=bool(ours and kernels.cross_entropy),
+            logits_memory=int(kernels.logits_memory),
+            retained=retained_bytes_of(arguments),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

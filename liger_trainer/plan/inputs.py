@@ -8,16 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
-from liger_trainer.plan.accumulation import sync_each_batch
-from liger_trainer.plan.checkpointing import every_n_layers
 from liger_trainer.plan.head import HeadSettings
+from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
+from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
+from liger_trainer.recipe.model import config_of_values, model_class, published_config
+from liger_trainer.recipe.schema import mapping
+from liger_trainer.recipe.smoke import shrink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -71,20 +75,17 @@ def read_inputs(
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
     if smoke:
-        from liger_trainer.recipe.smoke import shrink
-
         values = shrink(values, given)
-    config, mapping = _config(values, source), kernels_of(values, source)
-    _check_expert_parallel(values, config, gpus, source)
-    _check_four_bits(values, config, source)
-    fused = bool(values["use_liger_kernel"] and mapping.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
+    config, kernels = config_of_values(values, source, packaged=True), kernels_of(values, source)
+    _check_experts(values, config, gpus, source)
+    fused = bool(values["use_liger_kernel"] and kernels.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
     try:
-        every, reduced = every_n_layers(values), sync_each_batch(values)
+        every, reduced = _every_n_layers(values), _sync_each_batch(values)
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
-        shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and mapping.experts))
-        if values["use_liger_kernel"] and mapping.linear_cross_entropy and values["trainer"] != "reward":
-            check_logits_memory(int(mapping.logits_memory), shape.vocab)
+        shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))
+        if values["use_liger_kernel"] and kernels.linear_cross_entropy and values["trainer"] != "reward":
+            check_logits_memory(int(kernels.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     notes = _notes(values, config, prompt_length)
@@ -93,78 +94,74 @@ def read_inputs(
     run = Run(
         parameters,
         shape,
-        _work(values, source, mapping, base, gpus, prompt_length),
+        _work(values, source, base, gpus, prompt_length),
         weight_bytes=dtype.itemsize,
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
         implementation=_attention(values),
         checkpoint_every=every,
-        recompute_mlp=bool(values["use_liger_kernel"] and mapping.recompute_mlp),
+        recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
         sync_each_batch=reduced,
     )
-    return Inputs(source, values, run, notes, _shared_experts(values, config))
+    splits = can_split_experts(config) and split_obstacle(values) is None  # what recipes refuse is not proposed
+    return Inputs(source, values, run, notes, count_experts(config) if splits else 0)
 
 
-def _config(values: Mapping[str, Any], source: Path) -> PreTrainedConfig:
-    from liger_trainer.recipe.model import check_causal, make_config, published_config, read_config
-    from liger_trainer.recipe.schema import RecipeArguments
-
-    name, settings = values["model_name_or_path"], values["model_config"]
-    if (name is None) == (settings is None):
-        both = "both" if name else "neither"
-        raise RecipeError(f"{source}: give either `model_name_or_path` or `model_config`, not {both}.")
-    if name is not None:
-        trusted, revision = bool(values.get("trust_remote_code")), values["model_revision"]
-        given = f"`model_name_or_path`: {name!r}"
-        config = published_config(name, revision) or read_config(name, "`model_name_or_path`", revision, trusted)
-    else:
-        given = f"{source}: `model_config`"
-        try:
-            settings = RecipeArguments(model_config=settings).model_config or {}
-        except ValueError as error:
-            raise RecipeError(f"{source}: {error}") from error
-        config = make_config(settings, given)
-        if values["tokenizer_vocab_size"] and "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
-            config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
-    if values["trainer"] != "reward":
-        check_causal(config, given)
-    return config
-
-
-def _check_expert_parallel(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
-    from liger_trainer.recipe.experts import check_expert_count
-
+def _check_experts(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
     size = values["expert_parallel_size"] or 1
-    if size == 1:
-        return
-    check_expert_count(source, size, config)
+    if size > 1:
+        check_expert_count(source, size, config)
     if gpus % size:
         raise RecipeError(
             f"{source}: `expert_parallel_size` is {size}, but `--gpus` is {gpus}; plan for a multiple of {size}, or "
             "with another `--expert_parallel_size` (1 for none)."
         )
-
-
-def _check_four_bits(values: Mapping[str, Any], config: PreTrainedConfig, source: Path) -> None:
-    from liger_trainer.recipe.experts import check_loading_in_4_bits
-
     if values["load_in_4bit"]:
         check_loading_in_4_bits(source, values["trainer"], config)
 
 
-def _shared_experts(values: Mapping[str, Any], config: PreTrainedConfig) -> int:
-    """Experts that `expert_parallel_size` may split; a setting that recipes refuse is not proposed."""
-    from liger_trainer.recipe.experts import can_split_experts, count_experts
+def checkpointing_key(values: Mapping[str, Any]) -> str:
+    """The key that switches checkpointing on in this recipe; transformers' newer name wins over the older one."""
+    return _newer(values, "activation_checkpointing", "gradient_checkpointing")
 
-    return count_experts(config) if can_split_experts(config) and split_obstacle(values) is None else 0
+
+def _newer(values: Mapping[str, Any], newer: str, older: str) -> str:
+    return older if values.get(newer) is None else newer
+
+
+def _every_n_layers(values: Mapping[str, Any]) -> int:
+    """With checkpointing, one decoder layer out of this many is checkpointed.
+
+    Raises:
+        ValueError: if it is not a positive integer.
+    """
+    key = _newer(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    every = (mapping(key, values[key]) or {}).get("every_n_layers", 1)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"`{key}` has `every_n_layers: {every!r}`; it must be an integer, 1 or more.")
+    return every
+
+
+def _sync_each_batch(values: Mapping[str, Any]) -> bool:
+    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`.
+
+    Raises:
+        ValueError: if `accelerator_config` is neither a mapping nor the path of a JSON file with one.
+    """
+    config = values["accelerator_config"]
+    if isinstance(config, str) and not config.lstrip().startswith("{"):
+        try:
+            config = Path(config).read_text()
+        except OSError as error:
+            raise ValueError(f"`accelerator_config` is {config!r}, which cannot be read: {error}") from error
+    config = mapping("accelerator_config", config) or {}
+    return bool((config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", False))
 
 
 def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
     """The model on the meta device, with adapters if the recipe has any, and the dtype of its weights."""
     import torch
     from trl import ModelConfig, get_peft_config
-
-    from liger_trainer.recipe.model import model_class
 
     dtype = values["dtype"]
     if dtype in (None, "auto"):
@@ -206,28 +203,16 @@ def _attention(values: Mapping[str, Any]) -> str:
 
 def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:
     """The recipe's `liger_kernel_config`, checked."""
-    from liger_trainer.configs.flags import kernel_config_of
-
     try:
         return kernel_config_of(SimpleNamespace(**values))
     except ValueError as error:
         raise RecipeError(f"{source}: {error}") from error
 
 
-def _work(
-    values: Mapping[str, Any], source: Path, kernels: KernelConfig, base_bytes: float, gpus: int, prompt_length: int
-) -> Work:
-    from liger_trainer.configs.flags import retained_bytes_of
-
+def _work(values: Mapping[str, Any], source: Path, base_bytes: float, gpus: int, prompt_length: int) -> Work:
     trainer = values["trainer"]
-    ours = values["use_liger_kernel"]
-    head = HeadSettings(
-        loss="none" if trainer == "reward" else "cross_entropy" if trainer in _SUMMED else "log_probs",
-        fused=bool(ours and kernels.linear_cross_entropy),
-        cross_entropy=bool(ours and kernels.cross_entropy),
-        logits_memory=int(kernels.logits_memory),
-        retained=retained_bytes_of(SimpleNamespace(**values)),
-    )
+    loss = "none" if trainer == "reward" else "cross_entropy" if trainer in _SUMMED else "log_probs"
+    head = HeadSettings.of(SimpleNamespace(**values), loss)
     reference = base_bytes if _has_reference(values) else 0.0
     if trainer in _POLICY:
         answer = values["max_completion_length"] or 0
@@ -262,9 +247,6 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
-    from liger_trainer.plan.optimizers import is_known
-    from liger_trainer.recipe.model import published_config
-
     notes = []
     name = values["model_name_or_path"]
     if name is not None and published_config(name, values["model_revision"]) is not None:
@@ -275,7 +257,7 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
         notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
-    if (every := every_n_layers(values)) > 1:
+    if (every := _every_n_layers(values)) > 1:
         meaning = f"checkpoints one of every {every} layers; the others save their activations."
         notes.append(f'With `every_n_layers`, "checkpointing" {meaning}')
     if values["warm_start"]:

@@ -161,7 +161,7 @@ def _stacked(model: nn.Module) -> dict[int, int]:
     """Ids and sizes of the frozen stacked weights of experts."""
     from liger_trainer.patching.moe.quantized_experts import stacked_weights
 
-    found = (module._parameters[name] for module, name in stacked_weights(model))
+    found = (module.get_parameter(name) for module, name in stacked_weights(model))
     return {id(weight): weight.numel() for weight in found if weight is not None}
 
 

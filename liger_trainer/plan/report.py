@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from liger_trainer.plan.checkpointing import checkpointing_key
 from liger_trainer.plan.choose import Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
-from liger_trainer.plan.inputs import Inputs, kernels_of
+from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import PLANNED_ATTENTION
+from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
@@ -28,15 +30,9 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     kernels, ours = kernel_config_of(args), args.use_liger_kernel
     rows, length = shape
     fused_adapters = bool(ours and kernels.lora and not getattr(model, "is_loaded_in_8bit", False))
-    head = HeadSettings(
-        loss=_loss(trainer, model),
-        fused=bool(ours and kernels.linear_cross_entropy),
-        cross_entropy=bool(ours and kernels.cross_entropy),
-        logits_memory=int(kernels.logits_memory),
-        retained=retained_bytes_of(args),
-    )
     batch = args.per_device_train_batch_size
-    work = Work(max(rows // batch, 1), length, length, head, _bytes(getattr(trainer, "ref_model", None)))
+    head, reference = HeadSettings.of(args, _loss(trainer, model)), _bytes(getattr(trainer, "ref_model", None))
+    work = Work(max(rows // batch, 1), length, length, head, reference)
     run = Run(
         count_parameters(model),
         read_layer_shape(model, fused_adapters, bool(ours and kernels.experts)),
@@ -44,7 +40,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         weight_bytes=model.get_input_embeddings().weight.element_size(),
         mixed=bool(args.bf16 or args.fp16),
         optim=str(getattr(args.optim, "value", args.optim)),
-        implementation=getattr(model.config, "_attn_implementation", None) or "sdpa",
+        implementation=(available(PLANNED_ATTENTION) and getattr(model.config, "_attn_implementation", None)) or "sdpa",
         checkpoint_every=(args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1),
         recompute_mlp=bool(ours and kernels.recompute_mlp),
         sync_each_batch=trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),

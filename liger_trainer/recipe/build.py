@@ -150,11 +150,7 @@ def _processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train:
 
 
 def chat_template(name: str | None) -> str | None:
-    """``chat_template_path``, which may also be the name of a template that TRL ships.
-
-    Raises:
-        RecipeError: if it names a .jinja file that does not exist.
-    """
+    """``chat_template_path``, which may also be the name of a template that TRL ships."""
     import trl
 
     if name is None or Path(name).exists():
@@ -168,11 +164,7 @@ def chat_template(name: str | None) -> str | None:
 
 
 def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer with more ids than the embedding has rows; on a GPU that fails in a device-side assert.
-
-    Raises:
-        RecipeError: if there are more tokens than rows.
-    """
+    """Refuses a tokenizer with more ids than the embedding has rows; on a GPU that fails in a device-side assert."""
     model: Any = trainer.model
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
@@ -183,11 +175,7 @@ def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def check_targets(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses data whose rows all have at most one token: there is no next token to learn.
-
-    Raises:
-        RecipeError: if no row has two tokens.
-    """
+    """Refuses data whose rows all have at most one token: there is no next token to learn."""
     rows: Any = trainer.train_dataset
     if not hasattr(rows, "data") or "input_ids" not in rows.column_names:  # streamed, or tokenised later
         return
@@ -201,11 +189,7 @@ def check_targets(recipe: Recipe, trainer: Trainer) -> None:
 
 
 def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
-    """Refuses prompts without tokens, and a chat template that fails on the first prompt; both would fail in a step.
-
-    Raises:
-        RecipeError: naming the column or the template.
-    """
+    """Refuses prompts without tokens, and a chat template that fails on the first prompt; both would fail in a step."""
     row = next(iter(train)) if recipe.kind.data == "prompt" else {}
     prompt = row.get("prompt")
     processor: Any = trainer.processing_class
@@ -230,11 +214,7 @@ def template_error(recipe: Recipe, error: Exception) -> RecipeError:
 
 
 def check_adapted(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses names of LoRA targets that are not in the model; PEFT would ignore them.
-
-    Raises:
-        RecipeError: naming the missing ones.
-    """
+    """Refuses names of LoRA targets that are not in the model; PEFT would ignore them."""
     if not recipe.model.use_peft:
         return
     from peft.utils import ModulesToSaveWrapper
@@ -256,11 +236,7 @@ def check_adapted(recipe: Recipe, trainer: Trainer) -> None:
 
 
 def check_optimizer(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses an optimizer that is not installed, or lacks an argument it needs.
-
-    Raises:
-        RecipeError: naming the optimizer and the reason.
-    """
+    """Refuses an optimizer that is not installed, or lacks an argument it needs."""
     optim: Any = trainer.args.optim
     model: Any = trainer.model
     try:
@@ -285,11 +261,7 @@ def check_launch(recipe: Recipe, trainer: Trainer) -> None:
 
 
 def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
-    """Adds the callback of ``router_balance``, before all others, so that every reporter sees its numbers.
-
-    Raises:
-        RecipeError: if the model has no experts.
-    """
+    """Adds the callback of ``router_balance``, before all others, so that every reporter sees its numbers."""
     if not recipe.recipe.router_balance:
         return
     from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of

@@ -62,9 +62,6 @@ def check_ranges(values: Mapping[str, Any], source: Path) -> None:
     Args:
         values: All keys of a recipe, with values of the right types; None is always allowed.
         source: The file, for the messages.
-
-    Raises:
-        RecipeError: naming the key, what was given and what is allowed.
     """
     for key, value in values.items():
         allowed = None if value is None else _allowed(key, value)
@@ -150,11 +147,7 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
 
 
 def check_schedule(training: TrainingArguments, source: Path) -> None:
-    """Checks that the learning rate schedule can be built; the Trainer builds it last.
-
-    Raises:
-        RecipeError: if `lr_scheduler_type` does not accept `lr_scheduler_kwargs`.
-    """
+    """Checks that the learning rate schedule can be built; the Trainer builds it last."""
     import torch
     from transformers import get_scheduler
 
@@ -171,11 +164,7 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
 
 
 def check_generation(training: TrainingArguments, source: Path) -> None:
-    """Refuses names in `generation_kwargs` that transformers would silently ignore; vLLM checks its own.
-
-    Raises:
-        RecipeError: naming the first.
-    """
+    """Refuses names in `generation_kwargs` that transformers would silently ignore; vLLM checks its own."""
     from transformers import GenerationConfig
 
     asked, known = getattr(training, "generation_kwargs", None) or {}, vars(GenerationConfig())

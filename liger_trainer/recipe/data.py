@@ -171,9 +171,6 @@ def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
     Args:
         rows: A dataset.
         columns: New names, each with the present name.
-
-    Raises:
-        RecipeError: if there is no such column.
     """
     if not columns:
         return rows
@@ -187,11 +184,7 @@ def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
 
 
 def check_columns(rows: Any, recipe: Recipe) -> None:
-    """Checks that `rows` have the columns that the trainer and its reward functions need, with valid values.
-
-    Raises:
-        RecipeError: naming the columns that are needed and those that are present.
-    """
+    """Checks that `rows` have the columns that the trainer and its reward functions need, with valid values."""
     columns = rows.column_names
     if columns is None:
         return

@@ -35,11 +35,7 @@ def can_split_experts(config: PreTrainedConfig) -> bool:
 
 
 def check_expert_parallel(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Checks that this launch can split the experts of `config` over `expert_parallel_size` processes.
-
-    Raises:
-        RecipeError: if it cannot.
-    """
+    """Checks that this launch can split the experts of `config` over `expert_parallel_size` processes."""
     size = recipe.recipe.expert_parallel_size
     check_expert_count(recipe.source, size, config)
     if (way := splits_of_launch()) is not None:
@@ -51,11 +47,7 @@ def check_expert_parallel(recipe: Recipe, config: PreTrainedConfig) -> None:
 
 
 def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> None:
-    """Checks that `size` processes can share the experts of a model of `config`.
-
-    Raises:
-        RecipeError: if they cannot.
-    """
+    """Checks that `size` processes can share the experts of a model of `config`."""
     text, experts = config.get_text_config(), count_experts(config)
     given = f"{source}: `expert_parallel_size` is {size}, but"
     if not experts:
@@ -96,11 +88,7 @@ def splits_of_launch() -> str | None:
 
 
 def check_loading_in_4_bits(source: Path, trainer: str, config: PreTrainedConfig) -> None:
-    """Checks that ``load_in_4bit`` can quantise the experts of a model of `config`, if it has any.
-
-    Raises:
-        RecipeError: if it cannot.
-    """
+    """Checks that ``load_in_4bit`` can quantise the experts of a model of `config`, if it has any."""
     if not count_experts(config):
         return
     given = f"{source}: `load_in_4bit` is true and the model ({config.get_text_config().model_type}) has experts"
@@ -133,11 +121,7 @@ def adapted_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig) -> An
 
 
 def check_adapted_experts(recipe: Recipe, model: Any) -> None:
-    """Checks that adapters on 4-bit experts run in our operator; PEFT's own forward is wrong for such weights.
-
-    Raises:
-        RecipeError: if they do not.
-    """
+    """Checks that adapters on 4-bit experts run in our operator; PEFT's own forward is wrong for such weights."""
     from liger_trainer.patching.moe.lora_experts import adapted_experts_left_to_peft
     from liger_trainer.patching.probe import class_of
 

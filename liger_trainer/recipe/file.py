@@ -16,7 +16,7 @@ LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
 
 
 class RecipeError(UserError):
-    """A mistake in a recipe or its data."""
+    """A mistake in a recipe or its data, which every ``check_...`` of this package raises; its text says what to do."""
 
 
 class TrainingError(RecipeError):
@@ -46,11 +46,7 @@ def packaged_files(package: str, pattern: str) -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, given by its path or by the name of a shipped recipe.
-
-    Raises:
-        RecipeError: if there is no such file and no such recipe.
-    """
+    """The file of a recipe, given by its path or by the name of a shipped recipe."""
     path = Path(name)
     if path.is_file():
         return path
@@ -63,11 +59,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def accelerate_config(name: str) -> Path:
-    """The file of an accelerate configuration, given by its path or by the name of a shipped one.
-
-    Raises:
-        RecipeError: if there is no such file and no such configuration.
-    """
+    """The file of an accelerate configuration, given by its path or by the name of a shipped one."""
     if Path(name).is_file():
         return Path(name)
     shipped = shipped_configs()

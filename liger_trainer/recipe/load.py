@@ -12,6 +12,7 @@ import difflib
 import io
 import types
 import typing
+from argparse import Action, ArgumentParser
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,8 +24,6 @@ from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe.smoke import shrink
 
 if TYPE_CHECKING:
-    from argparse import Action
-
     from transformers import TrainingArguments
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
@@ -160,12 +159,9 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
 
 def _trainer_of(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> str:
     """The value of ``trainer``, which decides what the other keys are."""
-    trainer = values.get("trainer", "sft")
-    for position, option in enumerate(overrides):
-        if option == "--trainer" and position + 1 < len(overrides):
-            trainer = overrides[position + 1]
-        elif option.startswith("--trainer="):
-            trainer = option.split("=", 1)[1]
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trainer", nargs="?", default=values.get("trainer", "sft"))
+    trainer = parser.parse_known_args(list(overrides))[0].trainer
     if trainer not in tuple(TRAINERS):  # a list, for example, cannot be looked up in a dict
         raise RecipeError(f"{source}: `trainer` is {trainer!r}; it must be one of {', '.join(map(repr, TRAINERS))}.")
     return trainer

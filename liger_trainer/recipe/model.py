@@ -14,6 +14,7 @@ from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.published_configs import PUBLISHED
+from liger_trainer.recipe.schema import mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,44 +35,65 @@ def check_model(recipe: Recipe) -> None:
         RecipeError: if bitsandbytes is missing, the configuration or the weights cannot be read, the model is not a
             causal language model, or its experts cannot be split or quantised as the recipe asks.
     """
-    name, settings = recipe.model.model_name_or_path, recipe.recipe.model_config
+    name = recipe.model.model_name_or_path
     if is_quantised(recipe) and importlib.util.find_spec("bitsandbytes") is None:
         key = "load_in_4bit" if recipe.model.load_in_4bit else "load_in_8bit"
         raise RecipeError(
             f"{recipe.source}: `{key}: true` needs bitsandbytes, which is not installed. Install it with `pip install "
             "'liger-trainer[qlora]'`, or set the key to false for a base in its own dtype."
         )
-    if (name is None) == (settings is None):
-        raise RecipeError(
-            f"{recipe.source}: give either `model_name_or_path` or `model_config`, not {'both' if name else 'neither'}."
-        )
-    if settings is not None:
-        given = f"{recipe.source}: `model_config`"
-        config = make_config(settings, given)
-    else:
-        given = f"`model_name_or_path`: {name!r}"
-        config = base_config(recipe)
-        check_weights(str(name), given)
-    if recipe.recipe.trainer != "reward":
-        check_causal(config, given)
+    config = config_of_recipe(recipe)
+    if name is not None:
+        check_weights(name, f"`model_name_or_path`: {name!r}")
     if recipe.recipe.expert_parallel_size > 1:
         check_expert_parallel(recipe, config)
     if recipe.model.load_in_4bit:
         check_loading_in_4_bits(recipe.source, recipe.recipe.trainer, config)
 
 
-def base_config(recipe: Recipe) -> PreTrainedConfig:
-    """The configuration of ``model_name_or_path``."""
-    name, revision = str(recipe.model.model_name_or_path), recipe.model.model_revision
-    return read_config(name, "`model_name_or_path`", revision, recipe.get("trust_remote_code"))
+def config_of_recipe(recipe: Recipe) -> PreTrainedConfig:
+    """The configuration of the model that a recipe names, or describes in ``model_config``."""
+    trusted = {"trust_remote_code": recipe.get("trust_remote_code")}
+    return config_of_values({**vars(recipe.recipe), **vars(recipe.model), **trusted}, recipe.source)
+
+
+def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = False) -> PreTrainedConfig:
+    """The configuration of the model that the keys of a recipe name or describe.
+
+    Args:
+        values: Keys and values.
+        source: The recipe's file, for the messages.
+        packaged: Whether a configuration in `PUBLISHED` will do, so that the Hub need not be asked.
+
+    Raises:
+        RecipeError: unless exactly one model is given, and it can be read and is a causal language model, which only
+            ``trainer: "reward"`` does not need.
+    """
+    name, settings = values.get("model_name_or_path"), values.get("model_config")
+    if (name is None) == (settings is None):
+        both = "both" if name else "neither"
+        raise RecipeError(f"{source}: give either `model_name_or_path` or `model_config`, not {both}.")
+    if name is not None:
+        given, revision = f"`model_name_or_path`: {name!r}", values.get("model_revision", "main")
+        published = published_config(name, revision) if packaged else None
+        trusted = bool(values.get("trust_remote_code"))
+        config = published or read_config(name, "`model_name_or_path`", revision, trusted)
+    else:
+        given = f"{source}: `model_config`"
+        try:
+            settings = mapping("model_config", settings) or {}
+        except ValueError as error:
+            raise RecipeError(f"{source}: {error}") from error
+        config = make_config(settings, given)
+        if values.get("tokenizer_vocab_size") and not _has_vocab_size(settings):
+            config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
+    if values.get("trainer") != "reward":
+        check_causal(config, given)
+    return config
 
 
 def check_weights(folder: str, given: str) -> None:
-    """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none.
-
-    Raises:
-        RecipeError: naming the first damaged file.
-    """
+    """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -109,9 +131,6 @@ def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed:
 
     It is saved because a reference model is loaded from the policy's source, and because models are quantised and
     split as they are loaded.
-
-    Raises:
-        RecipeError: if a resumed run finds no such folder.
     """
     from accelerate import PartialState
 
@@ -138,7 +157,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     settings = dict(recipe.recipe.model_config or {})
     config = AutoConfig.for_model(**settings)
     text = config.get_text_config()
-    if "vocab_size" not in {**settings, **(settings.get("text_config") or {})}:
+    if not _has_vocab_size(settings):
         text.vocab_size = len(tokenizer)
     for owner in {id(config): config, id(text): text}.values():
         owner.pad_token_id = tokenizer.pad_token_id
@@ -146,6 +165,10 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         owner.eos_token_id = tokenizer.eos_token_id
     dtype = recipe.model.dtype if recipe.model.dtype not in (None, "auto") else "float32"
     return model_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention(recipe))
+
+
+def _has_vocab_size(settings: Mapping[str, Any]) -> bool:
+    return "vocab_size" in {**settings, **(settings.get("text_config") or {})}
 
 
 def load_model(recipe: Recipe, source: str, **overrides: Any) -> Any:
@@ -199,8 +222,7 @@ def lora_advice(error: Exception, recipe: Recipe) -> str:
 
     if "arget modules" not in str(error) or not recipe.model.use_peft:
         return ""
-    settings = recipe.recipe.model_config
-    config = base_config(recipe) if settings is None else make_config(settings, f"{recipe.source}: `model_config`")
+    config = config_of_recipe(recipe)
     with torch.device("meta"):
         model = model_class(config).from_config(config, trust_remote_code=recipe.get("trust_remote_code"))
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -209,11 +231,7 @@ def lora_advice(error: Exception, recipe: Recipe) -> str:
 
 
 def make_config(settings: Mapping[str, Any], given: str) -> PreTrainedConfig:
-    """The configuration that ``model_config`` describes; messages start with `given`.
-
-    Raises:
-        RecipeError: if it is not a valid configuration.
-    """
+    """The configuration that ``model_config`` describes; messages start with `given`."""
     from transformers import AutoConfig
 
     _check_sizes(settings, given)
@@ -288,26 +306,26 @@ def _reach_hub(name: str, revision: str) -> None:
 
 def model_class(config: PreTrainedConfig) -> Any:
     """The auto class for `config`; for a multimodal configuration that of the whole model, not of its text part."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     multimodal = config.get_text_config() is not config
-    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+    if multimodal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
 def check_causal(config: PreTrainedConfig, given: str) -> None:
-    """Checks that `config` describes a causal language model, which predicts each token from those before it.
-
-    Raises:
-        RecipeError: for an encoder, with or without a decoder; its tokens would learn to copy those after them.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    """Refuses an encoder, with or without a decoder; its tokens would learn to copy those after them."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder:
-        kind, wrong = "an encoder with a decoder", type(config) not in AutoModelForCausalLM._model_mapping
+        kind, wrong = "an encoder with a decoder", type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     else:
-        masked = type(config) in AutoModelForMaskedLM._model_mapping
+        masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
         kind, wrong = "an encoder", masked and getattr(config, "is_decoder", None) is False
     if wrong:
         raise RecipeError(

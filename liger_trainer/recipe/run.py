@@ -65,11 +65,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
 
 def _check_before_loading(recipe: Recipe) -> None:
-    """Checks everything that needs neither the data nor the weights.
-
-    Raises:
-        RecipeError: for a launch that would train wrongly, and for arguments and models that cannot be used.
-    """
+    """Checks everything that needs neither the data nor the weights."""
     args = recipe.training
     if args.n_gpu > 1:
         raise RecipeError(
@@ -162,11 +158,7 @@ def _save(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 
 def _check_not_stopped(trainer: Any) -> None:
-    """Refuses to finish a training that `non_finite` has stopped.
-
-    Raises:
-        NonFiniteError: if it has.
-    """
+    """Refuses to finish a training that `non_finite` has stopped."""
     from liger_trainer.callbacks.non_finite import NonFiniteError
 
     if trainer._guard is not None and trainer._guard.stopped:
@@ -177,11 +169,7 @@ def _check_not_stopped(trainer: Any) -> None:
 
 
 def _check_began(recipe: Recipe, trainer: Trainer) -> None:
-    """Refuses a training without a single step, which the Trainer accepts.
-
-    Raises:
-        RecipeError: if no step was made.
-    """
+    """Refuses a training without a single step, which the Trainer accepts."""
     if trainer.state.global_step == 0:
         batch, dropped = trainer.args.per_device_train_batch_size, trainer.args.dataloader_drop_last
         raise RecipeError(

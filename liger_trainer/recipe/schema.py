@@ -1,6 +1,6 @@
 """The keys of a recipe: where each is declared, and what each ``trainer`` stands for.
 
-A recipe's keys are the fields of these dataclasses (`argument_classes`); a key's name, type, default and help are
+A recipe's keys are the fields of these dataclasses (`argument_classes`); a key's name, type, default and meaning are
 declared there and nowhere else:
 
 - `RecipeArguments`, and for some trainers `CausalLMArguments` or `RewardArguments`, below;
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -53,56 +53,34 @@ class RecipeArguments:
         sample_tokens: New tokens for each of them.
     """
 
-    trainer: Literal["sft", "causal_lm", "dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"] = field(
-        default="sft", metadata={"help": "Which trainer runs."}
-    )
-    accelerate_config: str | None = field(
-        default=None, metadata={"help": "accelerate configuration for `liger-trainer train` on GPUs."}
-    )
-    expert_parallel_size: int = field(
-        default=1, metadata={"help": "Processes that share the experts of a mixture of experts; launch with DDP."}
-    )
-    model_config: JSONMapping | None = field(
-        default=None, metadata={"help": "Configuration of a model to train from scratch, with its model_type; JSON."}
-    )
-    model_family: str | None = field(default=None, metadata={"help": "The model_type that --smoke shrinks."})
-    tokenizer_name_or_path: str | None = field(
-        default=None, metadata={"help": "Tokenizer to load; default: the model's own."}
-    )
-    tokenizer_vocab_size: int | None = field(
-        default=None, metadata={"help": "Train a byte-level BPE tokenizer of this size on the training text."}
-    )
-    data_files: list[str] | None = field(
-        default=None, metadata={"help": "Local files to train on: json, jsonl, csv, parquet or txt."}
-    )
-    eval_data_files: list[str] | None = field(default=None, metadata={"help": "Local files to evaluate on."})
-    columns: JSONMapping | None = field(
-        default=None, metadata={"help": "New names of columns, each with its name in the data; JSON."}
-    )
-    warm_start: JSONMapping | None = field(
-        default=None, metadata={"help": "Keys of a supervised recipe that runs first on the same model; JSON."}
-    )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Delete the checkpoints in output_dir and start again."}
-    )
-    loss_curve: bool = field(default=True, metadata={"help": "Draw loss_curve.png into output_dir at the end."})
-    router_balance: bool = field(
-        default=False, metadata={"help": "Log and draw how evenly a mixture of experts uses its experts."}
-    )
-    sample_prompts: list[str] | None = field(
-        default=None, metadata={"help": "Texts the saved model continues at the end."}
-    )
-    sample_tokens: int = field(default=48, metadata={"help": "New tokens for each sample prompt."})
+    trainer: Literal["sft", "causal_lm", "dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"] = "sft"
+    accelerate_config: str | None = None
+    expert_parallel_size: int = 1
+    model_config: JSONMapping | None = None
+    model_family: str | None = None
+    tokenizer_name_or_path: str | None = None
+    tokenizer_vocab_size: int | None = None
+    data_files: list[str] | None = None
+    eval_data_files: list[str] | None = None
+    columns: JSONMapping | None = None
+    warm_start: JSONMapping | None = None
+    overwrite_output_dir: bool = False
+    loss_curve: bool = True
+    router_balance: bool = False
+    sample_prompts: list[str] | None = None
+    sample_tokens: int = 48
 
     def __post_init__(self) -> None:
         for name in ("model_config", "columns", "warm_start"):
-            setattr(self, name, _mapping(name, getattr(self, name)))
-        if self.model_config is not None and "model_type" not in self.model_config:
-            raise ValueError("`model_config` has no `model_type`; give one, such as 'llama'.")
+            setattr(self, name, mapping(name, getattr(self, name)))
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """`value` as a mapping; it may be JSON text."""
+def mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """The value of the key `name` as a mapping; it may be JSON text, or None.
+
+    Raises:
+        ValueError: if it is neither, or a ``model_config`` without a ``model_type``.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -111,6 +89,8 @@ def _mapping(name: str, value: Any) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         like = " with a `model_type`" if name == "model_config" else ""
         raise ValueError(f"`{name}` is {value!r}; give a mapping{like}.")
+    if name == "model_config" and value is not None and "model_type" not in value:
+        raise ValueError("`model_config` has no `model_type`; give one, such as 'llama'.")
     return value
 
 
@@ -124,9 +104,9 @@ class CausalLMArguments:
         trust_remote_code: Run model or tokenizer code that comes with a repository.
     """
 
-    max_length: int = field(default=1024, metadata={"help": "Tokens in a training block."})
-    dataset_text_field: str = field(default="text", metadata={"help": "The column that holds the text."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a repository."})
+    max_length: int = 1024
+    dataset_text_field: str = "text"
+    trust_remote_code: bool = False
 
 
 @dataclass
@@ -142,20 +122,14 @@ class RewardArguments:
             the prompt as the user's turn. A prompt that is a conversation gets this system turn unless it has one.
     """
 
-    reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Reward functions as package.module:function, or reward models."}
-    )
-    reward_options: JSONMapping | None = field(
-        default=None, metadata={"help": "Keyword arguments of the reward functions, by their names; JSON."}
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "Turns plain prompts into conversations with this system turn."}
-    )
+    reward_funcs: list[str] | None = None
+    reward_options: JSONMapping | None = None
+    system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         if not self.reward_funcs:
             raise ValueError('`reward_funcs` is empty; name at least one, such as ["liger_trainer.rewards:accuracy"].')
-        self.reward_options = _mapping("reward_options", self.reward_options)
+        self.reward_options = mapping("reward_options", self.reward_options)
         for name, options in (self.reward_options or {}).items():
             if name not in self.reward_funcs or not isinstance(options, dict):
                 raise ValueError(

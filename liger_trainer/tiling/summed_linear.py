@@ -25,7 +25,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from liger_trainer.compat.hooks import is_output_hooked
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import CHANGED_IN_PLACE
 from liger_trainer.kernels.matmul import matmul_into
+
+require(CHANGED_IN_PLACE)
 
 
 class GradientSum:
@@ -133,8 +138,7 @@ class ResultFinder:
         y = nn.Linear.forward(layer, x)
         self._calls += 1
         self._layer = layer
-        hooked = layer._forward_hooks or nn.modules.module._has_any_global_hook()
-        self._last, self._version = None if hooked else weakref.ref(y), y._version
+        self._last, self._version = None if is_output_hooked(layer) else weakref.ref(y), y._version
         return y
 
     def call_of(self, y: torch.Tensor) -> _Call | None:

@@ -50,8 +50,7 @@ class _Call(nn.Module):
         self.places = {
             f"{path}.{key}": names[id(parameter)]
             for path, part in module.named_modules(prefix="module")
-            for key, parameter in part._parameters.items()
-            if parameter is not None
+            for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
         }
 
     def forward(self, x: torch.Tensor, finish: Callable[[torch.Tensor], Any]) -> Any:
@@ -206,10 +205,10 @@ def _widths(module: nn.Module) -> Iterator[int]:
     """The sum of input and output size of each matrix in `module`."""
     for part in module.modules():
         width, height = getattr(part, "in_features", None), getattr(part, "out_features", None)
-        if isinstance(width, int) and isinstance(height, int) and not part._modules:
+        if isinstance(width, int) and isinstance(height, int) and not any(part.children()):
             yield width + height  # the shape of a quantised weight does not tell
         else:
-            yield from (sum(p.shape) for p in part._parameters.values() if p is not None and p.dim() == 2)
+            yield from (sum(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2)
 
 
 def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_memory: int) -> int:

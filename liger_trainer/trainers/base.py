@@ -91,6 +91,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
     """
 
+    model: nn.Module
     kernel_report: KernelReport | None = None
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
@@ -118,7 +119,6 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         self._show_report = self._own_callback(KernelReportCallback)
         self._throughput.measure(self.model)
         self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-        assert isinstance(self.model, nn.Module)
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
             if self.label_smoother is not None:
@@ -208,7 +208,6 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        assert isinstance(self.model, nn.Module)
         if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
             return result
         z_loss = mean_z_loss(z_losses)
@@ -219,12 +218,15 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
         """Tells the fused loss the gradient that its backward will receive, so that it need not rescale there."""
-        assert isinstance(self.model, nn.Module)
         if not self.model.training or not self.args.use_liger_kernel:
             return contextlib.nullcontext()
+        return expected_loss_gradient(self._loss_gradient(num_items))
+
+    def _loss_gradient(self, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
+        """The gradient of the step's loss with respect to the summed loss of the labels of one micro-batch."""
         if num_items is None:
-            return expected_loss_gradient(1.0 / getattr(self, "current_gradient_accumulation_steps", 1))
-        return expected_loss_gradient(process_scale(self, num_items) / num_items)
+            return 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
+        return process_scale(self, num_items) / num_items
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Trains on one micro-batch; the guard looks at its loss."""
@@ -265,7 +267,6 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         if self._guard is not None:
             # All processes take part in saving a checkpoint or a split model. A whole model is the same on each.
             split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
-            assert isinstance(self.model, nn.Module)
             self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
         super().save_model(output_dir, _internal_call)
 
@@ -277,7 +278,6 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
-        assert isinstance(self.model, nn.Module)
         if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
             self._count([prepared])
         return prepared

@@ -19,10 +19,9 @@ from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.trainers.teacher import TeacherMixin
+from liger_trainer.trainers.token_statistics import IGNORE_INDEX
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
-
-_IGNORE_INDEX = -100
 
 
 class _LogitsForHiddenStates(nn.Module):
@@ -51,8 +50,8 @@ def _divergence_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """TRL's `_chunked_divergence_loss`, but of logits; deferred ones have their own head, scale and soft-cap."""
     mask = completion_mask != 0
-    labels = torch.zeros_like(completion_mask).masked_fill(~mask, _IGNORE_INDEX)
-    found = divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch, _IGNORE_INDEX)
+    labels = torch.zeros_like(completion_mask).masked_fill(~mask, IGNORE_INDEX)
+    found = divergence(student_logits, teacher_logits, labels, beta, temperature, num_items_in_batch, IGNORE_INDEX)
     assert found.entropy is not None
     return found.loss, found.entropy.sum(), mask.sum()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +13,10 @@ from transformers import Trainer
 
 from liger_trainer.callbacks.batch_tokens import first_label
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
-
 logger = logging.getLogger("liger_trainer")
 
 
-class EvaluatingMixin(_Base):
+class EvaluatingMixin(Trainer):
     """Comes before a Trainer: leaves batches without a finite loss, such as one without labels, out of the mean."""
 
     _without_loss: torch.Tensor | int = 0  # batches of this evaluation, counted on the device

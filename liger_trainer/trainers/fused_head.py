@@ -29,7 +29,7 @@ from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.patching.binding import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
-from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
+from liger_trainer.trainers.token_statistics import IGNORE_INDEX, StatisticsOptions, TokenStatistics, token_statistics
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
@@ -175,9 +175,9 @@ def fused_output(
     Raises:
         ValueError: if neither kind of labels is given.
     """
-    target = _next_token_labels(labels, shift_labels, options.ignore_index).to(logits.device)
+    target = _next_token_labels(labels, shift_labels).to(logits.device)
     statistics = token_statistics(logits, target, options)
-    mask = target != options.ignore_index
+    mask = target != IGNORE_INDEX
     if shift_labels is None:  # the last position has no label
         mask = mask[:, :-1]
     length = mask.shape[1]
@@ -194,13 +194,11 @@ def fused_output(
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
 
 
-def _next_token_labels(
-    labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
-) -> torch.Tensor:
+def _next_token_labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor:
     """The label of the next token at every position."""
     if shift_labels is not None:
         return shift_labels
     if labels is None:
         raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`; neither was given.")
     # Shifting the labels, not the hidden states, avoids a copy of the latter. The last position has no label.
-    return F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]

@@ -14,7 +14,7 @@ require(LOSS_SCALE)
 
 def loss_divisor(trainer: Any, num_items: torch.Tensor | int | None) -> int:
     """The divisor for a term of one micro-batch: the accumulation steps, or 1 if the Trainer divides by them."""
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    scaled = trainer.loss_is_scaled_for_ga
     if scaled is None:
         by_items = trainer.model_accepts_loss_kwargs and num_items is not None
         scaled = by_items or trainer.compute_loss_func is not None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.trainers.token_statistics import IGNORE_INDEX
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_fused_head
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     class _Base(LigerTRLMixin, ORPOTrainer): ...
 else:
     _Base = LigerTRLMixin
-
-IGNORE_INDEX = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,6 @@ class PairMixin(_Base):
 
     def _finish_init(self) -> None:
         if wants_fused_head(self.args) and not self.is_encoder_decoder:
-            assert isinstance(self.model, nn.Module)
             self._add_fused_lm_head(without_adapters(self.model), outputs=("log_probs", "mean_logits"))
             self._fused = True
         super()._finish_init()

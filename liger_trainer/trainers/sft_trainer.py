@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import ONE_PASS
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
@@ -22,7 +21,6 @@ from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 require(SFT_HEAD)
 require(SFT_LOSS)
-require(ONE_PASS)
 
 
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
@@ -44,6 +42,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     trl_module = trl_sft_trainer
     config_class = LigerSFTConfig
+    args: SFTConfig
     _takes_parts_of_sequences = True
 
     @classmethod
@@ -57,16 +56,13 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; with label smoothing or a `compute_loss_func` by one forward instead of two."""
-        assert isinstance(self.args, SFTConfig)
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
         if self._statistics is not None and (smooths or self.compute_loss_func is not None):
-            assert isinstance(self.model, nn.Module)
             text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
             model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _weighs_labels_alike(self) -> bool:
-        assert isinstance(self.args, SFTConfig)
         return self.args.loss_type != "dft"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import TrainingArguments
@@ -12,7 +12,6 @@ from transformers import TrainingArguments
 from liger_trainer.compat.peft import ADAPTERS_ON_HEAD
 from liger_trainer.compat.private import require
 from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of
-from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.head.lm_head import find_lm_heads
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import is_bound_by_us
@@ -59,18 +58,13 @@ class TeacherMixin(LigerTRLMixin):
         """
         if not wants_kernels(self.args) or not kernel_config_of(self.args).linear_cross_entropy:
             return False
-        assert isinstance(self.model, nn.Module)
         if _has_adapter_on_head(self.model):
             return True
         return all(_defers(self.accelerator.unwrap_model(model)) for model in (self.model, self.teacher_model))
 
-    def _expected_gradient(self, num_items: Any) -> contextlib.AbstractContextManager:
+    def _loss_gradient(self, num_items: torch.Tensor | int | None) -> float:
         # The divergence is already divided by `num_items`; only the Trainer's own division remains.
-        assert isinstance(self.model, nn.Module)
-        if not self.model.training or not self.args.use_liger_kernel:
-            return contextlib.nullcontext()
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        return expected_loss_gradient(loss_divisor(self, num_items) / steps)
+        return loss_divisor(self, num_items) / getattr(self, "current_gradient_accumulation_steps", 1)
 
 
 def _defers(model: nn.Module) -> bool:

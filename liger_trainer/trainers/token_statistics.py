@@ -13,6 +13,9 @@ from liger_trainer.head.deferred_logits import DeferredLogits, build, without_ow
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.kernels.head.log_probs import log_probs
 
+IGNORE_INDEX = -100
+"""The label of the positions to leave out."""
+
 _KERNEL_NAMES = {
     "entropy": "entropy",
     "log_sum_sq_probs": "sum_squared_probs",
@@ -31,14 +34,12 @@ class StatisticsOptions:
         uniform_gradient: Whether the trainer's own loss weighs all labels alike. If so, the gradients of the head are
             computed in the forward of that loss, and recomputed in the backward of any other.
         retain_memory: Bytes of logits to save for the backward of any other loss; one chunk by default.
-        ignore_index: Label of the positions to leave out.
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0
     uniform_gradient: bool = False
     retain_memory: int | None = None
-    ignore_index: int = -100
 
     @property
     def kernel_outputs(self) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ class StatisticsOptions:
 
 
 class TokenStatistics(NamedTuple):
-    """Per-label statistics in the shape of the labels, zero where a label is ignored; None if not asked for.
+    """Per-label statistics in the shape of the labels, zero where a label is `IGNORE_INDEX`; None if not asked for.
 
     Attributes:
         log_probs: fp32, differentiable.
@@ -71,16 +72,16 @@ class TokenStatistics(NamedTuple):
 
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
     """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building logits that are deferred."""
-    outputs, temperature, ignore_index = options.kernel_outputs, options.temperature, options.ignore_index
+    outputs, temperature = options.kernel_outputs, options.temperature
     found: Any
     logits = without_owner(logits)
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
-        found = log_probs(build(logits), labels, ignore_index, temperature, outputs=outputs)
+        found = log_probs(build(logits), labels, IGNORE_INDEX, temperature, outputs=outputs)
     elif not logits.recorded.call.fused or logits.recorded.chain.fused_form() is None:
-        found = chunked_log_probs(logits, labels, outputs, temperature, ignore_index)
+        found = chunked_log_probs(logits, labels, outputs, temperature, IGNORE_INDEX)
     else:
         found = head_log_probs(
-            logits, labels, outputs, temperature, options.retain_memory, ignore_index, options.expected_grad
+            logits, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, options.expected_grad
         )
     asked = {theirs: getattr(found, ours) for theirs, ours in _KERNEL_NAMES.items() if theirs in options.outputs}
     return TokenStatistics(found.log_probs, **asked)

@@ -49,7 +49,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         if self.compute_loss_func is not None:  # the loss is the user's
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._coefficients_of is not self.model:  # `model_init` builds a new model for every trial
-            assert isinstance(self.model, nn.Module)
             self._coefficients_of, self._coefficients = self.model, aux_loss_coefficients(self.model)
         with averaged_aux_loss(self, self._coefficients, num_items_in_batch):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -105,7 +105,6 @@ class LigerTRLMixin(LigerTrainerMixin):
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
         """Replaces TRL's function of that name, which its `__init__` calls for the policy and for a reference model."""
-        assert isinstance(self.model, nn.Module)
         is_policy = without_adapters(self.model) is model
         config = kernel_config_of(self.args)
         options = StatisticsOptions(outputs, temperature, self._weighs_labels_alike(), retained_bytes_of(self.args))

@@ -79,14 +79,14 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("adapters", [None, torch.bfloat16])
-def test_it_is_said_once(tmp_path, caplog, adapters):
+def test_it_is_one_warning(tmp_path, caplog, adapters):
     with caplog.at_level(logging.WARNING):
         train(tmp_path, torch.bfloat16, 5e-7, adapters)
-    (told,) = warnings_of(caplog)
-    assert "`learning_rate` 5e-07 changes at most" in told
-    assert "in bfloat16" in told
-    assert "`dtype: float32`" in told
-    assert "\n" not in told
+    (warning,) = warnings_of(caplog)
+    assert "`learning_rate` 5e-07 changes at most" in warning
+    assert "in bfloat16" in warning
+    assert "`dtype: float32`" in warning
+    assert "\n" not in warning
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_it_is_said_once(tmp_path, caplog, adapters):
         (torch.bfloat16, 5e-7, {"adapters": torch.float32}),
     ],
 )
-def test_nothing_is_said_where_updates_arrive(tmp_path, caplog, dtype, rate, settings):
+def test_no_warning_where_updates_arrive(tmp_path, caplog, dtype, rate, settings):
     train(tmp_path, dtype, rate, **settings)
     assert not warnings_of(caplog)

@@ -9,8 +9,11 @@ from liger_trainer.cli import run_recipe_file
 from liger_trainer.trainers.trainer import LigerTrainer
 
 
-class FaultyTrainer(LigerTrainer):
-    def training_step(self, *args, **kwargs):
+def run_with_fault(recipe, options):
+    """Runs a recipe; the environment says at which step rank 1 fails, and how."""
+    training_step = LigerTrainer.training_step
+
+    def faulty_step(self, *args, **kwargs):
         if self.args.process_index == 1 and self.state.global_step == int(os.environ["FAULT_STEP"]):
             if os.environ["FAULT"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -19,11 +22,11 @@ class FaultyTrainer(LigerTrainer):
             if os.environ["FAULT"] == "raise":
                 raise ArithmeticError("the fault of rank 1")
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(*args, **kwargs)
+        return training_step(self, *args, **kwargs)
+
+    LigerTrainer.training_step = faulty_step
+    return run_recipe_file(recipe, options)
 
 
 if __name__ == "__main__":
-    import liger_trainer.trainers.trainer as module
-
-    module.LigerTrainer = FaultyTrainer
-    sys.exit(run_recipe_file(sys.argv[1], sys.argv[2:]))
+    sys.exit(run_with_fault(sys.argv[1], sys.argv[2:]))

@@ -43,10 +43,9 @@ def gpus(monkeypatch):
 RECIPE = Path("a.yaml")
 
 
-def test_one_device_runs_in_place(gpus):
-    gpus(0)
-    assert train.launch_command(RECIPE, [], None, None) is None
-    gpus(1)
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_device_runs_in_place(gpus, count):
+    gpus(count)
     assert train.launch_command(RECIPE, [], None, None) is None
 
 
@@ -112,7 +111,7 @@ def test_a_recipe_for_a_split_model_warns_where_it_is_not(caplog, name, is_split
     assert ("mine.yaml is written for `accelerate_config: fsdp2`" in caplog.text) == warns
 
 
-def test_a_recipe_with_an_unknown_configuration_is_told_so_in_a_smoke_run_too(gpus, tmp_path, capsys):
+def test_a_smoke_run_refuses_an_unknown_configuration_too(gpus, tmp_path, capsys):
     gpus(0)
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("trainer: causal_lm\naccelerate_config: zero4\nmodel_config: {model_type: llama}\n")

@@ -1,68 +1,22 @@
-"""What the user got wrong is told in one message with exit code 2, and what is in the output folder stays."""
+"""A mistake of the user ends in one message with exit code 2, and the files in the output folder stay."""
 
-import json
 import os
-import subprocess
-import sys
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
-from liger_trainer.cli import main
+from liger_trainer.cli import main, run_recipe_file
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints
+from tests import forked
+from tests.cli.runs import TINY, message_of, refused, rows, state
 
-ROOT = Path(__file__).parents[2]
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.2}
 
 
-@pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    """Writes a small valid recipe with changes (None removes a key) and gives its path."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-
-    def write(**changes):
-        values = {
-            "trainer": "causal_lm",
-            "model_config": TINY,
-            "tokenizer_vocab_size": 300,
-            "data_files": "data.jsonl",
-            "max_length": 16,
-            "max_steps": 2,
-            "use_cpu": True,
-            "output_dir": "run",
-            "report_to": "none",
-            "save_strategy": "no",
-            "loss_curve": False,
-            **changes,
-        }
-        Path("data.jsonl").write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(40)))
-        lines = (f"{key}: {json.dumps(value)}\n" for key, value in values.items() if value is not None)
-        path = tmp_path / "mine.yaml"
-        path.write_text("".join(lines))
-        return str(path)
-
-    return write
-
-
-def refused(capsys, *arguments):
-    assert main(["train", *arguments]) == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    last = message.rstrip().splitlines()[-1]
-    assert last.startswith("liger-trainer: ")
-    return last
-
-
-def test_the_valid_recipe_trains(recipe):
+def test_a_valid_recipe_trains(recipe):
     assert main(["train", recipe()]) == 0
     assert Path("run/model.safetensors").is_file()
 
@@ -75,109 +29,109 @@ def test_missing_recipe(capsys):
     assert "No recipe file 'nope.yaml'" in refused(capsys, "nope.yaml")
 
 
-def test_missing_data_file(recipe, capsys):
-    assert "there is no file 'other.jsonl'" in refused(capsys, recipe(data_files="other.jsonl"))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_files": None}, "says nothing about data"),
+        ({"dataset_name": "pydoc_topics"}, "exactly one of"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "there is no data for it"),
+        ({"model_config": None, "model_name_or_path": "./nope"}, "there is no folder './nope'"),
+        ({"model_config": None, "model_name_or_path": "."}, "the folder '.' holds no config.json"),
+        ({"model_name_or_path": "nobody/nothing"}, "not both"),
+        ({"model_config": None}, "not neither"),
+        ({"model_config": {"model_type": "lama"}}, "`model_config`"),
+        ({"tokenizer_vocab_size": None}, "names no tokenizer"),
+        ({"tokenizer_vocab_size": 100}, "must be at least 261"),
+        ({"model_config": {**TINY, "vocab_size": 128}}, "the model's embedding has 128 rows"),
+        ({"max_length": 100_000}, "shorter than one block"),
+        ({"output_dir": "data.jsonl"}, "'data.jsonl', which is a file"),
+        ({"output_dir": "data.jsonl/run"}, "'data.jsonl/run' cannot be created"),
+        ({"output_dir": "x" * 300}, "cannot be created: File name too long; give another one."),
+        ({"output_dir": "a\0b"}, "cannot be created: embedded null byte; give another one."),
+        ({"optim_args": "beta1"}, "`optim_args` is 'beta1'; it must be pairs such as 'beta1=0.9, beta2=0.95'."),
+        ({"optim": "schedule_free_adamw"}, "You need to install `schedulefree`"),
+        ({"optim": "grokadamw"}, "Please install grokadamw"),
+        (
+            {"per_device_train_batch_size": 10**6, "dataloader_drop_last": True},
+            "`per_device_train_batch_size` is 1000000, and `dataloader_drop_last` true.",
+        ),
+        ({"load_best_model_at_end": True, "save_strategy": "steps"}, "Save strategy: SaveStrategy.STEPS"),
+        (
+            {**EVALUATED, "save_strategy": "best", "metric_for_best_model": "nope"},
+            "mine.yaml: The `metric_for_best_model` training argument is set to 'eval_nope', which is not",
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            "`lr_scheduler_type: cosine_with_min_lr` cannot be used with `lr_scheduler_kwargs` None: "
+            "One of min_lr or min_lr_rate should be set",
+        ),
+        (
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 0.5}},
+            "`lr_scheduler_type: cosine` cannot be used with `lr_scheduler_kwargs` {'min_lr': 0.5}: "
+            "get_cosine_schedule_with_warmup() got an unexpected keyword argument 'min_lr'.",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+def test_keys_and_values_that_are_refused(recipe, capsys, changes, words):
+    assert words in refused(capsys, recipe(**changes))
+    assert not Path("run/model.safetensors").exists()
 
 
-def test_unknown_kind_of_data_file(recipe, capsys):
-    Path("data.xml").write_text("<a/>")
-    assert "give files of one kind: .json, .jsonl" in refused(capsys, recipe(data_files="data.xml"))
+def test_values_that_no_run_can_mean(recipe, capsys):
+    for key, value, allowed in (
+        ("seed", -1, "from 0 to 4294967295"),
+        ("data_seed", -1, "from 0 to 4294967295"),
+        ("adam_epsilon", -1.0, "0 or more"),
+        ("neftune_noise_alpha", -3.0, "0 or more"),
+        ("dataloader_num_workers", -1, "0 or more"),
+        ("adam_beta1", 2.0, "0 or more and below 1"),
+        ("label_smoothing_factor", 2.0, "from 0 to 1"),
+        ("max_length", 1, "2 or more"),
+        *(("test_split_size", share, "a fraction of the data, 0 or more and below 1") for share in (1.0, -0.5, 5.0)),
+    ):
+        assert f"`{key}` is {value}; it must be {allowed}." in refused(capsys, recipe(**{key: value}))
 
 
-def test_broken_data_file(recipe, capsys):
-    Path("broken.jsonl").write_text('{"text": "a"\n{{{')
-    assert "['broken.jsonl'] cannot be read" in refused(capsys, recipe(data_files="broken.jsonl"))
+def test_schedules_that_need_no_options(recipe):
+    for kind in ("linear", "constant", "inverse_sqrt", "reduce_lr_on_plateau", "polynomial"):
+        changes = {"lr_scheduler_type": kind, "max_steps": 1, "overwrite_output_dir": True}
+        assert main(["train", recipe(**EVALUATED, **changes)]) == 0
 
 
-def test_empty_data_file(recipe, capsys):
-    Path("empty.jsonl").touch()
-    assert "`data_files`: 'empty.jsonl' is empty." in refused(capsys, recipe(data_files="empty.jsonl"))
+def test_a_key_that_is_a_list(recipe, capsys):
+    path = Path(recipe())
+    path.write_text(f"{path.read_text()}? [a, b]\n: 3\n")
+    assert ", column 3: while constructing a mapping, found unhashable key." in refused(capsys, str(path))
 
 
-def rows(*values):
-    Path("rows.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
-    return "rows.jsonl"
+@pytest.mark.parametrize("spelling", [{"fsdp": True}, {"fsdp": "full_shard"}, {"fsdp": ["full_shard"]}])
+def test_fsdp_as_transformers_spells_it(recipe, capsys, monkeypatch, spelling):
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # transformers passes it to accelerate there
+    words = "Using fsdp only works in distributed training."
+    assert words in refused(capsys, recipe(**spelling))
+    assert words in refused(capsys, recipe(), "--fsdp", "true")
 
 
-def test_columns_that_hold_something_else(recipe, capsys):
-    file = recipe(data_files=rows({"text": "a"}, {"text": None}))
-    assert "The column `text` is null in 1 rows" in refused(capsys, file)
-    file = recipe(data_files=rows({"text": 5}))
-    assert "The column `text` holds int, such as '5' in row 0, not text." in refused(capsys, file)
-    file = recipe(trainer="sft", data_files=rows({"messages": "hello"}))
-    assert "The column `messages` holds str, such as 'hello' in row 0, not a list of turns" in refused(capsys, file)
+def test_fsdp_switched_off(recipe):
+    assert main(["train", recipe(fsdp=False)]) == 0
 
 
-def test_labels_beyond_the_vocabulary(recipe, capsys):
-    assert main(["train", recipe(output_dir="first")]) == 0
-    ids = rows(*[{"input_ids": [5, 6, 9000], "labels": [5, 6, 9000]}] * 8)
-    file = recipe(trainer="sft", data_files=ids, tokenizer_name_or_path="first", tokenizer_vocab_size=None)
-    assert "`labels` holds 9000, and the model's vocabulary has 300 entries" in refused(capsys, file)
+def test_strict_kernels_name_those_that_are_missing(recipe, capsys):
+    asked = {"experts": True, "layer_norm": True}
+    message = refused(capsys, recipe(strict_kernels=True, liger_kernel_config=asked))
+    assert "experts: the model has nothing of the kind; layer_norm: the model has nothing of the kind. " in message
+    assert message.endswith(
+        "Switch them off in `liger_kernel_config`, or `strict` (in training arguments `strict_kernels`)."
+    )
 
 
-def test_missing_column(recipe, capsys):
-    message = refused(capsys, recipe(dataset_text_field="body"))
-    assert "has the columns text" in message
-    assert "`trainer: causal_lm` needs `body`" in message
-
-
-def test_missing_column_for_sft(recipe, capsys):
-    Path("rows.jsonl").write_text('{"question": "a"}\n')
-    message = refused(capsys, recipe(trainer="sft", bf16=False, data_files="rows.jsonl"))
-    assert "`messages` or `conversations` or `prompt` and `completion`" in message
-
-
-def test_no_data_and_two_sources(recipe, capsys):
-    assert "says nothing about data" in refused(capsys, recipe(data_files=None))
-    assert "exactly one of" in refused(capsys, recipe(dataset_name="pydoc_topics"))
-
-
-def test_dataset_that_is_not_there(recipe, capsys):
-    message = refused(capsys, recipe(data_files=None, dataset_name="nobody/nothing"))
-    assert "'nobody/nothing' cannot be loaded" in message
-
-
-def test_nothing_to_evaluate_on(recipe, capsys):
-    assert "there is no data for it" in refused(capsys, recipe(eval_strategy="steps", eval_steps=1))
-
-
-def test_model_that_is_not_there(recipe, capsys):
-    message = refused(capsys, recipe(model_config=None, model_name_or_path="nobody/nothing"))
-    assert "'nobody/nothing' cannot be loaded" in message
-    assert "HF_TOKEN" in message
-
-
-def test_model_folder_that_is_not_there_or_holds_none(recipe, capsys):
-    assert "there is no folder './nope'" in refused(capsys, recipe(model_config=None, model_name_or_path="./nope"))
-    Path("folder").mkdir()
-    message = refused(capsys, recipe(model_config=None, model_name_or_path="folder"))
-    assert "the folder 'folder' holds no config.json" in message
-
-
-def test_two_models_and_none(recipe, capsys):
-    assert "not both" in refused(capsys, recipe(model_name_or_path="nobody/nothing"))
-    assert "not neither" in refused(capsys, recipe(model_config=None))
-
-
-def test_unknown_model_type(recipe, capsys):
-    assert "`model_config`" in refused(capsys, recipe(model_config={"model_type": "lama"}))
-
-
-def test_no_tokenizer(recipe, capsys):
-    assert "names no tokenizer" in refused(capsys, recipe(tokenizer_vocab_size=None))
-
-
-def test_vocabulary_too_small_for_bytes(recipe, capsys):
-    assert "must be at least 261" in refused(capsys, recipe(tokenizer_vocab_size=100))
-
-
-def test_more_tokens_than_the_model_has_rows(recipe, capsys):
-    message = refused(capsys, recipe(model_config={**TINY, "vocab_size": 128}))
-    assert "the model's embedding has 128 rows" in message
-
-
-def test_text_shorter_than_a_block(recipe, capsys):
-    assert "shorter than one block" in refused(capsys, recipe(max_length=100_000))
+def test_logits_memory_without_a_unit(recipe, capsys):
+    message = refused(capsys, recipe(logits_memory=1))
+    assert "`logits_memory` is 1 bytes, but the logits of one token are 300 numbers of 2 bytes or more." in message
+    assert main(["plan", recipe(logits_memory=1), "--gpus", "1"]) == 2
+    assert "`logits_memory` is 1 bytes" in capsys.readouterr().err
+    assert main(["train", recipe(logits_memory=2 * 300)]) == 0
 
 
 def test_debug_shows_the_traceback(recipe):
@@ -185,7 +139,7 @@ def test_debug_shows_the_traceback(recipe):
         main(["train", recipe(data_files="other.jsonl"), "--debug"])
 
 
-def test_output_folder_of_the_user_is_not_touched(recipe, capsys):
+def test_files_of_the_user_in_the_output_folder_stay(recipe, capsys):
     Path("run").mkdir()
     Path("run/notes.txt").write_text("mine")
     message = refused(capsys, recipe())
@@ -194,24 +148,24 @@ def test_output_folder_of_the_user_is_not_touched(recipe, capsys):
     assert [path.name for path in Path("run").iterdir()] == ["notes.txt"]
 
 
-def test_output_folder_that_cannot_be_written(recipe, capsys, monkeypatch):
-    assert "'data.jsonl', which is a file" in refused(capsys, recipe(output_dir="data.jsonl"))
-    assert "'data.jsonl/run' cannot be created" in refused(capsys, recipe(output_dir="data.jsonl/run"))
+def test_an_output_folder_that_cannot_be_written_to(recipe, capsys, monkeypatch):
     monkeypatch.setattr("os.access", lambda *arguments: False)  # permissions do not bind the administrator
     assert "'run' cannot be written to" in refused(capsys, recipe())
 
 
+def with_little_room(path):
+    """Trains where a file may have 64 KiB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    return run_recipe_file(path, [])
+
+
 def test_a_full_disk(recipe, tmp_path):
-    path = recipe(model_config={**TINY, "hidden_size": 64})  # more bytes than a file may have
-    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)); from liger_trainer.cli import main; "
-    command = [sys.executable, "-c", f"{limited}raise SystemExit(main({['train', path]!r}))"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert result.returncode == 2, result.stderr[-2000:]
-    last = result.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("liger-trainer: Writing failed: ")
-    assert "`output_dir`" in last
+    done = forked.run(with_little_room, recipe(model_config={**TINY, "hidden_size": 64}), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr[-2000:]
+    message = message_of(done.stderr)
+    assert message.startswith("liger-trainer: Writing failed: ")
+    assert "`output_dir`" in message
 
 
 def test_overwriting_deletes_only_checkpoints(recipe):
@@ -224,7 +178,7 @@ def test_overwriting_deletes_only_checkpoints(recipe):
     assert Path("run/old/file").is_file()
 
 
-def test_resuming_from_what_is_no_checkpoint(recipe, capsys):
+def test_resuming_from_a_folder_that_is_not_a_checkpoint(recipe, capsys):
     assert "is not a checkpoint" in refused(capsys, recipe(), "--resume_from_checkpoint", "run/checkpoint-3")
 
 
@@ -236,15 +190,11 @@ def test_resuming_before_the_first_checkpoint_starts_at_the_beginning(recipe):
 
 
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
-    for name, state in (
-        ("checkpoint-5", "{}"),
-        ("checkpoint-10", None),
-        ("checkpoint-15", '{"cut'),
-        ("checkpoint-x", "{}"),
-    ):
+    states = {"checkpoint-5": "{}", "checkpoint-10": None, "checkpoint-15": '{"cut', "checkpoint-x": "{}"}
+    for name, text in states.items():
         (tmp_path / name).mkdir()
-        if state is not None:
-            (tmp_path / name / "trainer_state.json").write_text(state)
+        if text is not None:
+            (tmp_path / name / "trainer_state.json").write_text(text)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-5"]
 
 
@@ -255,7 +205,7 @@ def test_several_gpus_in_one_process_are_refused(recipe, capsys, monkeypatch):
     assert "One process sees 2 GPUs" in refused(capsys, recipe())
 
 
-def test_ctrl_c_says_how_to_go_on(recipe, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_continue(recipe, capsys, monkeypatch):
     def interrupted(self, *arguments, **options):
         raise KeyboardInterrupt
 
@@ -264,28 +214,25 @@ def test_ctrl_c_says_how_to_go_on(recipe, capsys, monkeypatch):
     assert "interrupted; the same command with `--resume_from_checkpoint true`" in capsys.readouterr().err
 
 
-def test_the_last_evaluation_is_not_made_twice(recipe):
-    options = {"test_split_size": 0.2, "eval_strategy": "steps", "eval_steps": 1}
-    assert main(["train", recipe(**options)]) == 0
-    state = json.loads(Path("run/trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [1, 2]
-    assert "eval_loss" in json.loads(Path("run/all_results.json").read_text())
+def test_the_last_evaluation_runs_once(recipe):
+    assert main(["train", recipe(**EVALUATED)]) == 0
+    assert [entry["step"] for entry in state("run")["log_history"] if "eval_loss" in entry] == [1, 2]
+    assert "eval_loss" in Path("run/all_results.json").read_text()
+
+
+@pytest.mark.parametrize("data_seed", [0, None])
+def test_data_seed_draws_the_rows_for_the_evaluation(recipe, monkeypatch, data_seed):
+    from datasets import Dataset
+
+    seeds, split = [], Dataset.train_test_split
+    monkeypatch.setattr(
+        Dataset, "train_test_split", lambda *a, seed, **k: seeds.append(seed) or split(*a, seed=seed, **k)
+    )
+    assert main(["train", recipe(seed=3, data_seed=data_seed, max_steps=1, **EVALUATED)]) == 0
+    assert seeds == [3 if data_seed is None else 0]
 
 
 def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
     assert main(["train", recipe(trainer="sft", data_files=rows(*[{"text": "one two " * 9}] * 8))]) == 0
     texts = [str(warning.message) for warning in recwarn]
     assert not [text for text in texts if "gradient_checkpointing" in text or "pin_memory" in text]
-
-
-def test_exit_code_of_the_process(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    done = subprocess.run(
-        [sys.executable, "-m", "liger_trainer", "nope.yaml"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("liger-trainer: No recipe file 'nope.yaml'")

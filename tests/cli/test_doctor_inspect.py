@@ -1,4 +1,4 @@
-"""`doctor` finds what it says it finds; `inspect` plans without weights; `recipes` lists and copies."""
+"""`doctor` reports what is wrong; `inspect` needs no weights; `recipes` lists and copies."""
 
 import importlib.metadata
 import json
@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.cli import doctor, main, run_recipe_file
+from tests.cli.runs import MODEL, message_of
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-}
+CONFIG = {**MODEL, "num_hidden_layers": 2, "vocab_size": 64}
 
 
 def find(findings, subject):
@@ -32,15 +25,25 @@ def test_doctor_runs(capsys, monkeypatch):
         assert word in shown
 
 
-def test_versions_out_of_range_and_missing(monkeypatch):
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes packages appear in these versions, or with None as missing."""
     real = importlib.metadata.version
 
-    def version(package):
-        if package == "peft":
-            raise importlib.metadata.PackageNotFoundError(package)
-        return {"trl": "1.9.0", "transformers": "4.57.0", "torch": "2.13.0+cpu"}.get(package) or real(package)
+    def install(**versions):
+        def version(package):
+            found = versions[package] if package in versions else real(package)
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return found
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return install
+
+
+def test_versions_out_of_range_and_missing(installed):
+    installed(peft=None, trl="1.9.0", transformers="4.57.0", torch="2.13.0+cpu")
     findings = doctor.versions()
     assert find(findings, "transformers").status == "error"
     assert "pip install 'transformers" in find(findings, "transformers").text
@@ -50,24 +53,16 @@ def test_versions_out_of_range_and_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan", "--gpus", "1"], ["inspect"]])
-def test_commands_refuse_versions_out_of_range(command, monkeypatch, capsys):
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.9" if package == "trl" else real(package))
+def test_commands_refuse_versions_out_of_range(command, installed, capsys):
+    installed(trl="1.9")
     assert main([*command, "llama3_8b_sft"]) == 2
     assert run_recipe_file("llama3_8b_sft", []) == 2
     line = r"liger-trainer: trl: 1.9 \(supported .*\): pip install 'trl.*'\n"
     assert re.fullmatch(line * 2, capsys.readouterr().err)
 
 
-def test_triton_may_be_missing(monkeypatch):
-    real = importlib.metadata.version
-
-    def version(package):
-        if package == "triton":
-            raise importlib.metadata.PackageNotFoundError(package)
-        return real(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+def test_triton_may_be_missing(installed):
+    installed(triton=None)
     assert doctor.unmet_requirement() is None
 
 
@@ -147,7 +142,7 @@ def test_inspect_follows_the_switches(tmp_path, capsys):
 def test_inspect_refuses_in_one_message(arguments, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["inspect", *arguments]) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("liger-trainer: ")
+    message_of(capsys.readouterr().err)
 
 
 def test_recipes_lists_and_copies_once(tmp_path, capsys, monkeypatch):

@@ -1,52 +1,25 @@
 """A run that is killed continues from its last checkpoint and ends as if nothing had happened."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from liger_trainer.cli import run_recipe_file
 from tests import forked
+from tests.cli.runs import EIGHT_STEPS, MODEL, checkpoints, environment, logged, state, weights, write_recipe
 
-ROOT = Path(__file__).parents[2]
 STEPS = 60
-RECIPE = """
-trainer: causal_lm
-model_config:
-  model_type: llama
-  hidden_size: 32
-  intermediate_size: 64
-  num_hidden_layers: 2
-  num_attention_heads: 2
-  num_key_value_heads: 1
-  attention_dropout: 0.1  # so that the random state matters
-tokenizer_vocab_size: 300
-dataset_name: pydoc_topics
-test_split_size: 0.95
-max_length: 64
-max_steps: 60
-per_device_train_batch_size: 4
-learning_rate: 3e-3
-lr_scheduler_type: cosine
-warmup_steps: 5
-save_steps: 5
-logging_steps: 1
-use_cpu: true
-report_to: none
-loss_curve: false
-"""
-
-
-def environment():
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
+LONGER = {
+    **EIGHT_STEPS,
+    "model_config": {**EIGHT_STEPS["model_config"], "num_hidden_layers": 2},
+    "test_split_size": 0.95,
+    "max_length": 64,
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "warmup_steps": 5,
+    "save_steps": 5,
+}
 
 
 def run(tmp_path, folder, *options):
@@ -55,23 +28,17 @@ def run(tmp_path, folder, *options):
     return done
 
 
-def losses(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
-
-
 def test_killed_in_the_middle_and_resumed(tmp_path):
-    (tmp_path / "mine.yaml").write_text(RECIPE)
+    write_recipe(tmp_path / "mine.yaml", LONGER)
     run(tmp_path, "whole")
-    expected = losses(tmp_path / "whole")
+    expected = logged(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert expected[STEPS] < expected[1] - 0.5
 
     first = tmp_path / "killed" / "checkpoint-10" / "trainer_state.json"
     command = [sys.executable, "-m", "liger_trainer", "mine.yaml", "--output_dir", "killed"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **streams)
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -86,36 +53,28 @@ def test_killed_in_the_middle_and_resumed(tmp_path):
 
     done = run(tmp_path, "killed", "--resume_from_checkpoint", "true")
     assert "Resuming from" in done.stderr
-    assert losses(tmp_path / "killed") == expected
-    resumed = (tmp_path / "killed" / "model.safetensors").read_bytes()
-    assert resumed == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert logged(tmp_path / "killed") == expected
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
 
 
-GRPO_STEPS = 12
-GRPO = """
-trainer: grpo
-model_config:
-  model_type: llama
-  hidden_size: 32
-  intermediate_size: 64
-  num_hidden_layers: 2
-  num_attention_heads: 2
-  num_key_value_heads: 1
-tokenizer_vocab_size: 261
-dataset_name: sorting_prompts
-reward_funcs: ["deadly_rewards:distinct"]
-num_generations: 4
-max_completion_length: 6
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-max_steps: 12
-learning_rate: 1e-3
-save_steps: 4
-logging_steps: 1
-use_cpu: true
-report_to: none
-loss_curve: false
-"""
+GRPO = {
+    "trainer": "grpo",
+    "model_config": {**MODEL, "num_hidden_layers": 2},
+    "tokenizer_vocab_size": 261,
+    "dataset_name": "sorting_prompts",
+    "reward_funcs": ["deadly_rewards:distinct"],
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 12,
+    "learning_rate": 1e-3,
+    "save_steps": 4,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "report_to": "none",
+    "loss_curve": False,
+}
 # Called between the generation of a step and its update.
 REWARDS = """
 import os, signal
@@ -128,28 +87,21 @@ def distinct(completions, trainer_state, **columns):
 
 
 def test_killed_between_generation_and_update_and_resumed(tmp_path):
-    (tmp_path / "mine.yaml").write_text(GRPO)
+    write_recipe(tmp_path / "mine.yaml", GRPO)
     (tmp_path / "deadly_rewards.py").write_text(REWARDS)
     run(tmp_path, "whole")
-    expected = rewards(tmp_path / "whole")
-    assert sorted(expected) == list(range(1, GRPO_STEPS + 1))
+    expected = logged(tmp_path / "whole", "reward")
+    assert sorted(expected) == list(range(1, 13))
     assert len(set(expected.values())) > 3
 
     killed = forked.run(
         run_recipe_file, "mine.yaml", ["--output_dir", "killed"], cwd=tmp_path, environment={"DIE_AT_STEP": "6"}
     )
     assert killed.returncode == -signal.SIGKILL
-    assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert checkpoints(tmp_path / "killed") == ["checkpoint-4"]
 
     done = run(tmp_path, "killed", "--resume_from_checkpoint", "true")
     assert "Resuming from" in done.stderr
-    assert rewards(tmp_path / "killed") == expected
-    state = json.loads((tmp_path / "killed" / "trainer_state.json").read_text())
-    assert state["global_step"] == GRPO_STEPS
-    resumed = (tmp_path / "killed" / "model.safetensors").read_bytes()
-    assert resumed == (tmp_path / "whole" / "model.safetensors").read_bytes()
-
-
-def rewards(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["reward"] for entry in history if "reward" in entry}
+    assert logged(tmp_path / "killed", "reward") == expected
+    assert state(tmp_path / "killed")["global_step"] == 12
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")

@@ -11,8 +11,10 @@ from liger_trainer.patching.moe import experts_formula
 from liger_trainer.recipe import load_recipe, smoke
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.run import run_recipe
+from tests.cli.runs import refused, state, write_recipe
 from tests.quantised import library
 
+QWEN = {"model_name_or_path": "Qwen/Qwen3-8B"}
 # A smoke run is one process: of the recipes for several GPUs one shows that, the others are those without their suffix.
 _SPREAD = {name for name in shipped_recipes() if name.endswith(("_fsdp2", "_zero3"))} - {"llama3_8b_sft_fsdp2"}
 
@@ -36,9 +38,8 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
         given["trainer"], "preference acc."
     ) in shown
     assert (folder / "loss_curve.png").stat().st_size > 1000
-    state = json.loads((folder / "trainer_state.json").read_text())
-    assert state["global_step"] == smoke.STEPS
-    steps = [entry for entry in state["log_history"] if "loss" in entry]
+    assert state(folder)["global_step"] == smoke.STEPS
+    steps = [entry for entry in state(folder)["log_history"] if "loss" in entry]
     assert len(steps) == smoke.STEPS
     assert all(entry["loss"] == entry["loss"] and entry["grad_norm"] > 0 for entry in steps)
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
@@ -47,23 +48,32 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
     assert experts == (of_a_mixture if name.startswith("qwen3_30b_a3b") else set())
 
 
-def test_adapters_of_parameters_that_are_not_there_are_refused(tmp_path, capsys):
-    """PEFT trains what it finds, and warns at most."""
-    names = ["experts.gate_up_proj", "experts.dwon_proj"]
-    options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--lora_target_parameters", *names]
-    assert main(["train", "qwen3_30b_a3b_sft_lora", *options]) == 2
-    assert "ends in 'experts.dwon_proj'; give ends of names" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        (  # PEFT trains the parameters that it finds, and warns at most
+            "qwen3_30b_a3b_sft_lora",
+            ["--lora_target_parameters", "experts.gate_up_proj", "experts.dwon_proj"],
+            "ends in 'experts.dwon_proj'; give ends of names",
+        ),
+        (  # the recipe's `router_aux_loss_coef` is 0, with which TRL does not ask for the routers' logits
+            "qwen3_30b_a3b_sft",
+            ["--router_z_loss_coef", "0.001"],
+            "Set `router_aux_loss_coef`, which is 0.0, above 0",
+        ),
+        (
+            "llama3_8b_sft",
+            ["--router_balance", "true"],
+            "`router_balance` is true, but LlamaForCausalLM has no experts",
+        ),
+    ],
+)
+def test_smoke_runs_that_are_refused(recipe, options, words, tmp_path, capsys):
+    assert words in refused(capsys, recipe, "--smoke", "--output_dir", str(tmp_path / "run"), *options)
 
 
-def test_a_z_loss_without_routers_logits_is_one_message(tmp_path, capsys):
-    """The recipe's `router_aux_loss_coef` is 0, with which TRL does not ask for them."""
-    options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--router_z_loss_coef", "0.001"]
-    assert main(["train", "qwen3_30b_a3b_sft", *options]) == 2
-    assert "Set `router_aux_loss_coef`, which is 0.0, above 0" in capsys.readouterr().err
-
-
-def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):
-    """On a CPU bitsandbytes' weights train no more once they were evaluated."""
+def test_a_smoke_run_says_what_it_leaves_out(tmp_path, caplog, monkeypatch):
+    """On a CPU, bitsandbytes' weights cannot be trained after an evaluation."""
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     options = ["--output_dir", str(tmp_path / "run")]
     recipe = load_recipe(find_recipe("llama3_8b_sft_qlora"), options, smoke=True)
@@ -75,9 +85,9 @@ def test_what_a_smoke_run_leaves_out_is_said(tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize("trainer", ["sft", "causal_lm"])
 def test_a_new_model_in_4_bits(trainer, tmp_path):
     library()
-    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
-    text = "model_name_or_path: Qwen/Qwen3-8B\nuse_peft: true\nload_in_4bit: true\nuse_bnb_nested_quant: true\n"
-    recipe.write_text(f"trainer: {trainer}\nlora_target_modules: all-linear\neval_strategy: 'no'\n{text}")
+    folder, values = tmp_path / "run", {**QWEN, "trainer": trainer, "eval_strategy": "no", "use_peft": True}
+    values |= {"lora_target_modules": "all-linear", "load_in_4bit": True, "use_bnb_nested_quant": True}
+    recipe = write_recipe(tmp_path / "mine.yaml", values)
     options = ["--output_dir", str(folder), "--load_in_4bit", "true"]
     trained = run_recipe(load_recipe(recipe, options, smoke=True))
     kinds = {type(module).__name__ for module in trained.model.modules()}
@@ -87,60 +97,49 @@ def test_a_new_model_in_4_bits(trainer, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
-def test_bitsandbytes_that_is_not_there(key, tmp_path, monkeypatch, capsys):
+def test_bitsandbytes_is_not_installed(key, tmp_path, monkeypatch, capsys):
     native = importlib.util.find_spec
-    missing = {"bitsandbytes"}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in missing else native(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else native(name, *rest)
     )
-    options = ["--use_peft", "true", f"--{key}", "true", "--load_in_4bit", json.dumps(key == "load_in_4bit")]
-    code = main(["train", "quickstart", "--output_dir", str(tmp_path / "run"), *options])
-    shown = capsys.readouterr().err
-    assert code
-    assert f"`{key}: true` needs bitsandbytes, which is not installed" in shown
-    assert "pip install 'liger-trainer[qlora]'" in shown
+    options = ["--output_dir", str(tmp_path / "run"), "--use_peft", "true", f"--{key}", "true"]
+    message = refused(capsys, "quickstart", *options)
+    assert f"`{key}: true` needs bitsandbytes, which is not installed" in message
+    assert "pip install 'liger-trainer[qlora]'" in message
 
 
 @pytest.mark.parametrize("trainer", ["rloo", "reward"])
 @pytest.mark.parametrize("use_peft", ["false", "true"])
 def test_trainers_without_a_shipped_recipe(trainer, use_peft, tmp_path):
-    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
-    rewards = "reward_funcs: [someone/reward-model, 'liger_trainer.rewards:format']\nreward_weights: [1, 2]\n"
-    recipe.write_text(
-        f"trainer: {trainer}\nmodel_name_or_path: Qwen/Qwen3-8B\n" + (rewards if trainer == "rloo" else "")
-    )
-    assert main(["train", str(recipe), "--smoke", "--output_dir", str(folder), "--use_peft", use_peft]) == 0
+    folder, values = tmp_path / "run", {**QWEN, "trainer": trainer}
+    if trainer == "rloo":
+        values |= {"reward_funcs": ["someone/reward-model", "liger_trainer.rewards:format"], "reward_weights": [1, 2]}
+    recipe = write_recipe(tmp_path / "mine.yaml", values)
+    assert main(["train", recipe, "--smoke", "--output_dir", str(folder), "--use_peft", use_peft]) == 0
     saved = "adapter_model.safetensors" if use_peft == "true" else "model.safetensors"
     assert (folder / saved).is_file()
-    state = json.loads((folder / "trainer_state.json").read_text())
-    logged = {"rloo": "rewards/format/mean", "reward": "accuracy"}[trainer]
-    assert logged in state["log_history"][0]
+    assert {"rloo": "rewards/format/mean", "reward": "accuracy"}[trainer] in state(folder)["log_history"][0]
+
+
+def one_step(folder, family, *options):
+    """Trains a model whose family does not follow from its name."""
+    values = {"model_name_or_path": "someone/their-model", "model_family": family, "model_revision": "v2"}
+    recipe = write_recipe(folder.with_suffix(".yaml"), {**values, "save_strategy": "no", "loss_curve": False})
+    assert main(["train", recipe, "--smoke", "--max_steps", "1", "--output_dir", str(folder), *options]) == 0
 
 
 @pytest.mark.parametrize("family", sorted(smoke.FAMILIES))
 def test_every_family(family, tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"model_name_or_path: someone/their-model\nmodel_family: {family}\nmodel_revision: v2\n")
-    options = ["--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
-    assert main(["train", str(recipe), *options, "--loss_curve", "false"]) == 0
+    one_step(tmp_path / "run", family)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] in (family, f"{family}_text")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
-def test_balance_of_the_routers(family, tmp_path, capsys):
-    recipe, folder = tmp_path / "mine.yaml", tmp_path / "run"
-    recipe.write_text(f"model_name_or_path: someone/their-model\nmodel_family: {family}\nrouter_balance: true\n")
-    options = ["--smoke", "--max_steps", "1", "--output_dir", str(folder), "--save_strategy", "no"]
-    options += ["--loss_curve", "false", *(["--router_z_loss_coef", "0.01"] if family == "qwen3_moe" else [])]
-    code = main(["train", str(recipe), *options])
-    if family == "llama":
-        assert code
-        assert "`router_balance` is true, but LlamaForCausalLM has no experts" in capsys.readouterr().err
-        return
-    assert code == 0
-    logged = json.loads((folder / "trainer_state.json").read_text())["log_history"][0]
-    assert logged["router_z_loss"] > 0
-    assert 0 < logged["router/entropy_percent"] <= 100
+def test_balance_of_the_routers(tmp_path):
+    folder = tmp_path / "run"
+    one_step(folder, "qwen3_moe", "--router_balance", "true", "--router_z_loss_coef", "0.01")
+    first = state(folder)["log_history"][0]
+    assert first["router_z_loss"] > 0
+    assert 0 < first["router/entropy_percent"] <= 100
     assert (folder / "router_balance.png").stat().st_size > 1000
     assert "expert_0" in (folder / "router_balance.csv").read_text()
 
@@ -184,10 +183,9 @@ def test_the_command_line_stays(tmp_path):
 
 
 def test_completion_only_recipes_get_completions(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("model_name_or_path: Qwen/Qwen3-8B\ncompletion_only_loss: true\n")
+    path = write_recipe(tmp_path / "mine.yaml", {**QWEN, "completion_only_loss": True})
     assert load_recipe(path, smoke=True).data.dataset_name == "smoke_completion"
-    assert main(["train", str(path), "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]) == 0
+    assert main(["train", path, "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]) == 0
 
 
 def test_two_smoke_runs_use_two_folders():

@@ -1,6 +1,5 @@
-"""What ends a run before its last step: signals, numbers that are not finite, another run in its folder, no room."""
+"""Runs that end before their last step: by signals, numbers that are not finite, another run, or a full disk."""
 
-import json
 import math
 import os
 import shutil
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from liger_trainer.cli import main, run_recipe_file
 from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
 from tests import forked
-from tests.cli.test_faults import RECIPE, losses, run_forked, saved
+from tests.cli.runs import EIGHT_STEPS, checkpoints, logged, message_of, state, weights, write_recipe
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 
@@ -23,12 +22,11 @@ SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 def recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text(RECIPE)
-    return "mine.yaml"
+    return write_recipe("mine.yaml", {**EIGHT_STEPS, "output_dir": "run"})
 
 
 def sent_at(step, numbers, path, *options, ignored=(), rank="0"):
-    """A run whose process, or one rank, gets these signals in the midst of a step."""
+    """A run whose process, or one rank, gets these signals during a step."""
     from liger_trainer.callbacks import stop_on_signal
     from liger_trainer.trainers.trainer import LigerTrainer
 
@@ -46,7 +44,7 @@ def sent_at(step, numbers, path, *options, ignored=(), rank="0"):
         stop_on_signal._REPEATED_WITHIN = 0.01
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    return run_recipe_file(path, ["--output_dir", "run", *options])
+    return run_recipe_file(path, options)
 
 
 def nohup(path):
@@ -54,39 +52,38 @@ def nohup(path):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_the_run_after_its_step_and_it_goes_on(number, recipe, tmp_path):
+def test_a_signal_ends_the_run_after_its_step_and_it_continues(number, recipe, tmp_path):
     done = forked.run(sent_at, 3, [number], recipe, "--save_strategy", "no", cwd=tmp_path)
     assert done.returncode == 128 + number, done.stderr[-3000:]
     name = number.name
     assert f"{name}: stops after this step, with a checkpoint.\n" in done.stderr
-    last = done.stderr.rstrip().splitlines()[-1]
+    last = message_of(done.stderr)
     assert last.startswith(f"liger-trainer: stopped by {name} at step 3; checkpoint-3 is saved; the same command with")
-    assert saved(tmp_path / "run") == ["checkpoint-3"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
     assert not (tmp_path / "run" / "model.safetensors").exists()  # which would look like a finished run
-    assert main(["train", recipe, "--output_dir", "run", "--resume_from_checkpoint", "true"]) == 0
+    assert main(["train", recipe, "--resume_from_checkpoint", "true"]) == 0
     assert main(["train", recipe, "--output_dir", "whole"]) == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert Path("run/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+    assert weights("run") == weights("whole")
 
 
 def test_no_evaluation_comes_between_a_signal_and_its_checkpoint(recipe, tmp_path):
     options = ["--eval_strategy", "steps", "--eval_steps", "3", "--save_strategy", "epoch"]
     done = forked.run(sent_at, 3, [signal.SIGTERM], recipe, *options, cwd=tmp_path)
     assert done.returncode == 143, done.stderr[-3000:]
-    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert not any("eval_loss" in entry for entry in state["log_history"])
+    assert not logged("run/checkpoint-3", "eval_loss")
 
 
 def test_a_second_signal_ends_it_at_once(recipe, tmp_path):
     done = forked.run(sent_at, 3, [signal.SIGTERM] * 2, recipe, cwd=tmp_path)
     assert done.returncode == -signal.SIGTERM
-    assert saved(tmp_path / "run") == ["checkpoint-2"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
 
-def test_a_signal_that_two_processes_hand_on_is_one(recipe, tmp_path):
+def test_a_signal_that_two_processes_pass_on_is_one(recipe, tmp_path):
     done = forked.run(sent_at, 3, SIGNALS, recipe, cwd=tmp_path)
     assert done.returncode == 143, done.stderr[-3000:]
-    assert saved(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_nohup(recipe, tmp_path):
@@ -96,39 +93,39 @@ def test_nohup(recipe, tmp_path):
 
 def test_handlers_are_put_back(recipe):
     before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
-    assert main(["train", recipe, "--output_dir", "run", "--max_steps", "1"]) == 0
+    assert main(["train", recipe, "--max_steps", "1"]) == 0
     assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
 
 
-def one_rank_gets_it(path):
-    return sent_at(3, [signal.SIGTERM], f"{path}.yaml", "--output_dir", path, rank="1")
+def one_rank_gets_it(path, *options):
+    return sent_at(3, [signal.SIGTERM], path, *options, rank="1")
 
 
 def test_a_signal_that_one_rank_gets_ends_all_of_them(tmp_path):
-    folder = tmp_path / "run"
-    Path(f"{folder}.yaml").write_text(RECIPE)
-    done = forked.torchrun(one_rank_gets_it, str(folder))
+    folder, recipe = tmp_path / "run", write_recipe(tmp_path / "mine.yaml", EIGHT_STEPS)
+    options = ["--output_dir", str(folder)]
+    done = forked.torchrun(one_rank_gets_it, recipe, *options)
     assert done.returncode == 1
     assert "exitcode  : 143" in done.stderr
     assert done.stderr.count("liger-trainer: stopped by SIGTERM at step 3; checkpoint-3 is saved") == 1
-    assert saved(folder) == ["checkpoint-2", "checkpoint-3"]
-    done = run_forked(folder, "--resume_from_checkpoint", "true")
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-3"]
+    done = forked.torchrun(run_recipe_file, recipe, [*options, "--resume_from_checkpoint", "true"])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(losses(folder)) == list(range(1, 9))
+    assert sorted(logged(folder)) == list(range(1, 9))
 
 
 @pytest.mark.parametrize("steps", ["1", "8"])
 def test_an_update_that_overflows(steps, recipe, capsys):
-    assert main(["train", recipe, "--output_dir", "run", "--learning_rate", "1e38", "--max_steps", steps]) == 1
-    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["train", recipe, "--learning_rate", "1e38", "--max_steps", steps]) == 1
+    last = message_of(capsys.readouterr().err)
     assert last.startswith("liger-trainer: Stopped at step ")
     assert "parameter 'model." in last
     assert not Path("run").exists()  # nothing was saved
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "-1e-3"])
-def test_a_learning_rate_that_is_no_rate(rate, recipe, capsys):
-    assert main(["train", recipe, "--output_dir", "run", f"--learning_rate={rate}"]) == 2
+def test_a_learning_rate_out_of_range(rate, recipe, capsys):
+    assert main(["train", recipe, f"--learning_rate={rate}"]) == 2
     assert "`learning_rate` is" in capsys.readouterr().err
     assert not Path("run").exists()
 
@@ -143,59 +140,56 @@ def test_a_loss_that_is_nan(recipe, capsys, monkeypatch):
         return loss * math.nan if self.state.global_step == 4 else loss
 
     monkeypatch.setattr(LigerTrainer, "compute_loss", nan_at_5)
-    assert main(["train", recipe, "--output_dir", "run", "--lr_scheduler_type", "constant"]) == 1
-    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["train", recipe, "--lr_scheduler_type", "constant"]) == 1
+    last = message_of(capsys.readouterr().err)
     assert (
         last == "liger-trainer: stopped at step 5, by `non_finite: stop`; 'run/checkpoint-5' holds the last good state."
     )
-    assert saved(Path("run")) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    assert checkpoints(Path("run")) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
     weights = [load_file(f"run/checkpoint-{step}/model.safetensors") for step in (4, 5)]
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
-    state = json.loads(Path("run/checkpoint-5/trainer_state.json").read_text())
-    assert [math.isnan(entry["loss"]) for entry in state["log_history"]] == [False] * 4 + [True]
+    assert [math.isnan(entry["loss"]) for entry in state("run/checkpoint-5")["log_history"]] == [False] * 4 + [True]
     assert not Path("run/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("option", [[], ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir", "true"]])
 def test_a_folder_in_which_another_run_is_writing(option, recipe, tmp_path):
-    assert main(["train", recipe, "--output_dir", "run", "--max_steps", "2"]) == 0
+    assert main(["train", recipe, "--max_steps", "2"]) == 0
     with owned(tmp_path / "run"):
         before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
-        done = forked.run(run_recipe_file, recipe, ["--output_dir", "run", *option], cwd=tmp_path)
+        done = forked.run(run_recipe_file, recipe, [*option], cwd=tmp_path)
         assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     assert done.returncode == 2
-    last = done.stderr.rstrip().splitlines()[-1]
-    assert last.startswith(f"liger-trainer: `output_dir`: another run (pid {os.getpid()} on ")
-    assert "Traceback" not in done.stderr
+    assert message_of(done.stderr).startswith(f"liger-trainer: `output_dir`: another run (pid {os.getpid()} on ")
 
 
-def test_what_a_killed_run_leaves_of_its_lock_is_no_content(recipe):
+def test_the_lock_of_a_killed_run_does_not_count_as_content(recipe):
     Path("run").mkdir()
     Path("run", LOCK).write_text("pid 1 on another, since 2001-01-01 00:00:00\n")
-    assert main(["train", recipe, "--output_dir", "run", "--max_steps", "1"]) == 0
+    assert main(["train", recipe, "--max_steps", "1"]) == 0
     assert not Path("run", LOCK).exists()
 
 
 def test_a_damaged_checkpoint(recipe, capsys):
-    assert main(["train", recipe, "--output_dir", "run", "--max_steps", "4"]) == 0
+    assert main(["train", recipe, "--max_steps", "4"]) == 0
     optimizer = Path("run/checkpoint-4/optimizer.pt")
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
     capsys.readouterr()
-    assert main(["train", recipe, "--output_dir", "run", "--resume_from_checkpoint", "true"]) == 2
-    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["train", recipe, "--resume_from_checkpoint", "true"]) == 2
+    last = message_of(capsys.readouterr().err)
     assert last == (
         "liger-trainer: The checkpoint is damaged: 'run/checkpoint-4/optimizer.pt' is cut short. Resume from "
         "'run/checkpoint-2', the one before it."
     )
     shutil.rmtree("run/checkpoint-4")
-    assert main(["train", recipe, "--output_dir", "run", "--resume_from_checkpoint", "run/checkpoint-2"]) == 0
+    assert main(["train", recipe, "--resume_from_checkpoint", "run/checkpoint-2"]) == 0
 
 
 def test_another_kind_of_checkpoint(recipe, capsys):
-    assert main(["train", recipe, "--output_dir", "run", "--max_steps", "2"]) == 0
+    assert main(["train", recipe, "--max_steps", "2"]) == 0
     options = ["--resume_from_checkpoint", "true", "--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
-    assert main(["train", recipe, "--output_dir", "run", *options]) == 2
-    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["train", recipe, *options]) == 2
+    last = message_of(capsys.readouterr().err)
     assert last.startswith(
         "liger-trainer: The checkpoint is one of a whole model ('run/checkpoint-2/model.safetensors')"
     )
@@ -213,8 +207,8 @@ def test_a_full_disk_says_which_checkpoint_may_go(limit, recipe, capsys, monkeyp
         save_rng_state(self, output_dir)
 
     monkeypatch.setattr(Trainer, "_save_rng_state", full_at_6)
-    assert main(["train", recipe, "--output_dir", "run", "--save_total_limit", limit]) == 2
-    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert main(["train", recipe, "--save_total_limit", limit]) == 2
+    last = message_of(capsys.readouterr().err)
     assert "checkpoint-6 could not be written" in last
     assert "MiB were free there" in last
     assert "save_total_limit" not in last

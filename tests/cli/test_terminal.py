@@ -6,52 +6,50 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from liger_trainer.cli import main
+from liger_trainer.cli.run_recipe import prepare_environment
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from tests.cli.runs import MODEL, ROOT, environment, message_of, state
 
-ROOT = Path(__file__).parents[2]
-MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-MODEL |= {"num_attention_heads": 2, "max_position_embeddings": 128}
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
-def in_a_process(folder, *arguments, **environment):
-    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "DS_ACCELERATOR", "RANK")
-    kept = {key: value for key, value in os.environ.items() if key not in unset}
-    path = os.pathsep.join([str(ROOT), *sys.path[1:]])
+def in_a_process(folder, *arguments, **variables):
+    unset = ("OMP_NUM_THREADS", *OPENMP, "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK")
+    inherited = {key: value for key, value in environment().items() if key not in unset}
     return subprocess.run(
         [sys.executable, "-m", "liger_trainer", *map(str, arguments)],
         cwd=folder,
-        env={**kept, "PYTHONPATH": path, "COLUMNS": "80", **environment},
+        env={**inherited, "COLUMNS": "80", **variables},
         capture_output=True,
         text=True,
         timeout=240,
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="libgomp says what it was given")
-@pytest.mark.parametrize(
-    ("command", "given", "policy", "spins"),
-    [
-        (("train", "quickstart"), {}, "PASSIVE", "0"),
-        ((str(ROOT / "recipes" / "quickstart.yaml"),), {}, "PASSIVE", "0"),
-        (("train", "quickstart"), {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None),
-        ((str(ROOT / "recipes" / "quickstart.yaml"),), {"GOMP_SPINCOUNT": "77"}, None, "77"),
-    ],
-)
-def test_threads_that_wait_do_not_spin(tmp_path, command, given, policy, spins):
-    """Set before OpenMP is loaded, and only where the user has said nothing; the run ends at its wrong option."""
-    done = in_a_process(tmp_path, *command, "--max_steps", "0", OMP_DISPLAY_ENV="VERBOSE", **given)
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp shows its settings")
+@pytest.mark.parametrize("command", [("train", "quickstart"), (ROOT / "recipes" / "quickstart.yaml",)])
+def test_waiting_threads_do_not_spin(tmp_path, command):
+    """Set before OpenMP is loaded; the run ends at its wrong option, with the exit code of a mistake."""
+    done = in_a_process(tmp_path, *command, "--max_steps", "0", OMP_DISPLAY_ENV="VERBOSE")
     assert done.returncode == 2
-    assert "`max_steps` is 0" in done.stderr
+    assert "`max_steps` is 0" in message_of(done.stderr)
     shown = dict(re.findall(r"(OMP_WAIT_POLICY|GOMP_SPINCOUNT) = '(\w+)'", done.stderr))
-    assert policy in (None, shown["OMP_WAIT_POLICY"])
-    assert spins in (None, shown["GOMP_SPINCOUNT"])
+    assert shown == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+@pytest.mark.parametrize("name", [None, *OPENMP])
+def test_what_the_user_says_of_waiting_threads_counts(name, monkeypatch):
+    monkeypatch.setattr(os, "environ", {} if name is None else {name: "77"})
+    prepare_environment()
+    assert {key: value for key, value in os.environ.items() if key in OPENMP} == {
+        name or "OMP_WAIT_POLICY": "77" if name else "PASSIVE"
+    }
 
 
 @pytest.fixture
@@ -117,11 +115,10 @@ def test_two_processes_without_a_gpu_train_together(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nResult\n") == 1
     assert done.stdout.count("liger_trainer kernels in") == 1
-    together = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     options = ["--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "alone")]
     assert main(["train", str(recipe), *options]) == 0
-    alone = json.loads((tmp_path / "alone" / "trainer_state.json").read_text())
-    for one, two in zip(alone["log_history"][:2], together["log_history"][:2], strict=True):
+    alone, together = (state(tmp_path / folder)["log_history"][:2] for folder in ("alone", "run"))
+    for one, two in zip(alone, together, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
 
@@ -130,7 +127,7 @@ def test_two_processes_without_a_gpu_train_together(recipe, tmp_path):
 @pytest.mark.parametrize("config", ["fsdp2", "zero2"])
 def test_a_model_is_not_split_without_gpus(recipe, tmp_path, config, capsys):
     assert main(["train", str(recipe), "--accelerate_config", config, "--num_processes", "2"]) == 2
-    told = capsys.readouterr().err
-    assert f"`--accelerate_config {config}` splits the model over GPUs" in told
-    assert told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert f"`--accelerate_config {config}` splits the model over GPUs" in shown
+    assert shown.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,14 @@ from liger_trainer import integration
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import Private, available
 from liger_trainer.compat.torch import SAVED_IN_FOUR_BITS, SKIPPED_ON_DEVICE
-from liger_trainer.compat.transformers import BATCH_CHECKS, LOGGED_LOSS, META_WEIGHTS, PROMPT_TOKENS, STOCK_TRAINER
+from liger_trainer.compat.transformers import (
+    BATCH_CHECKS,
+    EXPERT_EXCHANGE,
+    LOGGED_LOSS,
+    META_WEIGHTS,
+    PROMPT_TOKENS,
+    STOCK_TRAINER,
+)
 from liger_trainer.configs.loss_types import check_loss_type, known_loss_types
 from liger_trainer.patching.moe import quantized_experts
 from tests.quantised import library
@@ -89,6 +96,15 @@ def test_experts_are_saved_whole(without):
         without(SAVED_IN_FOUR_BITS)
         available.cache_clear()
         assert quantized_experts._hooks_around() is None
+
+
+def test_experts_exchange_their_tokens_as_transformers_does(without, caplog):
+    without(EXPERT_EXCHANGE)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0]._is_expert_parallel = model[1]._is_expert_parallel = True  # as transformers marks them
+    for _ in range(2):
+        assert not liger_trainer.apply_liger_kernel(model).applied
+    assert len(lines(caplog, EXPERT_EXCHANGE)) == 1
 
 
 def test_loss_types_that_are_not_stated(caplog):

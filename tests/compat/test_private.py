@@ -154,7 +154,7 @@ def test_a_wrapper_that_passes_everything_on_is_fine(monkeypatch):
 
 def checks():
     """Where the product checks a feature: the module, whether on import, the function that checks, and the feature."""
-    for folder in ("liger_trainer", "kernels", "callbacks", "configs"):
+    for folder in ("liger_trainer", "kernels", "callbacks", "configs", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             imported = {

@@ -10,13 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-
-pytest.importorskip("trl")
-pytest.importorskip("peft")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

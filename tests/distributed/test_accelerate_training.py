@@ -11,12 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-
-pytest.importorskip("trl")
-pytest.importorskip("peft")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from tests.distributed.accelerate_cases import CASES, VOCAB, WRAPPINGS
 from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, save_models, together

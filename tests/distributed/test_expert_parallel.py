@@ -15,14 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-pytest.importorskip("transformers.distributed")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.patching.binding import is_bound_by_us, is_chosen
@@ -33,11 +28,9 @@ from tests.distributed.tensor_parallel import (
     batch_of,
     check_step,
     gradients,
-    hide_accelerators,
     kernels_in,
     load_split,
 )
-from tests.distributed.two_processes import failures_of, run_gloo_cases
 from tests.tiny_models import TINY_MODELS
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 12, 6, 2
@@ -275,7 +268,7 @@ def _saves_whole_experts(rank: int) -> None:
         torch.testing.assert_close(value, updated[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-RUN: dict[str, Callable[[int], None]] = {
+CASES: dict[str, Callable[[int], None]] = {
     **{name: partial(rows_are_those_of_one, tokens=t, choose=c, dtype=torch.float64) for name, (t, c) in ROWS.items()},
     "rows in bf16": partial(rows_are_those_of_one, tokens=[9, 2], choose=random_choices, dtype=torch.bfloat16),
     "second derivatives are refused": _second_derivatives_are_refused,
@@ -290,16 +283,6 @@ RUN: dict[str, Callable[[int], None]] = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    hide_accelerators()
-    run_gloo_cases(RUN, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return failures_of(_worker)
-
-
-@pytest.mark.parametrize("case", RUN)
-def test_two_processes_are_one(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

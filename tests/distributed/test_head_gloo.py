@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
+from tests.distributed.two_processes import WORLD
 from tests.tiny_models import TINY_MODELS, tiny_batch
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 FAMILY = "llama"
 
@@ -145,16 +141,6 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    """Both processes run every case once (starting them is most of the time); failures by case."""
-    return failures_of(_worker)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_process(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+def test_gradients_are_those_of_one_process(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

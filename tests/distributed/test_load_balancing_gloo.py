@@ -9,13 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from liger_trainer.functional import load_balancing_loss
-from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+from tests.distributed.two_processes import WORLD
 
 
 def _layers(rank: int) -> list[torch.Tensor]:
@@ -98,15 +95,6 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return failures_of(_worker)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+def test_two_processes(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-import torch.distributed as dist
 
-pytest.importorskip("trl")
-pytest.importorskip("peft")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
-from tests.distributed.matrix import CELLS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS
+from tests.distributed.matrix import CELLS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS, run_cell
 from tests.distributed.matrix_batches import BATCHES, LOSSES
 from tests.distributed.matrix_models import PARAMETERS
-from tests.distributed.matrix_runner import Outcomes, outcomes_of
 from tests.distributed.matrix_wrappings import WRAPPINGS
 
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    """The outcomes of the cells whose tests were selected (`-k` runs a few)."""
-    chosen = [getattr(item, "callspec", None) for item in request.session.items]
-    names = [spec.params["cell"] for spec in chosen if spec is not None and spec.params.get("cell") in CELLS]
-    return outcomes_of(list(dict.fromkeys(names)))
+CASES = {name: partial(run_cell, cell) for name, cell in CELLS.items()}
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_two_processes_train_as_one(cell: str, outcomes: Outcomes) -> None:
-    assert not outcomes[cell], outcomes[cell]
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]
 
 
 def test_every_pair_runs_or_has_a_reason() -> None:

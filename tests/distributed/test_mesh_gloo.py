@@ -7,14 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-pytest.importorskip("trl")
-pytest.importorskip("peft")
-pytest.importorskip("transformers.distributed")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from tests.distributed.matrix_wrappings import _fsdp2
 from tests.distributed.tensor_parallel import (
@@ -22,12 +14,10 @@ from tests.distributed.tensor_parallel import (
     Case,
     batch_of,
     check_step,
-    hide_accelerators,
     kernels_in,
     load_split,
 )
 from tests.distributed.test_expert_parallel import model_is_that_of_one_process, random_choices, rows_are_those_of_one
-from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 RANKS = 4
 RESHARDED = {"fsdp_plan": {"lm_head": "free_full_weight", "model.norm": "free_full_weight"}}
@@ -75,16 +65,6 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    hide_accelerators()
-    run_gloo_cases(CASES, rank, port, failures, RANKS)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return failures_of(_worker, world=RANKS)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_four_processes_train_as_one(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+def test_four_processes_train_as_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.patching.moe.quantized_experts import four_bits
-from tests.distributed.two_processes import failures_of, run_gloo_cases
 
 ROWS = 4
 
@@ -50,5 +44,9 @@ def _is_one_process(rank: int) -> None:
     assert not any(list(module.buffers()) for module in experts)  # which DDP would send at every forward
 
 
-def test_two_processes_train_as_one() -> None:
-    assert not failures_of(partial(run_gloo_cases, {"gradients": _is_one_process}))
+CASES = {"gradients": _is_one_process}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

@@ -16,17 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn import functional as F
-
-pytest.importorskip("trl")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from tests.distributed.gathered_attention import gathered_attention, head_and_tail, in_order
 from tests.distributed.matrix_batches import LOSSES
 from tests.distributed.tensor_parallel import IGNORE, Case, assert_near, assert_same_gradients, gradients, kernels_in
-from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
+from tests.distributed.two_processes import WORLD
 from tests.tiny_models import TINY_MODELS
 
 LENGTH = 16
@@ -138,15 +133,6 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return failures_of(_worker)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_two_parts_are_the_sequence(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+def test_two_parts_are_the_sequence(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

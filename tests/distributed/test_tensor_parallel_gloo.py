@@ -7,15 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn import functional as F
-
-pytest.importorskip("trl")
-pytest.importorskip("peft")
-pytest.importorskip("transformers.distributed")
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from tests.distributed.matrix_batches import LOSSES
 from tests.distributed.tensor_parallel import (
@@ -29,17 +21,16 @@ from tests.distributed.tensor_parallel import (
     check_step,
     counted_logits,
     gradients,
-    hide_accelerators,
     kernels_in,
     load_split,
     with_adapters,
 )
-from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
+from tests.distributed.two_processes import WORLD
 from tests.tiny_models import TINY_MODELS
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ODD = {"vocab_size": 127}  # 64 and 63 rows
-CASES: dict[str, Case] = {
+TRAINED: dict[str, Case] = {
     **{f"llama, {loss}": Case(loss=loss) for loss in LOSSES},
     **{f"odd vocabulary, {loss}": Case(loss=loss, overrides=ODD) for loss in LOSSES},
     "qwen3": Case("qwen3", "sft"),
@@ -173,8 +164,8 @@ def _distils(rank: int) -> None:
     assert_same_gradients(gradients(student), gradients(whole), 1e-4)
 
 
-RUN: dict[str, Callable[[int], None]] = {
-    **{name: partial(_trains, case=case) for name, case in CASES.items()},
+CASES: dict[str, Callable[[int], None]] = {
+    **{name: partial(_trains, case=case) for name, case in TRAINED.items()},
     "gathers no weight": _gathers_no_weight,
     "logits are read": _logits_are_read,
     "evaluates": _evaluates,
@@ -184,16 +175,6 @@ RUN: dict[str, Callable[[int], None]] = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    hide_accelerators()
-    run_gloo_cases(RUN, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return failures_of(_worker)
-
-
-@pytest.mark.parametrize("case", RUN)
-def test_split_model_is_the_whole_one(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+@pytest.mark.parametrize("case", CASES)
+def test_split_model_is_the_whole_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from tests.distributed.two_processes import WORLD, failures_of, run_gloo_cases
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+from tests.distributed.two_processes import WORLD
 
 TOKENS, HIDDEN = 11, 6
 IGNORE = -100
@@ -134,16 +131,6 @@ CASES = {
 }
 
 
-def _worker(rank: int, port: int, failures: mp.Queue) -> None:
-    run_gloo_cases(CASES, rank, port, failures)
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    """Both processes run every case once (starting them is most of the time); failures by case."""
-    return failures_of(_worker)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_one(case: str, failures: dict[str, str]) -> None:
-    assert case not in failures, failures[case]
+def test_two_processes_are_one(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]

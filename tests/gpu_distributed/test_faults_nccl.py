@@ -3,7 +3,8 @@
 import pytest
 
 from liger_trainer.recipe.file import accelerate_config
-from tests.cli.test_faults import run, saved
+from tests.cli.runs import checkpoints
+from tests.cli.test_faults import launched
 from tests.trainers.test_two_process_faults import assert_all_act_alike, folders
 from tests.trainers.test_two_process_faults import run as run_script
 
@@ -11,31 +12,28 @@ pytestmark = pytest.mark.multigpu
 
 
 def test_a_rank_that_is_killed_ends_the_job(tmp_path):
-    killed = run(tmp_path / "run", "--use_cpu", "false", fault="kill", step=3)
+    killed = launched(tmp_path / "run", "--use_cpu", "false", fault="kill", step=3)
     assert killed.returncode == 1
     cause = killed.stderr.split("Root Cause")[1]
     assert "rank      : 1" in cause
     assert "SIGKILL" in cause
-    assert saved(tmp_path / "run") == ["checkpoint-2"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
 
 def test_a_signal_that_one_rank_gets_ends_both(tmp_path):
-    ended = run(tmp_path / "run", "--use_cpu", "false", fault="terminate", step=3)
+    ended = launched(tmp_path / "run", "--use_cpu", "false", fault="terminate", step=3)
     assert ended.returncode == 1
     assert "exitcode  : 143" in ended.stderr
-    assert saved(tmp_path / "run") == [
-        "checkpoint-2",
-        "checkpoint-4",
-        "checkpoint-5",
-    ]  # got in step 4, read a step later
+    # The signal came in step 4 and is read a step later.
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
 
 
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    hung = run(tmp_path / "run", "--use_cpu", "false", "--ddp_timeout", "15", fault="hang", step=3)
+    hung = launched(tmp_path / "run", "--use_cpu", "false", "--ddp_timeout", "15", fault="hang", step=3)
     assert hung.returncode == 1
     assert "Timeout" in hung.stderr
-    assert saved(tmp_path / "run") == ["checkpoint-2"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
 
 def test_all_ranks_act_on_the_nan_of_one_and_name_it(tmp_path):

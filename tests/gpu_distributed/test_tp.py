@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 pytest.importorskip("transformers.distributed")
 
 from tests.distributed.tensor_parallel import Case, batch_of, check_step, kernels_in, load_split
-from tests.distributed.test_tensor_parallel_gloo import CASES as GLOO_CASES
+from tests.distributed.test_tensor_parallel_gloo import TRAINED as GLOO_CASES
 from tests.gpu_distributed.gpus import join_group, needs_gpu, results_of, write_results
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import llama, logged, tokenizer

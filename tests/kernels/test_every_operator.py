@@ -62,5 +62,5 @@ def test_a_second_derivative_is_refused_by_name(name, device):
     outputs = operator.function(*tensors)
     loss = sum(y.square().sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
     needed = [tensor for tensor in tensors if tensor.requires_grad]
-    with pytest.raises(RuntimeError, match=rf"gradient of .*{operator.refuses}.* cannot itself be differentiated"):
+    with pytest.raises(RuntimeError, match=rf"gradient of .*{operator.refuses}.* cannot .*_reference function"):
         sum(g.square().sum() for g in torch.autograd.grad(loss, needed, create_graph=True)).backward()

@@ -34,16 +34,20 @@ class Batch:
         return self.hidden, self.weight, self.bias
 
     @property
+    def reference(self) -> tuple[torch.Tensor, ...]:
+        return self.ref_hidden, self.ref_weight, self.ref_bias
+
+    @property
     def mask(self) -> torch.Tensor:
         return self.target != IGNORE
 
     def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
         """`(batch, tokens)` by plain torch, 0 where ignored."""
-        return eager(self.hidden, self.weight, self.bias, self.target, temperature)
+        return eager(*self.leaves, self.target, temperature)
 
     def ref_log_probs(self, temperature: float = 1.0) -> torch.Tensor:
         """The same of the reference."""
-        return eager(self.ref_hidden, self.ref_weight, self.ref_bias, self.target, temperature)
+        return eager(*self.reference, self.target, temperature)
 
 
 def eager(

@@ -72,6 +72,13 @@ def _compare(ours: tuple[torch.Tensor, Any], theirs: torch.Tensor, batch: Batch)
     torch.testing.assert_close(gradients(ours[0], batch), gradients(theirs, batch))
 
 
+def _compare_metrics(outputs: list[torch.Tensor], trainer: Any) -> None:
+    """The log-probabilities, which come first, and the rewards, which come last."""
+    names = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected"
+    for name, output in zip(names, (*outputs[:2], *outputs[-2:])):
+        assert trainer._metrics["train"][name] == pytest.approx([output.item()])
+
+
 @pytest.mark.parametrize("memory", BUDGETS)
 @pytest.mark.parametrize("loss_type", DPO_LOSSES)
 def test_dpo(loss_type: str, memory: int) -> None:
@@ -93,17 +100,9 @@ def test_dpo(loss_type: str, memory: int) -> None:
     loss = LigerFusedLinearDPOLoss(
         loss_type=loss_type, compute_nll_loss=True, alpha=0.7, logits_memory=memory, **options
     )
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    result = loss(batch.weight, batch.hidden, batch.target, batch.bias, *reference)
+    result = loss(batch.weight, batch.hidden, batch.target, batch.bias, *batch.reference)
     _compare(result, expected, batch)
-    metrics, (chosen, rejected, *_, chosen_rewards, rejected_rewards) = trainer._metrics["train"], result[1]
-    for name, mine in (
-        ("logps/chosen", chosen),
-        ("logps/rejected", rejected),
-        ("rewards/chosen", chosen_rewards),
-        ("rewards/rejected", rejected_rewards),
-    ):
-        assert metrics[name] == pytest.approx([mine.mean().item()])
+    _compare_metrics([output.mean() for output in result[1]], trainer)
     given = loss(batch.weight, batch.hidden, batch.target, batch.bias, ref_log_probs=batch.ref_log_probs())
     torch.testing.assert_close(given[0], result[0])
 
@@ -166,17 +165,9 @@ def test_kto(kind: str, memory: int) -> None:
     )
     loss = LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True, logits_memory=memory)
     kl = (kl_logps - ref_kl_logps).mean() if with_kl else None
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    result = loss(batch.hidden, batch.weight, batch.target, batch.bias, desirable, *reference, kl)
+    result = loss(batch.hidden, batch.weight, batch.target, batch.bias, desirable, *batch.reference, kl)
     _compare(result, expected, batch)
-    metrics, (chosen, rejected, _, _, chosen_rewards, rejected_rewards) = trainer._metrics["train"], result[1]
-    for name, total in (
-        ("logps/chosen", chosen),
-        ("logps/rejected", rejected),
-        ("rewards/chosen", chosen_rewards),
-        ("rewards/rejected", rejected_rewards),
-    ):
-        assert metrics[name] == pytest.approx([total.item() / 3])
+    _compare_metrics([total / 3 for total in result[1]], trainer)
 
 
 POLICY_OPTIONS: list[dict[str, Any]] = [
@@ -229,9 +220,8 @@ def test_grpo(options: dict[str, Any], memory: int) -> None:
     expected = GRPOTrainer._compute_loss(trainer, None, inputs)
     loss = LigerFusedLinearGRPOLoss(temperature=0.9, max_completion_length=9, logits_memory=memory, **options)
     ids, mask = inputs["completion_ids"], inputs["completion_mask"]
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
     policy = batch.hidden, batch.weight, ids, mask, advantages, batch.bias
-    result = loss(*policy, None, old, *reference, sampling, torch.tensor(17))
+    result = loss(*policy, None, old, *batch.reference, sampling, torch.tensor(17))
     _compare(result, expected, batch)
     metrics = trainer._metrics["train"]
     assert len(result[1]) == (2 if options["beta"] else 1)

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from liger_trainer import losses
-from tests.losses.cases import (
-    TOKENS,
-    VOCAB,
-    make_batch,
-)
+from tests.losses.cases import TOKENS, VOCAB, make_batch
 from tests.losses.test_losses import ADVANTAGES, DESIRABLE, _arguments
 
 

@@ -38,8 +38,7 @@ ADVANTAGES = torch.tensor([1.3, -0.7, 0.4, 2.0, -1.0, 0.5])
 
 def _dpo(batch: Batch, **options: Any) -> Any:
     loss = losses.LigerFusedLinearDPOLoss(compute_nll_loss=True, **options)
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    return loss(batch.weight, batch.hidden, batch.target, batch.bias, *reference)
+    return loss(batch.weight, batch.hidden, batch.target, batch.bias, *batch.reference)
 
 
 def _aot(batch: Batch, **options: Any) -> Any:
@@ -60,15 +59,13 @@ def _simpo(batch: Batch, **options: Any) -> Any:
 
 def _kto(batch: Batch, **options: Any) -> Any:
     loss = losses.LigerFusedLinearKTOLoss(use_ref_model=True, **options)
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    return loss(batch.hidden, batch.weight, batch.target, batch.bias, DESIRABLE, *reference, torch.tensor(0.2))
+    return loss(batch.hidden, batch.weight, batch.target, batch.bias, DESIRABLE, *batch.reference, torch.tensor(0.2))
 
 
 def _grpo(batch: Batch, **options: Any) -> Any:
     loss = losses.LigerFusedLinearGRPOLoss(**options)
     ids, mask = batch.target.clamp(min=0), batch.mask
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    return loss(batch.hidden, batch.weight, ids, mask, ADVANTAGES, batch.bias, None, None, *reference)
+    return loss(batch.hidden, batch.weight, ids, mask, ADVANTAGES, batch.bias, None, None, *batch.reference)
 
 
 def _gspo(batch: Batch, **options: Any) -> Any:
@@ -91,55 +88,52 @@ def _arguments(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_signatures_are_ligers_with_ours_at_the_end() -> None:
-    pair = ["lin_weight", "_input", "target", "bias"]
-    reference = ["ref_input", "ref_weight", "ref_bias"]
-    wanted = {
-        losses.LigerFusedLinearDPOLoss: (
-            [
-                *("ignore_index", "beta", "alpha", "compute_nll_loss", "compiled", "use_ref_model"),
-                *("average_log_prob", "chunk_size", "loss_type", "label_smoothing", "discopop_tau"),
-            ],
-            [*pair, *reference, "ref_log_probs"],
+PAIR = "lin_weight _input target bias"
+REFERENCE = "ref_input ref_weight ref_bias"
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "tensors"),
+    [
+        (
+            losses.LigerFusedLinearDPOLoss,
+            "ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob chunk_size loss_type "
+            "label_smoothing discopop_tau",
+            f"{PAIR} {REFERENCE} ref_log_probs",
         ),
-        losses.LigerFusedLinearORPOLoss: (
-            ["ignore_index", "beta", "compute_nll_loss", "compiled", "chunk_size"],
-            [*pair, "nll_target"],
+        (
+            losses.LigerFusedLinearORPOLoss,
+            "ignore_index beta compute_nll_loss compiled chunk_size",
+            f"{PAIR} nll_target",
         ),
-        losses.LigerFusedLinearCPOLoss: (
-            [
-                *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled"),
-                *("average_log_prob", "chunk_size"),
-            ],
-            pair,
+        (
+            losses.LigerFusedLinearCPOLoss,
+            "ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
+            PAIR,
         ),
-        losses.LigerFusedLinearSimPOLoss: (
-            [
-                *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled", "gamma"),
-                "chunk_size",
-            ],
-            pair,
+        (
+            losses.LigerFusedLinearSimPOLoss,
+            "ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+            PAIR,
         ),
-        losses.LigerFusedLinearKTOLoss: (
-            ["ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size"],
-            ["_input", "lin_weight", "target", "bias", "preference_labels", *reference, "kl", "ref_log_probs"],
+        (
+            losses.LigerFusedLinearKTOLoss,
+            "ignore_index beta compiled use_ref_model average_log_prob chunk_size",
+            f"_input lin_weight target bias preference_labels {REFERENCE} kl ref_log_probs",
         ),
-        losses.LigerFusedLinearGRPOLoss: (
-            [
-                *("beta", "compiled", "use_ref_model", "chunk_size", "epsilon_low", "epsilon_high", "loss_type"),
-                *("max_completion_length", "importance_sampling_level", "sapo_temperature_pos"),
-                *("sapo_temperature_neg", "temperature", "delta", "use_bias_correction_kl", "vespo_k_pos"),
-                *("vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-            ],
-            [
-                *("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias"),
-                *("ref_per_token_logps", "old_per_token_logps", *reference, "vllm_is_ratio", "num_items_in_batch"),
-            ],
+        (
+            losses.LigerFusedLinearGRPOLoss,
+            "beta compiled use_ref_model chunk_size epsilon_low epsilon_high loss_type max_completion_length "
+            "importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta "
+            "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+            "_input lin_weight selected_token_ids attention_mask advantages bias ref_per_token_logps "
+            f"old_per_token_logps {REFERENCE} vllm_is_ratio num_items_in_batch",
         ),
-    }
-    for loss, (options, tensors) in wanted.items():
-        assert _arguments(loss) == [*options, "logits_memory"]
-        assert _arguments(loss.forward) == tensors
+    ],
+)
+def test_signatures_are_ligers_with_ours_at_the_end(loss: Any, options: str, tensors: str) -> None:
+    assert _arguments(loss) == [*options.split(), "logits_memory"]
+    assert _arguments(loss.forward) == tensors.split()
 
 
 def test_as_in_ligers_readme() -> None:
@@ -157,26 +151,16 @@ def test_as_in_ligers_readme() -> None:
 def test_functions_are_the_modules() -> None:
     batch = make_batch()
     hidden, weight, bias = batch.leaves
-    reference = batch.ref_hidden, batch.ref_weight, batch.ref_bias
-    ids, mask = batch.target.clamp(min=0), batch.mask
+    target, reference = batch.target, batch.reference
+    tokens = target.clamp(min=0), batch.mask, ADVANTAGES
+    kl = torch.tensor(0.2)
     results = [
-        (functional.liger_fused_linear_dpo(hidden, weight, batch.target, bias, *reference, IGNORE, 0.1, True), _dpo),
-        (functional.liger_fused_linear_orpo(hidden, weight, batch.target, bias), _orpo),
-        (functional.liger_fused_linear_cpo(hidden, weight, batch.target, bias), _cpo),
-        (
-            functional.liger_fused_linear_simpo(hidden, weight, batch.target, bias, IGNORE, 0.1, 1.0, 0.0, True),
-            _simpo,
-        ),
-        (
-            functional.liger_fused_linear_kto(
-                hidden, weight, batch.target, DESIRABLE, bias, *reference, torch.tensor(0.2)
-            ),
-            _kto,
-        ),
-        (
-            functional.liger_fused_linear_grpo(hidden, weight, ids, mask, ADVANTAGES, bias, None, None, *reference),
-            _grpo,
-        ),
+        (functional.liger_fused_linear_dpo(hidden, weight, target, bias, *reference, IGNORE, 0.1, True), _dpo),
+        (functional.liger_fused_linear_orpo(hidden, weight, target, bias), _orpo),
+        (functional.liger_fused_linear_cpo(hidden, weight, target, bias), _cpo),
+        (functional.liger_fused_linear_simpo(hidden, weight, target, bias, IGNORE, 0.1, 1.0, 0.0, True), _simpo),
+        (functional.liger_fused_linear_kto(hidden, weight, target, DESIRABLE, bias, *reference, kl), _kto),
+        (functional.liger_fused_linear_grpo(hidden, weight, *tokens, bias, None, None, *reference), _grpo),
     ]
     for (loss, outputs), module in results:
         expected, others = module(batch)
@@ -285,7 +269,7 @@ def test_bf16_is_as_exact_as_eager(loss: Any) -> None:
         Batch(
             *(leaf.detach().bfloat16().to(dtype).requires_grad_() for leaf in made.leaves),
             made.target,
-            *(tensor.bfloat16().to(dtype) for tensor in (made.ref_hidden, made.ref_weight, made.ref_bias)),
+            *(tensor.bfloat16().to(dtype) for tensor in made.reference),
         )
         for dtype in (torch.bfloat16, torch.float64)
     )
@@ -299,7 +283,7 @@ def test_bf16_is_as_exact_as_eager(loss: Any) -> None:
         assert errors[0] <= max(1.1 * errors[1], torch.finfo(torch.bfloat16).eps / 2)
 
 
-def test_dpo_sums_log_probabilities_unless_told_otherwise() -> None:
+def test_dpo_sums_log_probabilities_unless_asked_for_their_mean() -> None:
     batch = make_batch()
     for average, divisor in ((False, torch.ones(2 * PAIRS)), (True, batch.mask.sum(-1))):
         loss = losses.LigerFusedLinearDPOLoss(**({"average_log_prob": True} if average else {}), use_ref_model=False)

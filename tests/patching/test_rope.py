@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.compat.rebound import called_global, forward_calling, rebound
 from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
 from tests.patching.rotary_toys import (
@@ -196,11 +196,37 @@ def test_nothing_outside_of_the_instance_changes():
     attention = model.model.layers[0].self_attn
     assert modeling_llama.apply_rotary_pos_emb is function
     assert modeling_llama.LlamaAttention.forward is forward
-    assert forward.__globals__["apply_rotary_pos_emb"] is function
+    assert called_global(forward, "apply_rotary_pos_emb") is function
     assert "forward" not in other.model.layers[0].self_attn.__dict__
-    assert attention.forward.__func__.__globals__["apply_rotary_pos_emb"] is not function
+    assert called_global(attention.forward.__func__, "apply_rotary_pos_emb") is not function
     assert inspect.signature(attention.forward) == inspect.signature(other.model.layers[0].self_attn.forward)
     assert attention.forward.__func__ is model.model.layers[1].self_attn.forward.__func__
+
+
+def test_later_changes_of_the_modelling_module_are_seen(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = TINY_MODELS["llama"]()
+    model.config._attn_implementation = "eager"
+    apply_liger_kernel(model, LAYERS)
+    called = []
+    eager = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_llama, "eager_attention_forward", lambda *args, **kwargs: called.append(1) or eager(*args, **kwargs)
+    )
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert len(called) == len(model.model.layers)
+
+
+def test_a_copy_leaves_no_name_behind():
+    names = set(globals())
+    copy = rebound(inspect.unwrap(Decorated.forward), {"apply_rotary_pos_emb": max})
+    assert len(globals()) == len(names) + 1
+    again = rebound(copy, {"apply_rotary_pos_emb": min, "Decorated": None})
+    assert called_global(again, "apply_rotary_pos_emb") is min
+    assert called_global(copy, "apply_rotary_pos_emb") is max
+    del copy, again
+    assert set(globals()) == names
 
 
 def decorated(note):

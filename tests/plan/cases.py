@@ -7,6 +7,7 @@ import torch
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.trainer_setups import Setup
 from liger_trainer.benchmarks.training_task import Task
+from liger_trainer.plan.estimate import moments
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
@@ -39,9 +40,15 @@ def run_of(
     bits=None,
     fused=True,
     fused_experts=True,
+    recompute_mlp=False,
     **work,
 ):
     """A run of a benchmarked model on sequences of `prompt` + `length` tokens."""
     parameters, shape = counted(name, layers, rank, bits, fused, fused_experts)
     work = Work(rows=rows, length=prompt + length, loss_length=length, head=HeadSettings(loss=loss), **work)
-    return Run(parameters, shape, work)
+    return Run(parameters, shape, work, recompute_mlp=recompute_mlp)
+
+
+def moment(name, run, setting):
+    """The memory at one moment of a step."""
+    return next(memory for memory in moments(run, setting) if memory.moment == name)

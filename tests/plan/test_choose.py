@@ -1,4 +1,4 @@
-"""The recommended setting is the fastest that fits, and the command for it says so to the recipe."""
+"""The recommended setting is the fastest that fits, and its command sets the recipe so."""
 
 import pytest
 
@@ -12,9 +12,8 @@ from liger_trainer.recipe.file import RecipeError, find_recipe
 GB = 10**9
 
 
-def plan_of(configs, recipe, gpus=1, memory=80 * GB, *options):
-    model = configs[recipe.rsplit("_", 1)[0].removesuffix("_dpo").removesuffix("_grpo")]
-    inputs = read_inputs(recipe, ["--model_name_or_path", model, *options], gpus)
+def plan_of(recipe, gpus=1, memory=80 * GB, *options):
+    inputs = read_inputs(recipe, options, gpus)
     return inputs, make_plan(inputs, gpus, memory)
 
 
@@ -28,19 +27,19 @@ def plan_of(configs, recipe, gpus=1, memory=80 * GB, *options):
         ("gemma3_4b_kto", 2),
     ],
 )
-def test_the_command_makes_the_recipe_what_was_recommended(configs, recipe, gpus):
-    inputs, plan = plan_of(configs, recipe, gpus, 100 * GB)
+def test_the_command_sets_the_recipe_as_recommended(recipe, gpus):
+    inputs, plan = plan_of(recipe, gpus, 100 * GB)
     assert plan.best.memory.total <= plan.room
     assert plan.best.cost == min(row.cost for row in plan.rows if row.fits)
     line = command(inputs, plan.best.setting, recipe)
     start = line.index("--num_processes") + 2 if gpus > 1 else line.index("--accelerate_config") + 2
-    changed = read_inputs(recipe, ["--model_name_or_path", inputs.values["model_name_or_path"], *line[start:]], gpus)
+    changed = read_inputs(recipe, line[start:], gpus)
     strategy = plan.best.setting.strategy
     assert written_setting(changed, gpus).__dict__ | {"strategy": strategy} == plan.best.setting.__dict__
 
 
-def test_layers_that_every_n_layers_leaves_out_keep_their_activations(configs):
-    options = ["--model_name_or_path", configs["llama3_8b"], "--per_device_train_batch_size", "4"]
+def test_layers_that_every_n_layers_leaves_out_save_their_activations():
+    options = ["--per_device_train_batch_size", "4"]
     totals = []
     for more in (
         ["--gradient_checkpointing", "true"],
@@ -58,56 +57,53 @@ def test_layers_that_every_n_layers_leaves_out_keep_their_activations(configs):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", '"two"', "true"])
-def test_every_n_layers_that_is_no_number_of_layers(configs, value):
+def test_every_n_layers_that_is_not_a_count(value):
     settings = f'{{"every_n_layers": {value}}}'
-    options = ["--model_name_or_path", configs["llama3_8b"], "--gradient_checkpointing_kwargs", settings]
     with pytest.raises(RecipeError, match=r"`gradient_checkpointing_kwargs` has `every_n_layers: .*1 or more"):
-        read_inputs("llama3_8b_sft", options)
+        read_inputs("llama3_8b_sft", ["--gradient_checkpointing_kwargs", settings])
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_gradients_that_are_reduced_after_every_micro_batch(configs, tmp_path, as_file):
-    options = ["--model_name_or_path", configs["llama3_8b"]]
+def test_gradients_that_are_reduced_after_every_micro_batch(tmp_path, as_file):
     config = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
     if as_file:
         (tmp_path / "accelerator.json").write_text(config)
         config = str(tmp_path / "accelerator.json")
     setting = Setting("fsdp2", 8, 1, 2)
     last, each = (
-        estimate(read_inputs("llama3_8b_sft", [*options, *more]).run, setting).total
+        estimate(read_inputs("llama3_8b_sft", more).run, setting).total
         for more in ([], ["--accelerator_config", config])
     )
-    assert last - each > 10 * GB  # 16 GB in bf16, of which a part is there as shards anyway
+    assert last - each > 10 * GB  # 16 GB in bf16, less the shards that exist anyway
 
 
 @pytest.mark.parametrize("value", ["[1]", "nowhere.json"])
-def test_an_accelerator_config_that_is_none(configs, value):
-    options = ["--model_name_or_path", configs["llama3_8b"], "--accelerator_config", value]
+def test_an_accelerator_config_that_cannot_be_read(value):
     with pytest.raises(RecipeError, match="`accelerator_config`"):
-        read_inputs("llama3_8b_sft", options)
+        read_inputs("llama3_8b_sft", ["--accelerator_config", value])
 
 
-def test_the_newer_name_of_checkpointing_is_read_and_written(configs):
-    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 1000 * GB, "--activation_checkpointing", "true")
+def test_the_newer_name_of_checkpointing_is_read_and_written():
+    inputs, plan = plan_of("llama3_8b_sft", 1, 1000 * GB, "--activation_checkpointing", "true")
     assert written_setting(inputs, 1).checkpointing
     assert not plan.best.setting.checkpointing
     assert changed_keys(inputs, plan.best.setting)["activation_checkpointing"] is False
 
 
-def test_options_of_the_kernels_are_kept(configs):
+def test_options_of_the_kernels_stay():
     options = ["--liger_kernel_config", '{"rope": false}', "--activation_offloading", "true"]
-    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 80 * GB, *options)
+    inputs, plan = plan_of("llama3_8b_sft", 1, 80 * GB, *options)
     tiled = next(row.setting for row in plan.rows if row.setting.tiled_mlp and not row.setting.offloading)
     keys = changed_keys(inputs, tiled)
     assert keys["liger_kernel_config"] == {"rope": False, "tiled_mlp": True}
     assert keys["activation_offloading"] is False
 
 
-def test_the_command_keeps_what_was_given(configs):
+def test_the_command_repeats_the_given_options():
     options = ["--max_length", "2048", "--activation_offloading=true", "--accelerate_config", "ddp", "--seed", "3"]
-    inputs, plan = plan_of(configs, "llama3_8b_sft", 1, 80 * GB, *options[:3])
-    kept = next(row.setting for row in plan.rows if not row.setting.offloading)
-    line = command(inputs, kept, "llama3_8b_sft", options)
+    inputs, plan = plan_of("llama3_8b_sft", 1, 80 * GB, *options[:3])
+    stays = next(row.setting for row in plan.rows if not row.setting.offloading)
+    line = command(inputs, stays, "llama3_8b_sft", options)
     assert line[3:5] == ["--accelerate_config", "single_gpu"], "planned for one GPU"
     assert line[5:9] == ["--max_length", "2048", "--seed", "3"]
     assert line.count("--accelerate_config") == 1
@@ -115,17 +111,17 @@ def test_the_command_keeps_what_was_given(configs):
     assert line[line.index("--activation_offloading") + 1] == "false"
 
 
-def test_more_memory_is_never_slower(configs):
+def test_more_memory_is_never_slower():
     costs = []
     for memory in (70, 80, 100, 141):
-        best = plan_of(configs, "llama3_8b_sft", 1, memory * GB)[1].best
+        best = plan_of("llama3_8b_sft", 1, memory * GB)[1].best
         costs.append(best.cost if best else float("inf"))
     assert costs == sorted(costs, reverse=True)
     assert len(set(costs)) > 1
 
 
-def test_where_nothing_fits(configs):
-    inputs, plan = plan_of(configs, "qwen3_30b_a3b_dpo", 2, 80 * GB, "--expert_parallel_size", "1")
+def test_where_nothing_fits():
+    inputs, plan = plan_of("qwen3_30b_a3b_dpo", 2, 80 * GB, "--expert_parallel_size", "1")
     assert plan.best is None
     assert least(inputs, 2).memory.total == min(row.memory.total for row in plan.rows)
     gpus = gpus_that_fit(inputs, 2, 80 * GB)
@@ -133,23 +129,23 @@ def test_where_nothing_fits(configs):
     assert make_plan(inputs, gpus // 2, 80 * GB).best is None
 
 
-def test_batches_that_are_part_of_the_loss_stay(configs):
-    inputs, plan = plan_of(configs, "llama3_8b_grpo", 1)
+def test_batches_that_are_part_of_the_loss_stay():
+    inputs, plan = plan_of("llama3_8b_grpo", 1)
     assert {row.setting.batch for row in plan.rows} == {inputs.values["per_device_train_batch_size"]}
 
 
-def test_a_reference_is_a_second_model_but_under_adapters(configs):
-    full, _ = plan_of(configs, "llama3_8b_dpo")
-    lora, _ = plan_of(configs, "llama3_8b_dpo_lora")
+def test_a_reference_is_a_second_model_unless_there_are_adapters():
+    full, _ = plan_of("llama3_8b_dpo")
+    lora, _ = plan_of("llama3_8b_dpo_lora")
     assert full.run.work.reference_bytes == full.run.parameters.total.bytes
     assert lora.run.work.reference_bytes == 0
     assert full.run.work.rows == lora.run.work.rows == 2
 
 
-def test_vllm_takes_its_share(configs):
+def test_vllm_takes_its_share():
     options = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.3"]
-    _, alone = plan_of(configs, "llama3_8b_grpo", 1, 80 * GB)
-    inputs, shared = plan_of(configs, "llama3_8b_grpo", 1, 80 * GB, *options)
+    _, alone = plan_of("llama3_8b_grpo", 1, 80 * GB)
+    inputs, shared = plan_of("llama3_8b_grpo", 1, 80 * GB, *options)
     assert alone.room - shared.room == pytest.approx(0.3 * 80 * GB)
     assert inputs.run.work.generated == 0
 
@@ -165,24 +161,20 @@ def test_vllm_takes_its_share(configs):
         ("qwen3_30b_a3b_sft", [], 8, "DDP"),
     ],
 )
-def test_what_is_written_is_split_as_it_says(configs, recipe, options, gpus, words):
-    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"], *options], gpus)
-    (names, *_) = memory_table(make_plan(inputs, gpus, 80 * GB), "").columns
+def test_a_recipe_as_written_is_split_as_it_says(recipe, options, gpus, words):
+    (names, *_) = memory_table(plan_of(recipe, gpus, 80 * GB, *options)[1], "").columns
     assert next(names.cells) == f"as written, {words}"
 
 
-def test_experts_in_4_bits_are_proposed_whole(configs):
-    options = ["--model_name_or_path", configs["qwen3_30b_a3b"]]
-    inputs = read_inputs("qwen3_30b_a3b_sft_qlora", options, 4)
+def test_experts_in_4_bits_are_proposed_whole():
     for room in (80 * GB, 24 * GB):
-        plan = make_plan(inputs, 4, room)
+        _, plan = plan_of("qwen3_30b_a3b_sft_qlora", 4, room)
         assert {row.setting.strategy for row in plan.rows} == {"ddp"}
 
 
-def test_the_comment_of_the_quantised_mixture_says_what_is_planned(configs):
+def test_the_comment_of_the_quantised_mixture_says_what_is_planned():
     recipe = "qwen3_30b_a3b_sft_qlora"
-    inputs = read_inputs(recipe, ["--model_name_or_path", configs["qwen3_30b_a3b"]], 1)
-    written = make_plan(inputs, 1, 32 * GB).written
+    written = plan_of(recipe, 1, 32 * GB)[1].written
     memory, comment = written.memory, find_recipe(recipe).read_text().partition("if __import__")[0]
     assert written.fits
     assert f"weights and adapters are {memory.weights / 2**30:.0f} GiB" in comment

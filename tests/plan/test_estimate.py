@@ -1,4 +1,4 @@
-"""What must hold between settings, whatever the constants."""
+"""Relations between settings that hold for any constants."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from liger_trainer.plan.head import HeadSettings, head_memory
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.settings import Setting, candidates, relative_cost
 from liger_trainer.plan.work import Work
+from tests.plan import cases
 from tests.plan.cases import GIB, counted, run_of
 
 RUN = run_of("llama3-8b", 4096)
@@ -19,7 +20,7 @@ def total(run=RUN, **setting):
 
 
 def moment(name, run=RUN, **setting):
-    return next(memory for memory in moments(run, Setting(**setting)) if memory.moment == name)
+    return cases.moment(name, run, Setting(**setting))
 
 
 def test_a_total_is_the_sum_of_its_parts_and_the_fullest_moment():
@@ -47,16 +48,16 @@ def test_a_base_in_4_bits_has_room_for_one_weight():
         assert larger - total(run, **setting) == 2 * 4096 * 14336
 
 
-def test_adapters_of_peft_keep_copies_and_dropout_its_masks():
+def test_adapters_of_peft_save_copies_and_dropout_its_masks():
     ours = run_of("llama3-8b", 4096, rank=16)
     hidden, intermediate, tokens, layers = 4096, 14336, 4096, 32
 
     def more(**changes):
         run = dataclasses.replace(ours, shape=dataclasses.replace(ours.shape, **changes))
-        kept = [moment("loss", one, checkpointing=False).total for one in (run, ours)]
-        return (kept[0] - kept[1]) / tokens / layers
+        after, before = (moment("loss", one, checkpointing=False).total for one in (run, ours))
+        return (after - before) / tokens / layers
 
-    # Ours keep the input of q, k, v and that of gate, up once each; those of o and down are there or built again.
+    # Ours save the input of q, k, v and that of gate, up once each; those of o and down are saved anyway or recomputed.
     assert more(fused_adapters=False) == 2 * (2 * hidden + hidden + hidden + intermediate)
     assert more(adapter_dropout=True) == 3 * hidden + hidden + 2 * hidden + intermediate
 
@@ -103,7 +104,7 @@ def test_fsdp2_splits_fp32_weights_and_states():
     assert memory.total == 16 * RUN.parameters.total.elements / 4
 
 
-def test_accumulated_gradients_are_there_from_the_start():
+def test_accumulated_gradients_exist_from_the_start():
     assert moment("loss").gradients == 0
     assert moment("loss", accumulation=2).gradients == RUN.parameters.total.trained_bytes
 
@@ -145,7 +146,7 @@ def test_offloaded_inputs_wait_in_pinned_memory():
 
 
 @pytest.mark.parametrize(("fraction", "inputs"), [(0.0, 32), (0.05, 30.4 + 1.6), (0.5, 16 + 5), (1.0, 5)])
-def test_what_was_offloaded_last_is_still_there_at_the_loss(fraction, inputs):
+def test_the_inputs_offloaded_last_are_still_on_the_gpu_at_the_loss(fraction, inputs):
     """Five layers' inputs, whatever the fraction, or as many as are offloaded."""
     one = moment("loss").activations / 32
     assert moment("loss", offloading=fraction).activations == pytest.approx(inputs * one)
@@ -162,7 +163,7 @@ def test_candidates_keep_the_samples_of_a_step():
 
 
 @pytest.mark.parametrize("rank", [0, 16])
-def test_what_costs_time(rank):
+def test_costs_of_time(rank):
     def cost(**setting):
         return relative_cost(Setting(**setting), 4096, *counted("llama3-8b", rank=rank))
 

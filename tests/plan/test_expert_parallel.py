@@ -1,4 +1,4 @@
-"""Expert parallelism: what is planned of it, and that a recipe takes what is proposed."""
+"""Expert parallelism: its plan, and that a recipe runs as the plan proposes."""
 
 import dataclasses
 import functools
@@ -9,31 +9,28 @@ import torch
 import torch.distributed as dist
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.operations.moe_experts import cases
+from liger_trainer.benchmarks.operations.moe import cases
 from liger_trainer.benchmarks.registry import Data
 from liger_trainer.kernels.moe.experts import moe_experts
 from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.choose import make_plan, written_setting
-from liger_trainer.plan.estimate import _head, estimate, moments
+from liger_trainer.plan.estimate import _head, estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.report import command, recommendation, way
 from liger_trainer.plan.running import _strategy
 from liger_trainer.plan.settings import Setting, candidates, exchanged_bytes, relative_cost
 from liger_trainer.plan.splitting import held
 from liger_trainer.recipe import load_recipe
-from liger_trainer.recipe.file import RecipeError
-from liger_trainer.recipe.model import check_model, model_kwargs
-from tests.plan.cases import counted, run_of
-from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, kept
+from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
+from liger_trainer.recipe.model import check_model, make_config, model_kwargs
+from liger_trainer.recipe.published_configs import PUBLISHED
+from tests.plan.cases import counted, moment, run_of
+from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, saved_bytes
 
 LAYERS = 48
 RECIPE = "qwen3_30b_a3b_sft_ep"
 EIGHT = Setting("expert_parallel", 8, 2, expert_parallel_size=8)
-
-
-def moment(name, run, setting):
-    return next(memory for memory in moments(run, setting) if memory.moment == name)
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ def one_process(tmp_path):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_what_autograd_keeps_of_an_exchange_is_what_is_planned(frozen, one_process):
+def test_autograd_saves_as_much_of_an_exchange_as_planned(frozen, one_process):
     """A group of one: every row comes back to the process that sent it, as many as from even choices."""
     tokens, model = 64, MODELS["tiny-moe"]
     trained_case, frozen_case, _ = cases(Data(torch.device("cpu"), torch.bfloat16), model, tokens)
@@ -58,8 +55,8 @@ def test_what_autograd_keeps_of_an_exchange_is_what_is_planned(frozen, one_proce
     shape = dataclasses.replace(shape, trained=not frozen, exchanged_experts=True)
     planned = tokens * mlp_saved(shape, Precision())
     if not frozen:
-        planned -= 2 * tokens * model.hidden  # the router's input, which here there is none to keep
-    assert kept(exchanged, arguments) == planned
+        planned -= 2 * tokens * model.hidden  # the input of a router; there is none here
+    assert saved_bytes(exchanged, arguments) == planned
 
 
 def test_bytes_a_token_of_qwen():
@@ -71,7 +68,7 @@ def test_bytes_a_token_of_qwen():
     assert mlp_saved(exchanged_stock, Precision()) - mlp_saved(stock, Precision()) == rows
 
 
-def test_the_backward_holds_rows_as_they_came_and_sorted():
+def test_the_backward_holds_arrived_and_sorted_rows():
     _, shape = counted(QWEN)
     rows = 2 * CHOSEN * HIDDEN
 
@@ -93,7 +90,7 @@ def test_everything_is_split_over_all_gpus_in_its_dtype():
         assert memory.total == pytest.approx(8 * run.parameters.total.elements / 8)
 
 
-def test_whole_are_only_the_experts_that_are_here():
+def test_only_the_experts_of_this_gpu_are_whole():
     run = run_of(QWEN, 4096)
     buffers = {
         sharing: moment("last layer", run, dataclasses.replace(EIGHT, expert_parallel_size=sharing)).buffers
@@ -122,7 +119,7 @@ def test_copies_of_autocast():
     assert moment("loss", run, unchecked).buffers - moment("optimizer", run, EIGHT).buffers > copies
 
 
-def test_rows_are_sent_as_often_as_there_are_tokens_and_weights_once_a_step():
+def test_rows_are_sent_for_each_token_and_weights_once_a_step():
     model = counted(QWEN)
     assert exchanged_bytes(EIGHT, *model) == 5 * CHOSEN * 2 * HIDDEN * LAYERS * 7 / 8
     unchecked = dataclasses.replace(EIGHT, checkpointing=False)
@@ -166,9 +163,9 @@ def test_sizes_divide_gpus_and_experts(gpus, experts, quantised, sizes):
         ("llama3_8b_sft", [], False),
     ],
 )
-def test_a_recipe_takes_what_is_proposed(configs, monkeypatch, recipe, options, proposed):
-    name = "qwen3_30b_a3b" if "qwen" in recipe else "llama3_8b"
-    options = ["--model_name_or_path", configs[name], "--use_cpu", "true", *options]
+def test_a_recipe_runs_as_proposed(tmp_path, monkeypatch, recipe, options, proposed):
+    make_config(PUBLISHED[read_recipe(find_recipe(recipe))["model_name_or_path"]], recipe).save_pretrained(tmp_path)
+    options = ["--model_name_or_path", str(tmp_path), "--use_cpu", "true", *options]
     inputs = read_inputs(recipe, options, 8)
     rows = [row for row in make_plan(inputs, 8, 141 * 10**9).rows if row.setting.strategy == "expert_parallel"]
     assert bool(rows) == proposed
@@ -184,11 +181,11 @@ def test_a_recipe_takes_what_is_proposed(configs, monkeypatch, recipe, options, 
         assert written_setting(read_inputs(recipe, line[7:], 8), 8) == row.setting
 
 
-def test_another_way_takes_the_experts_together_again(configs):
-    inputs = read_inputs(RECIPE, ["--model_name_or_path", configs["qwen3_30b_a3b"]], 8)
+def test_another_split_gathers_the_experts_again():
+    inputs = read_inputs(RECIPE, [], 8)
     assert written_setting(inputs, 8).expert_parallel_size == 8
     found = make_plan(inputs, 8, 80 * 10**9)
-    assert found.written.fits, "what its comment says"
+    assert found.written.fits, "as its comment says"
     line = command(inputs, next(row.setting for row in found.rows if row.setting.strategy == "fsdp2"), RECIPE)
     assert line[line.index("--expert_parallel_size") + 1] == "1"
     assert line[line.index("--accelerate_config") + 1] == "fsdp2"
@@ -198,8 +195,8 @@ def test_another_way_takes_the_experts_together_again(configs):
     assert "--dtype float32" not in text, "it is that"
 
 
-def test_what_dtype_the_states_are_in_is_said(configs):
-    inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", ["--model_name_or_path", configs["qwen3_30b_a3b"]], 8)
+def test_the_dtype_of_the_states_is_named():
+    inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", [], 8)
     found = make_plan(inputs, 8, 80 * 10**9)
     assert found.best.setting.strategy == "expert_parallel"
     assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, found.best)
@@ -213,13 +210,12 @@ def test_what_dtype_the_states_are_in_is_said(configs):
         ("llama3_8b_sft", ["--expert_parallel_size", "2"], 2, r"\(llama\) names no experts; leave it out"),
     ],
 )
-def test_mistakes_are_told_as_the_recipe_tells_them(configs, recipe, options, gpus, words):
-    model = configs[recipe.rpartition("_sft")[0]]
+def test_mistakes_have_the_messages_of_a_run(recipe, options, gpus, words):
     with pytest.raises(RecipeError, match=words):
-        read_inputs(recipe, ["--model_name_or_path", model, *options], gpus)
+        read_inputs(recipe, options, gpus)
 
 
-def test_a_running_trainer_says_how_its_experts_are_split():
+def test_the_split_of_a_running_trainer():
     def of(**sizes):
         sizes = {"tp_size": 1, "dp_replicate_size": 1, "pp_size": 1, "ep_size": 2, **sizes}
         model = SimpleNamespace(config=SimpleNamespace(distributed_config=SimpleNamespace(**sizes)))

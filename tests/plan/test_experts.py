@@ -1,4 +1,4 @@
-"""Experts: what is planned is what autograd keeps, in our operator and in transformers' grouped matmul."""
+"""Experts: autograd saves as much as planned, in our operator and in transformers' grouped matmul."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.operations.moe_experts import cases, grouped_mm, ours
+from liger_trainer.benchmarks.operations.moe import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
 from liger_trainer.benchmarks.trainer_setups import Setup
 from liger_trainer.benchmarks.training_task import Task
@@ -25,8 +25,8 @@ HIDDEN, INTERMEDIATE, CHOSEN, EXPERTS = 2048, 768, 8, 128
 ELEMENTS = 3 * EXPERTS * HIDDEN * INTERMEDIATE  # of the experts of a layer
 
 
-def kept(function, arguments, model=None):
-    """Bytes that autograd keeps for `function`: parameters, ids and the routing weights of two choices left out."""
+def saved_bytes(function, arguments, model=None):
+    """Bytes that autograd saves for `function`, without parameters, ids and the routing weights of two choices."""
     parameters = model.parameters() if model else (arguments["gate_up_proj"], arguments["down_proj"])
     weights = {parameter.data_ptr() for parameter in parameters}
     storages = {}
@@ -44,15 +44,15 @@ def kept(function, arguments, model=None):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("fused", [True, False], ids=["ours", "stock"])
-def test_what_autograd_keeps_is_what_is_planned(fused, frozen):
+def test_autograd_saves_as_much_as_planned(fused, frozen):
     tokens, model = 64, MODELS["tiny-moe"]
     trained_case, frozen_case, _ = cases(Data(torch.device("cpu"), torch.bfloat16), model, tokens)
     arguments = (frozen_case if frozen else trained_case).arguments
     _, shape = counted("tiny-moe", fused_experts=fused)
     planned = tokens * mlp_saved(dataclasses.replace(shape, trained=not frozen), Precision())
     if not fused and not frozen:
-        planned -= 2 * tokens * model.hidden  # the router's input, which here there is none to keep
-    assert kept(ours if fused else grouped_mm, arguments) == planned
+        planned -= 2 * tokens * model.hidden  # the input of a router; there is none here
+    assert saved_bytes(ours if fused else grouped_mm, arguments) == planned
 
 
 def test_bytes_a_token_of_qwen():
@@ -88,7 +88,7 @@ def test_the_middle_of_the_backward():
     assert sizes[True, False] - sizes[False, True] == 2 * HIDDEN  # the attention's input
 
 
-def test_experts_of_ours_take_less():
+def test_our_experts_take_less():
     for checkpointing in (True, False):
         sizes = []
         for fused in (True, False):
@@ -97,7 +97,7 @@ def test_experts_of_ours_take_less():
         assert sizes[0] < sizes[1]
 
 
-def test_the_end_of_the_backward_of_frozen_experts_is_without_their_input():
+def test_the_backward_of_frozen_experts_ends_without_their_input():
     _, shape = counted(QWEN)
     sizes = []
     for adapted in (True, False):
@@ -107,7 +107,7 @@ def test_the_end_of_the_backward_of_frozen_experts_is_without_their_input():
     assert sizes[0] - sizes[1] == 2 * HIDDEN * 64
 
 
-def test_adapters_of_an_expert_of_every_token_read_what_those_of_the_others_keep():
+def test_adapters_of_a_shared_expert_read_the_input_of_the_routed_ones():
     config = Qwen2MoeConfig(
         hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=64,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
@@ -116,7 +116,7 @@ def test_adapters_of_an_expert_of_every_token_read_what_those_of_the_others_keep
     inputs = {name: case.arguments[name] for name in ("hidden", "top_k_index", "top_k_weights")}
 
     def sizes(modules, parameters):
-        """Bytes of the experts and the one that every token takes, as autograd keeps them and as planned."""
+        """Bytes of the routed experts and the shared one, saved by autograd and planned."""
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         lora = LoraConfig(r=4, target_modules=modules, target_parameters=parameters)
         adapted = get_peft_model(model, lora)
@@ -127,7 +127,7 @@ def test_adapters_of_an_expert_of_every_token_read_what_those_of_the_others_keep
         def both(hidden, **routing):
             return block.experts(hidden, *routing.values()) + block.shared_expert(hidden)
 
-        return torch.tensor([kept(both, inputs, adapted), 64 * mlp_saved(shape, Precision())])
+        return torch.tensor([saved_bytes(both, inputs, adapted), 64 * mlp_saved(shape, Precision())])
 
     experts, shared = ["mlp.experts.gate_up_proj"], ["gate_proj", "up_proj"]
     one_input = 2 * 64 * 64
@@ -145,7 +145,7 @@ def test_adapters_on_experts():
     assert not counted("llama3-8b", rank=16)[1].adapted_experts
 
 
-def test_adapters_of_ours_keep_nothing_more_and_peft_a_copy_of_all_experts():
+def test_our_adapters_save_nothing_more_and_peft_a_copy_of_all_experts():
     task, tokens, elements = Task("tiny-moe", lora=4), 64, 3 * 4 * 64 * 32
     model = AutoModelForCausalLM.from_config(model_config(MODELS[task.model], 1), dtype=torch.bfloat16)
     adapted = get_peft_model(model, Setup(task, model, {}, []).lora)
@@ -162,9 +162,9 @@ def test_adapters_of_ours_keep_nothing_more_and_peft_a_copy_of_all_experts():
         return tokens * mlp_saved(dataclasses.replace(shape, **changes), Precision())
 
     stock = planned(fused_experts=False) + 2 * elements
-    assert stock <= kept(of_adapted, inputs, adapted) <= stock + 2 * adapters  # which PEFT casts
+    assert stock <= saved_bytes(of_adapted, inputs, adapted) <= stock + 2 * adapters  # which PEFT casts
     apply_liger_kernel(adapted)
-    assert kept(of_adapted, inputs, adapted) == planned()
+    assert saved_bytes(of_adapted, inputs, adapted) == planned()
 
 
 def test_a_copy_of_all_experts_is_planned_where_peft_runs():
@@ -185,8 +185,8 @@ def test_a_copy_of_all_experts_is_planned_where_peft_runs():
     [([], True), (["--liger_kernel_config", '{"experts": false}'], False), (["--use_liger_kernel", "false"], False)],
     ids=str,
 )
-def test_a_recipe_says_how_its_experts_run(configs, options, fused):
-    inputs = read_inputs("qwen3_30b_a3b_sft_lora", ["--model_name_or_path", configs["qwen3_30b_a3b"], *options])
+def test_a_recipe_says_how_its_experts_run(options, fused):
+    inputs = read_inputs("qwen3_30b_a3b_sft_lora", options)
     assert inputs.run.shape.fused_experts is fused
     assert inputs.run.shape.adapted_experts
     assert all(memory.total > 0 for memory in moments(inputs.run, Setting()))

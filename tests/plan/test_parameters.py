@@ -1,4 +1,4 @@
-"""Counting parameters on meta gives what the built model has."""
+"""Parameters counted on the meta device are those of the built model."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_counts_and_bytes(tied):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_experts_are_told_apart():
+def test_experts_are_counted_apart():
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = build(Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, **sizes))
     counts, shape = count_parameters(model), read_layer_shape(model)
@@ -81,7 +81,7 @@ def test_quantised_layers(bits, nested, width):
     assert (plain.dequantised, quantised.dequantised) == (0, 32 * 64 if bits == 4 else 0)
 
 
-def test_what_bitsandbytes_makes_is_what_is_counted():
+def test_bitsandbytes_takes_as_many_bytes_as_counted():
     library()
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}))
     model = model.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What recipes of full fine-tuning say about themselves: they fit the memory that they name, and they learn."""
+"""Recipes of full fine-tuning fit the memory that their comments name, and learn."""
 
 import re
 
@@ -9,8 +9,8 @@ from liger_trainer.plan.choose import make_plan
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
+from tests.plan.cases import GIB
 
-GIB = 2**30
 FULL = sorted(
     name
     for name in shipped_recipes()
@@ -33,15 +33,14 @@ MORE = re.compile(r"^# On (?P<gpus>\d+) x (?P<size>\d+ GB), (?P<gib>\d+) GiB a G
 
 
 @pytest.mark.parametrize("name", [name for name in FULL if "zero3" not in name])  # ZeRO-3 is not planned
-def test_the_memory_that_a_recipe_names(configs, name):
+def test_the_memory_that_a_recipe_names(name):
     text = find_recipe(name).read_text(encoding="utf-8")
     claims = [*CLAIM.finditer(text), *MORE.finditer(text)]
     assert len(claims) == 1 + ("On 2 x" in text)
-    model = next(folder for family, folder in configs.items() if name.startswith(family))
     for claim in claims:
         gpus = int(claim["gpus"] or 1)
         options = (claim.groupdict().get("options") or "").split()
-        inputs = read_inputs(name, ["--model_name_or_path", model, *options], gpus)
+        inputs = read_inputs(name, options, gpus)
         plan = make_plan(inputs, gpus, memory_size(claim["size"].replace(" ", "")))
         assert estimate(inputs.run, plan.written.setting).total / GIB == pytest.approx(int(claim["gib"]), abs=1)
         assert plan.written.fits

@@ -1,4 +1,4 @@
-"""What a GPU holds of a model that is split, against what FSDP2 holds of it."""
+"""One GPU's share of a split model, compared with FSDP2's."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from liger_trainer.plan.estimate import estimate, moments
+from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import read_layer_shape
 from liger_trainer.plan.splitting import held
 from liger_trainer.plan.work import Run, Work
-from tests.plan.cases import run_of
+from tests.plan.cases import moment, run_of
 from tests.plan.test_experts import QWEN
 
 GPUS = 8
@@ -25,7 +25,7 @@ EIGHT = Setting("expert_parallel", GPUS, 2, 2, expert_parallel_size=8)
 
 @pytest.fixture
 def mesh():
-    """Eight GPUs of which one is here, and nothing is sent: sizes are those of a real one."""
+    """A mesh of eight GPUs with one real process: nothing is sent, and sizes are those of a real mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPUS)
     yield init_device_mesh("cpu", (GPUS,))
     dist.destroy_process_group()
@@ -42,7 +42,7 @@ def gradient_bytes(model):
     return sum(one.numel() * one.element_size() for one in local)
 
 
-def test_fsdp2_keeps_gradients_whole_until_the_last_micro_batch(mesh):
+def test_fsdp2_splits_gradients_in_the_last_micro_batch(mesh):
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8
     )  # fmt: skip
@@ -57,7 +57,7 @@ def test_fsdp2_keeps_gradients_whole_until_the_last_micro_batch(mesh):
         model.set_requires_gradient_sync(last)
         model(input_ids=ids).logits.sum().backward()
         assert gradient_bytes(model) == expected
-    # What the first of two leaves where each is reduced.
+    # With a reduction after each, the first of two leaves as much.
     reduced = dataclasses.replace(run, sync_each_batch=True)
     assert held(reduced, Setting("fsdp2", GPUS), 0.0).accumulated == gradient_bytes(model)
 
@@ -99,13 +99,12 @@ def test_accumulated_gradients_of_a_split_model_are_whole(name):
         (dataclasses.replace(EIGHT, expert_parallel_size=2), whole - experts / 2),
         (Setting("fsdp2", GPUS, 2, 2), whole),
     ):
-        memory = next(memory for memory in moments(run, setting) if memory.moment == name)
-        assert memory.gradients == pytest.approx(2 * elements)
+        assert moment(name, run, setting).gradients == pytest.approx(2 * elements)
         once = dataclasses.replace(setting, accumulation=1)
         assert estimate(run, setting).total > estimate(run, once).total
 
 
-def test_accumulated_gradients_of_adapters_are_whole_as_they_are():
+def test_accumulated_gradients_of_adapters_are_whole():
     run = run_of(QWEN, 4096, rank=16)
     adapters = run.parameters.groups["adapters"].trained
     assert held(run, EIGHT, 0.0).accumulated == 4 * adapters

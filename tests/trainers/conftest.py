@@ -1,7 +1,9 @@
-"""What the trainer tests share: the tiny models as folders, saved once."""
+"""What the trainer tests share: the tiny models as folders, saved once, and a guard against logits."""
 
 import pytest
 
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.trainers import token_statistics
 from tests.trainers.parity import save_models
 from tests.trainers.vision import save_vision_models
 
@@ -14,3 +16,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vision_folders(tmp_path_factory):
     return save_vision_models(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def never_built(monkeypatch):
+    """No logits, neither built from deferred ones nor given by the model."""
+    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
+    monkeypatch.setattr(token_statistics, "log_probs", lambda *args, **kwargs: pytest.fail("the model built logits"))

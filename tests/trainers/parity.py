@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from torch import nn
 import liger_trainer
 from liger_trainer.kernels.head.log_probs import log_probs_reference
 from liger_trainer.trainers.fused_head import own_fused_head
+from tests.forked import torchrun
 from tests.trainers.tiny import (
     COMMON,
     WORDS,
@@ -82,6 +87,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "GRPO": (_prompts, {"reward_funcs": reward}, _GENERATION),
     "RLOO": (_prompts, {"reward_funcs": reward}, _GENERATION),
 }
+OTHER_KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "ORPO": (_pairs, {}, {}),
+    "CPO": (_pairs, {}, {}),
+    "Reward": (_pairs, {}, {}),
+}
 DATASETS = {
     "completions": completion_dataset,
     "pictured dialogues": dialogues,
@@ -123,7 +133,7 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     """A trainer of TRL, or ours.
 
     Args:
-        kind: Of `KINDS`.
+        kind: Of `KINDS` or `OTHER_KINDS`.
         ours: Whether it is ours.
         output_dir: Of the trainer.
         model: A folder or a model.
@@ -131,7 +141,7 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
         case: Settings; `own` holds those of ours alone, `data` names a dataset, and some (`peft_config`, say) are for
             the trainer.
     """
-    dataset, further, settings = KINDS[kind]
+    dataset, further, settings = {**KINDS, **OTHER_KINDS}[kind]
     data = DATASETS[case.pop("data")] if "data" in case else dataset
     own = ("peft_config", "ref_model", "compute_metrics", "compute_loss_func", "reward_funcs")
     further = {**further, **{name: case.pop(name) for name in own if name in case}}
@@ -140,7 +150,9 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
         further["peft_config"] = copy.deepcopy(further["peft_config"])
     if "eval_strategy" in case or "compute_metrics" in further:
         further["eval_dataset"] = data(8)
-    source: Any = liger_trainer if ours else trl
+    experimental = kind in ("ORPO", "CPO")
+    theirs = importlib.import_module(f"trl.experimental.{kind.lower()}") if experimental else trl
+    source: Any = liger_trainer if ours else theirs
     prefix = "Liger" if ours else ""
     trainer_class, config_class = (getattr(source, f"{prefix}{kind}{what}") for what in ("Trainer", "Config"))
     own_settings = case.pop("own", {})
@@ -162,17 +174,39 @@ def liger_trainer_of(kind: str) -> Any:
     return getattr(liger_trainer, f"Liger{kind}Trainer")
 
 
-def assert_same_logs(stock: Any, ours: Any, but: tuple[str, ...] = ()) -> None:
-    """Every logged number, but what measures time; relative to the precision of the weights."""
-    expected, got = logged(stock), logged(ours)
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in stock.model.parameters())
-    relative = HALF_TOLERANCE if half else TOLERANCE
-    assert len(expected) == len(got)
-    assert len(expected) >= 3
-    for left, right in zip(expected, got):
+def assert_close_logs(
+    found: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    but: Iterable[str] = (),
+    absolute: float = TOLERANCE,
+    relative: float = TOLERANCE,
+) -> None:
+    """The same keys in every log, and the same numbers, but for what measures time."""
+    assert len(found) == len(expected)
+    for left, right in zip(expected, found):
         assert left.keys() == right.keys()
         for key in left.keys() - {"step_time", "eval_step_time", *but}:
-            assert right[key] == pytest.approx(left[key], abs=TOLERANCE, rel=relative, nan_ok=True), key
+            assert right[key] == pytest.approx(left[key], abs=absolute, rel=relative, nan_ok=True), key
+
+
+def assert_same_logs(stock: Any, ours: Any) -> None:
+    """Every logged number of at least three logs, relative to the precision of the weights."""
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in stock.model.parameters())
+    assert len(logged(stock)) >= 3
+    assert_close_logs(logged(ours), logged(stock), relative=HALF_TOLERANCE if half else TOLERANCE)
+
+
+def assert_close_weights(trainer: Any, other: Any, tolerance: float) -> None:
+    """Every parameter of two trainers; bit for bit with a tolerance of 0."""
+    for (name, expected), got in zip(other.model.named_parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, msg=name)
+
+
+def results_of_processes(work: Callable[..., None], folder: Path, **environment: str) -> list[Any]:
+    """What each of two gloo processes that run `work(folder)` has written into `rankN.json` there."""
+    done = torchrun(work, folder, environment=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def assert_parity(kind: str, output_dir: Any, model: str, naive: bool = False, **case: Any) -> tuple[Any, Any]:

@@ -11,13 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.offloading import PartialOffload, step_offloading
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
+from tests.trainers.tiny import COMMON, WORDS, llama, tokenizer
 
 HIDDEN, VOCAB = 32, 128
 
@@ -51,17 +49,7 @@ def lora():
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def plain(model, tmp_path, **options):
-    args = LigerTrainingArguments(output_dir=str(tmp_path), **COMMON, **options)
-    return LigerTrainer(model, args, train_dataset=token_rows())
-
-
-def sft(model, tmp_path, **options):
-    args = LigerSFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
-    return LigerSFTTrainer(model, args, train_dataset=text_dataset(), processing_class=tokenizer())
-
-
-def dpo(model, tmp_path, **options):
+def dpo(tmp_path, model, **options):
     args = LigerDPOConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
     pairs = Dataset.from_list(
         [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
@@ -87,7 +75,7 @@ def step_context(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("build", [plain, sft, dpo])
+@pytest.mark.parametrize("build", [causal, sft, dpo])
 @pytest.mark.parametrize("make", [llama, lora])
 @pytest.mark.parametrize(
     ("checkpointing", "config"),
@@ -95,8 +83,8 @@ def step_context(monkeypatch):
 )
 def test_training_is_the_same(build, make, checkpointing, config, tmp_path, step_context):
     options = {"gradient_checkpointing": checkpointing, "liger_kernel_config": config}
-    expected = weights_after(build(make(), tmp_path, **options))
-    trainer = build(make(), tmp_path, **options)
+    expected = weights_after(build(tmp_path, make(), **options))
+    trainer = build(tmp_path, make(), **options)
     offload = Offload(trainer.model)
     step_context(trainer, offload)
     ours = weights_after(trainer)
@@ -118,9 +106,9 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.models.activation_offloading.get_act_offloading_ctx_manager", make)
     monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", make)
     monkeypatch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
-    trainer = sft(llama(), tmp_path, activation_offloading=True)
+    trainer = sft(tmp_path, llama(), activation_offloading=True)
     assert made == [trainer.model]
-    trainer = plain(llama(), tmp_path)
+    trainer = causal(tmp_path)
     assert len(made) == 1
     monkeypatch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
     trainer.args.activation_offloading = True
@@ -130,7 +118,7 @@ def test_trl_does_it_where_it_can(tmp_path, monkeypatch):
 
 
 def offloading(build, tmp_path, monkeypatch, **options):
-    """A trainer whose activations are offloaded by the stand-in, which it takes for TRL's; and the stand-in."""
+    """A trainer whose activations are offloaded by an `Offload` in the place of TRL's, and that."""
     made = []
 
     def make(model):
@@ -142,7 +130,7 @@ def offloading(build, tmp_path, monkeypatch, **options):
     with monkeypatch.context() as patch:
         patch.setattr("liger_trainer.trainers.base.step_offloading", lambda trainer: None)  # these refuse the CPU
         patch.setattr("liger_trainer.trainers.trl_mixin.check_offloading", lambda args: None)
-        trainer = build(llama(num_hidden_layers=6), tmp_path, activation_offloading=True, **options)
+        trainer = build(tmp_path, llama(num_hidden_layers=6), activation_offloading=True, **options)
     with monkeypatch.context() as patch:
         patch.setattr(LigerTrainingArguments, "device", torch.device("cuda"))
         trainer._offloading = step_offloading(trainer)
@@ -152,7 +140,7 @@ def offloading(build, tmp_path, monkeypatch, **options):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("build", [plain, sft, dpo])
+@pytest.mark.parametrize("build", [causal, sft, dpo])
 def test_a_fraction_is_offloaded(build, checkpointing, tmp_path, monkeypatch):
     def trained(fraction):
         options = {"gradient_checkpointing": checkpointing, "activation_offloading_fraction": fraction}
@@ -243,12 +231,12 @@ def test_a_fraction_of_nothing_is_refused(tmp_path):
         LigerTrainingArguments(str(tmp_path), activation_offloading_fraction=0.5)
 
 
-@pytest.mark.parametrize("build", [plain, sft, dpo])
+@pytest.mark.parametrize("build", [causal, sft, dpo])
 def test_without_an_accelerator_it_is_refused(build, tmp_path):
     with pytest.raises(ValueError, match="`activation_offloading` is true, but training is on the CPU"):
-        build(llama(), tmp_path, activation_offloading=True)
+        build(tmp_path, llama(), activation_offloading=True)
 
 
 def test_a_flag_that_is_no_flag_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`activation_offloading` is 1; it must be true or false"):
-        plain(llama(), tmp_path, activation_offloading=1)
+        causal(tmp_path, llama(), activation_offloading=1)

@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+from liger_trainer import LigerSFTTrainer
 from liger_trainer.patching.moe import experts_formula
-from tests.trainers.tiny import mixtral, text_dataset, tokenizer
+from tests.trainers.builders import sft
+from tests.trainers.tiny import mixtral
 
 
-def trained(trainer_class, config_class, folder):
+def trained(trainer_class, folder):
     adapters = LoraConfig(
         r=4,
         target_modules=["q_proj", "v_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         init_lora_weights=False,
     )
-    args = config_class(
-        output_dir=folder,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        optim="sgd",
-        gradient_checkpointing=True,
-        report_to=[],
-        save_strategy="no",
-        bf16=False,
-        use_cpu=True,
-    )
+    options = {"max_steps": 4, "per_device_train_batch_size": 2, "optim": "sgd", "gradient_checkpointing": True}
+    model = mixtral()
     torch.manual_seed(0)
-    trainer = trainer_class(
-        mixtral(), args, train_dataset=text_dataset(), processing_class=tokenizer(), peft_config=adapters
-    )
+    trainer = sft(folder, model, trainer_class, peft_config=adapters, **options)
     trainer.train()
     return trainer
 
 
 def test_steps_are_those_of_trl(tmp_path, monkeypatch):
-    stock = trained(SFTTrainer, SFTConfig, f"{tmp_path}/stock")
+    stock = trained(SFTTrainer, tmp_path / "stock")
     adapted, native = [], experts_formula.moe_experts
 
     def counting(*args, **kwargs):
@@ -48,7 +36,7 @@ def test_steps_are_those_of_trl(tmp_path, monkeypatch):
         return native(*args, **kwargs)
 
     monkeypatch.setattr(experts_formula, "moe_experts", counting)
-    ours = trained(LigerSFTTrainer, LigerSFTConfig, f"{tmp_path}/ours")
+    ours = trained(LigerSFTTrainer, tmp_path / "ours")
     layers = ours.model.config.num_hidden_layers
     assert adapted[-4 * 2 * layers :] == [2] * 4 * 2 * layers  # forward and recomputation
     for got, expected in zip(ours.state.log_history[:4], stock.state.log_history[:4]):

@@ -11,8 +11,8 @@ from trl.experimental.cpo import CPOConfig
 import liger_trainer
 from liger_trainer.configs.loss_types import known_loss_types
 from tests.tiny_models import TINY_MODELS
+from tests.trainers.fake_vllm import VLLMServer, satisfy_import_gates
 from tests.trainers.tiny import COMMON, WORDS, logged, tokenizer
-from tests.trainers.vllm_stand_in import VLLMServer, satisfy_import_gates
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

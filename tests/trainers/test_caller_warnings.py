@@ -11,9 +11,8 @@ from trl import SFTConfig
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.sft_config import LigerSFTConfig
-from tests.trainers.tiny import COMMON, llama, text_dataset, tokenizer
-
-SETTINGS = {**COMMON, "bf16": False, "gradient_checkpointing": False, "kernel_report": False}
+from tests.trainers.builders import sft
+from tests.trainers.tiny import llama, text_dataset, tokenizer
 
 
 def line_of(caught, words):
@@ -25,11 +24,6 @@ def line_of(caught, words):
     return linecache.getline(found[0].filename, found[0].lineno)
 
 
-def sft(tmp_path, **kwargs):
-    args = LigerSFTConfig(str(tmp_path), **SETTINGS)
-    return LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer(), **kwargs)
-
-
 @pytest.mark.parametrize("cls", [SFTConfig, LigerSFTConfig])
 def test_of_a_configuration(cls, tmp_path):
     with pytest.warns(FutureWarning) as caught:
@@ -38,7 +32,7 @@ def test_of_a_configuration(cls, tmp_path):
 
 
 def test_of_a_construction(tmp_path):
-    args = LigerSFTConfig(str(tmp_path), **SETTINGS)
+    args = LigerSFTConfig(str(tmp_path), bf16=False, use_cpu=True)
     with pytest.warns(FutureWarning) as caught:
         LigerSFTTrainer(llama(), args, None, text_dataset(), processing_class=tokenizer(), compute_loss_func=print)
     assert "LigerSFTTrainer(" in line_of(caught, "compute_loss_func")
@@ -57,9 +51,7 @@ def test_of_a_subclass(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    trainer = Mine(
-        llama(), LigerSFTConfig(str(tmp_path), **SETTINGS), train_dataset=text_dataset(), processing_class=tokenizer()
-    )
+    trainer = sft(tmp_path, trainer_class=Mine)
     batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad(), pytest.warns(FutureWarning) as caught:
         trainer.compute_loss(trainer.model, batch, return_outputs=True)

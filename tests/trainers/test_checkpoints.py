@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, put_in_place, room_in
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
+from tests.trainers.builders import causal
+from tests.trainers.parity import assert_close_weights
 from tests.trainers.parity import build as build_trl
 from tests.trainers.tiny import COMMON, llama, token_rows
 
@@ -24,9 +25,8 @@ SETTINGS = {**COMMON, "max_steps": 6, "save_strategy": "steps", "save_steps": 2,
 FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
 
 
-def build(folder, trainer_class=LigerTrainer, args_class=LigerTrainingArguments, **settings):
-    args = args_class(output_dir=str(folder), **{**SETTINGS, **settings})
-    return trainer_class(llama(), args, train_dataset=token_rows(), eval_dataset=token_rows(n=4))
+def build(folder, trainer_class=LigerTrainer, **settings):
+    return causal(folder, trainer_class=trainer_class, eval_dataset=token_rows(n=4), **{**SETTINGS, **settings})
 
 
 def names(folder):
@@ -69,8 +69,7 @@ def test_killed_while_writing(file, tmp_path):
     assert names(tmp_path) == ["checkpoint-6"]
     whole = build(tmp_path / "whole")
     whole.train()
-    for (name, expected), got in zip(whole.model.named_parameters(), trainer.model.parameters()):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=name)
+    assert_close_weights(trainer, whole, tolerance=0)
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_the_room_is_that_of_the_folder_which_may_be_a_disk_of_its_own(tmp_path,
     assert asked == [tmp_path, tmp_path]
 
 
-def test_a_full_disk_leaves_the_good_checkpoint_and_is_told(tmp_path, small_disk):
+def test_a_full_disk_is_an_error_and_leaves_the_good_checkpoint(tmp_path, small_disk):
     class FullAtStep4(LigerTrainer):
         def _save_optimizer_and_scheduler(self, output_dir):
             if self.state.global_step == 4:
@@ -119,7 +118,7 @@ def test_checkpoints_are_those_of_the_stock_trainer(tmp_path):
     """Files, names, limit and best checkpoint; the loss falls, so that the last is the best."""
     settings = {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     ours = build(tmp_path / "ours", **settings)
-    stock = build(tmp_path / "stock", Trainer, TrainingArguments, **settings)
+    stock = build(tmp_path / "stock", Trainer, **settings)
     for trainer in (ours, stock):
         trainer.train()
     assert names(tmp_path / "ours") == names(tmp_path / "stock")
@@ -227,7 +226,7 @@ def test_the_hub_is_given_the_checkpoint_under_its_name(tmp_path, monkeypatch):
 
 
 def test_resuming_passes_over_what_a_stock_trainer_left_half_written(tmp_path, caplog):
-    stock = build(tmp_path, Trainer, TrainingArguments, max_steps=2)
+    stock = build(tmp_path, Trainer, max_steps=2)
     stock.train()
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"\0" * 100)

@@ -9,13 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.forked import torchrun
-from tests.trainers.parity import build
-from tests.trainers.tiny import COMMON, llama, logged, token_rows
+from tests.trainers.builders import causal
+from tests.trainers.parity import assert_close_logs, build, results_of_processes
+from tests.trainers.tiny import llama, logged, token_rows
 
 CASES = {
     "trainer": {"gradient_accumulation_steps": 2},
@@ -24,7 +23,7 @@ CASES = {
     "SFT, dft": {"pad_to_multiple_of": 4, "loss_type": "dft"},
     "SFT, label smoothing": {"pad_to_multiple_of": 4, "label_smoothing_factor": 0.1},
 }
-COUNTED_BY_PROCESS = {"step_time", "total_flos", "num_tokens"}
+COUNTED_BY_PROCESS = {"total_flos", "num_tokens"}
 
 
 def train(name, folder, ours, spread):
@@ -37,9 +36,8 @@ def train(name, folder, ours, spread):
     if name.startswith("SFT"):
         trainer = build("SFT", ours, output_dir, llama(), **case)
     else:
-        trainer_class, args_class = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
-        args = args_class(output_dir=output_dir, **{**COMMON, **case})
-        trainer = trainer_class(llama(), args, train_dataset=token_rows(length=12))
+        trainer_class = LigerTrainer if ours else Trainer
+        trainer = causal(output_dir, trainer_class=trainer_class, rows=token_rows(length=12), **case)
     trainer.train()
     return logged(trainer)
 
@@ -67,9 +65,7 @@ def work(folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")
-    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, results_of_processes(work, folder, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,16 +73,12 @@ def test_two_processes_log_what_one_does(name, ranks):
     folder, results = ranks
     expected = train(name, folder, ours=False, spread=False)
     for rank in results:
-        assert len(rank[name]) == len(expected)
-        for left, right in zip(expected, rank[name]):
-            assert left.keys() == right.keys()
-            for key in left.keys() - COUNTED_BY_PROCESS:
-                assert right[key] == pytest.approx(left[key], abs=2e-5, rel=2e-5), key
+        assert_close_logs(rank[name], expected, COUNTED_BY_PROCESS, absolute=2e-5, relative=2e-5)
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_losses_of_whole_sequences_are_told(kind, size, folders, tmp_path, monkeypatch):
+def test_losses_of_whole_sequences_are_refused(kind, size, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
     with pytest.raises(ValueError, match=rf"`{size}=2`.*the loss of Liger{kind}Trainer needs whole ones"):
         build(kind, True, tmp_path, folders["llama"])

@@ -7,11 +7,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
-from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.builders import causal
 from tests.trainers.test_checkpoints import FILES, build
-from tests.trainers.tiny import COMMON, llama, token_rows
+from tests.trainers.tiny import llama
 
 
 def adapters():
@@ -19,8 +18,7 @@ def adapters():
 
 
 def trainer_of(model, folder):
-    settings = {**COMMON, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    return LigerTrainer(model, LigerTrainingArguments(output_dir=str(folder), **settings), train_dataset=token_rows())
+    return causal(folder, model, save_strategy="steps", save_steps=1, max_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_a_shard_that_is_missing(run):
 
 
 @pytest.mark.parametrize(
-    ("lost", "told"),
+    ("lost", "warning"),
     [
         (["optimizer.pt"], "the optimizer and the learning rate schedule start again"),
         (["scheduler.pt"], "the optimizer and the learning rate schedule start again"),
@@ -85,14 +83,14 @@ def test_a_shard_that_is_missing(run):
         (["optimizer.pt", "scheduler.pt", "rng_state.pth"], "start again, and random numbers"),
     ],
 )
-def test_state_that_is_lost_is_told(lost, told, run, caplog):
+def test_state_that_is_lost_is_a_warning(lost, warning, run, caplog):
     for file in lost:
         (run / "checkpoint-4" / file).unlink()
     assert resume(run).state.global_step == 5
     (line,) = [record.getMessage() for record in caplog.records if "holds no" in record.getMessage()]
     assert "checkpoint-4 holds no " in line
     assert all(file in line for file in lost)
-    assert told in line
+    assert warning in line
 
 
 def test_adapters_from_a_whole_model_and_the_reverse(trained, tmp_path):
@@ -110,7 +108,7 @@ def test_another_model(trained, tmp_path):
         )
 
 
-def test_arguments_that_the_checkpoint_overrules_are_told_in_one_line(run, caplog):
+def test_arguments_that_the_checkpoint_overrules_are_one_warning(run, caplog):
     resume(run, learning_rate=5e-4, weight_decay=0.3, adam_beta2=0.9, save_steps=5, logging_steps=2)
     (line,) = [record.getMessage() for record in caplog.records if "uses the values" in record.getMessage()]
     assert "`learning_rate` is 0.01, not 0.0005" in line
@@ -121,7 +119,7 @@ def test_arguments_that_the_checkpoint_overrules_are_told_in_one_line(run, caplo
     assert line.count("`learning_rate`") == 1
 
 
-def test_what_is_said_to_be_overruled_is(run):
+def test_overruled_arguments_have_no_effect(run):
     trainer = resume(run, learning_rate=5e-4, weight_decay=0.3, lr_scheduler_type="constant", max_steps=6)
     assert [log["learning_rate"] for log in trainer.state.log_history if log["step"] == 6 and "loss" in log] == [1e-2]
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.0}

@@ -5,25 +5,21 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
+from tests.trainers.tiny import token_rows
 
-SETTINGS = {**COMMON, "per_device_eval_batch_size": 2}
 
-
-def of_the_model(folder, rows):
-    return LigerTrainer(llama(), LigerTrainingArguments(str(folder), **SETTINGS), eval_dataset=rows)
+def of_the_model(folder, rows, trainer_class=LigerTrainer):
+    return causal(folder, trainer_class=trainer_class, eval_dataset=rows, per_device_eval_batch_size=2)
 
 
 def of_trl(folder, rows):
-    args = LigerSFTConfig(str(folder), **SETTINGS, bf16=False, dataset_kwargs={"skip_prepare_dataset": True})
     data = Dataset.from_list([{key: row[key].tolist() for key in ("input_ids", "labels")} for row in rows])
-    return LigerSFTTrainer(llama(), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    options = {"per_device_eval_batch_size": 2, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    return sft(folder, data=data, eval_dataset=data, **options)
 
 
 def without_labels(rows, *which):
@@ -33,7 +29,7 @@ def without_labels(rows, *which):
 
 
 @pytest.mark.parametrize("build", [of_the_model, of_trl])
-def test_a_batch_without_a_label_is_left_out_and_told(build, tmp_path, caplog):
+def test_a_batch_without_a_label_is_left_out_with_a_warning(build, tmp_path, caplog):
     rows = token_rows(6)
     expected = build(tmp_path, rows[:2] + rows[4:]).evaluate()["eval_loss"]
     assert "no finite loss" not in caplog.text
@@ -45,7 +41,7 @@ def test_a_batch_without_a_label_is_left_out_and_told(build, tmp_path, caplog):
 
 def test_as_the_stock_trainer(tmp_path):
     rows = without_labels(token_rows(6), 0, 1)
-    stock = Trainer(llama(), TrainingArguments(str(tmp_path), **SETTINGS), eval_dataset=rows).evaluate()
+    stock = of_the_model(tmp_path, rows, Trainer).evaluate()
     assert of_the_model(tmp_path, rows).evaluate()["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
 
 

@@ -19,8 +19,8 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.checks.launch import check_launch
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.forked import torchrun
 from tests.tiny_models import TINY_MODELS
+from tests.trainers.parity import assert_close_logs, results_of_processes
 from tests.trainers.tiny import COMMON, logged, text_dataset, token_rows, tokenizer
 
 # A large epsilon makes a step a smooth function of the gradient, and rounding stays small.
@@ -33,7 +33,7 @@ CASES = {
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 RESUMED = ("trainer", "SFT, lora")
 SPLIT = {"fsdp_size": 2, "ep_size": 2}
-OWN_TO_A_PROCESS = {"step_time", "total_flos", "aux_loss"}  # the last is no mean over tokens; it counts a thousandth
+OWN_TO_A_PROCESS = {"total_flos", "aux_loss"}  # the last is no mean over tokens; it counts a thousandth
 
 
 def build(name, folder, ours, split, run, **more):
@@ -80,18 +80,12 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     TINY_MODELS["qwen3_moe"](output_router_logits=False).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, results_of_processes(work, folder, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
 
 
 def check_logs(ours, expected, tolerance):
     """Raises where two trainings log other numbers."""
-    assert len(ours) == len(expected)
-    for left, right in zip(expected, ours):
-        assert left.keys() == right.keys()
-        for key in left.keys() - OWN_TO_A_PROCESS:
-            assert right[key] == pytest.approx(left[key], abs=tolerance / 5, rel=tolerance), key
+    assert_close_logs(ours, expected, OWN_TO_A_PROCESS, absolute=tolerance / 5, relative=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)

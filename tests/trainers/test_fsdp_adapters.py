@@ -53,7 +53,7 @@ def test_a_peft_that_finds_them_is_not_refused(monkeypatch):
 
 
 def test_the_installed_peft_is_asked(monkeypatch):
-    """With a stand-in for a PEFT that looks for names as they are in a state dict, and for one that does not."""
+    """As with a PEFT that looks for names as they are in a state dict, and with one that does not."""
     monkeypatch.undo()
     for finds in (True, False):
         found = {"unit.linear.lora_A.weight": None} if finds else {}

@@ -1,6 +1,6 @@
 """Generation in LigerGRPOTrainer and LigerRLOOTrainer: what vLLM is sent and what `generate` gives is as in TRL.
 
-The server and the engine are stand-ins (`vllm_stand_in`); NCCL, vLLM's own loading of the weights and its sampler are
+The server and the engine are fakes (`fake_vllm`); NCCL, vLLM's own loading of the weights and its sampler are
 not covered here.
 """
 
@@ -12,9 +12,9 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import liger_trainer
 from tests.tiny_models import TINY_MODELS
+from tests.trainers.fake_vllm import VLLMServer, colocate, satisfy_import_gates
 from tests.trainers.parity import assert_same_logs
 from tests.trainers.tiny import COMMON, WORDS, logged, tokenizer
-from tests.trainers.vllm_stand_in import VLLMServer, colocate, satisfy_import_gates
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers.integrations.liger
 import transformers.trainer
-from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from transformers import Trainer
+from trl import SFTTrainer
 
 from liger_trainer import integration
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
-from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
+from tests.trainers.parity import assert_close_logs
+from tests.trainers.tiny import logged
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +29,8 @@ def _hook():
     integration.install()
 
 
-def build(tmp_path, **kwargs):
-    args = TrainingArguments(output_dir=str(tmp_path), **{**COMMON, **kwargs})
-    return Trainer(llama(), args, train_dataset=token_rows())
+def build(tmp_path, **options):
+    return causal(tmp_path, trainer_class=Trainer, **options)
 
 
 def test_stock_trainer_trains_with_our_kernels(tmp_path, caplog):
@@ -40,9 +41,7 @@ def test_stock_trainer_trains_with_our_kernels(tmp_path, caplog):
         trainer.train()
     assert "the kernels of liger_trainer run" in caplog.text
     assert "forward" in trainer.model.model.norm.__dict__
-    for left, right in zip(logged(stock), logged(trainer), strict=True):
-        for key in left:
-            assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+    assert_close_logs(logged(trainer), logged(stock))
 
 
 def test_report_callback_prints_what_the_stock_trainer_runs(tmp_path, capsys):
@@ -67,10 +66,7 @@ def test_ligers_keys_are_understood(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_stock_sft_trainer_gets_the_layer_kernels(tmp_path):
-    args = SFTConfig(
-        output_dir=str(tmp_path), bf16=False, gradient_checkpointing=False, use_liger_kernel=True, **COMMON
-    )
-    trainer = SFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
+    trainer = sft(tmp_path, trainer_class=SFTTrainer, use_liger_kernel=True)
     trainer.train()
     assert "forward" in trainer.model.model.norm.__dict__
     assert "trl" in trainer.model.forward.__func__.__code__.co_filename

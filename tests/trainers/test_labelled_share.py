@@ -12,19 +12,17 @@ from datasets import Dataset
 from transformers import BertConfig, BertForTokenClassification, T5Config, T5ForConditionalGeneration
 
 import liger_trainer
-from liger_trainer import LigerSFTTrainer, LigerTrainer
 from liger_trainer.callbacks.batch_tokens import token_masks
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from tests.forked import torchrun
+from tests.trainers.builders import causal, sft
 from tests.trainers.parity import build as build_trl
-from tests.trainers.test_stock_after_ours import ROWS, trained
+from tests.trainers.parity import results_of_processes
+from tests.trainers.test_stock_after_ours import EVERY_KIND, trained
 from tests.trainers.tiny import COMMON, completion_dataset, llama, text_dataset, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SETTINGS = {**COMMON, "kernel_report": False, "train_sampling_strategy": "sequential"}
+IN_ORDER = {"train_sampling_strategy": "sequential"}
 
 
 def without_labels(rows, *indices):
@@ -34,8 +32,7 @@ def without_labels(rows, *indices):
 
 
 def build(tmp_path, rows, **options):
-    args = LigerTrainingArguments(str(tmp_path), **{**SETTINGS, **options})
-    return LigerTrainer(llama(), args, train_dataset=rows)
+    return causal(tmp_path, rows=rows, **IN_ORDER, **options)
 
 
 def share_of(rows):
@@ -60,14 +57,14 @@ def test_share_of_every_log_and_of_the_run(logging_steps, tmp_path):
     assert trainer.state.log_history[-1]["train_labelled_share"] == pytest.approx(share_of(rows), abs=1e-4)
 
 
-def test_a_batch_without_a_label_is_said_once_with_its_step(tmp_path, caplog):
+def test_a_batch_without_a_label_is_one_warning_with_its_step(tmp_path, caplog):
     """The second micro-batch of the second step, where a log comes after the fourth alone; then many more."""
     rows = without_labels(token_rows(16), 6, 7, 10, 11, 14, 15)
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 4}
     build(tmp_path, rows, **options).train()
-    said = [record.getMessage() for record in caplog.records if "without a label" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith(
+    warned = [record.getMessage() for record in caplog.records if "without a label" in record.getMessage()]
+    assert len(warned) == 1
+    assert warned[0].startswith(
         "Step 2 has a micro-batch without a label, which trains nothing: all of its labels are -100"
     )
 
@@ -116,8 +113,7 @@ def test_a_loss_that_predicts_no_next_token(model, share, tmp_path, caplog):
     rows = [{key: row[key] for key in ("input_ids", "labels")} for row in without_labels(token_rows(8), *range(8))]
     for row in rows:
         row["labels"][0] = 5
-    args = LigerTrainingArguments(str(tmp_path), **{**SETTINGS, "max_steps": 1})
-    trainer = LigerTrainer(model(), args, train_dataset=rows)
+    trainer = causal(tmp_path, model(), rows=rows, max_steps=1)
     trainer.train()
     assert "without a label" not in caplog.text
     assert losses(trainer)[0].get("labelled_share") == share
@@ -129,34 +125,19 @@ def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):
         batch = {key: torch.stack([torch.as_tensor(row[key][:6]) for row in rows]) for key in rows[0]}
         return {**batch, "labels": torch.full_like(batch["input_ids"], -100)}
 
-    args = LigerSFTConfig(
-        str(tmp_path),
-        **SETTINGS,
-        max_length=6,
-        gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
-    args.remove_unused_columns = False
     rows = Dataset.from_list([{k: row[k].tolist() for k in ("input_ids", "attention_mask")} for row in token_rows(8)])
     rows = rows.map(lambda row: {"attention_mask": [1] * 10})
-    trainer = LigerSFTTrainer(llama(), args, collate, rows, processing_class=tokenizer())
+    options = {"max_length": 6, "dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    trainer = sft(tmp_path, data=rows, data_collator=collate, **options)
     trainer.train()
     assert "its rows fill `max_length=6`, which may have cut off the answers. Increase `max_length`" in caplog.text
     assert losses(trainer)[0]["labelled_share"] == 0.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    llama().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def distilled(kind, tmp_path):
     options = {"max_completion_length": 6} if kind == "Distillation" else {"max_new_tokens": 6, "max_length": 48}
     args = getattr(liger_trainer, f"Liger{kind}Config")(
-        str(tmp_path), **SETTINGS, bf16=False, gradient_checkpointing=False, **options
+        str(tmp_path), **COMMON, bf16=False, gradient_checkpointing=False, **options
     )
     rows = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}]}] * 16
     rows = Dataset.from_list(rows if kind == "GKD" else [{"prompt": row["messages"][:1]} for row in rows])
@@ -166,9 +147,9 @@ def distilled(kind, tmp_path):
     return trainer
 
 
-@pytest.mark.parametrize("kind", [*ROWS, "Distillation", "GKD"])
-def test_every_trainer_logs_its_tokens(kind, tmp_path, folder):
-    trainer = trained(liger_trainer, "Liger", kind, folder, tmp_path) if kind in ROWS else distilled(kind, tmp_path)
+@pytest.mark.parametrize("kind", [*EVERY_KIND, "Distillation", "GKD"])
+def test_every_trainer_logs_its_tokens(kind, tmp_path, folders):
+    trainer = trained(kind, True, folders["llama"], tmp_path) if kind in EVERY_KIND else distilled(kind, tmp_path)
     for log in losses(trainer):
         assert log["tokens_per_second"] > 0
         assert ("labelled_share" in log) == (kind != "Reward")
@@ -177,8 +158,8 @@ def test_every_trainer_logs_its_tokens(kind, tmp_path, folder):
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_generated_tokens_are_those_that_are_trained_on(kind, tmp_path, folder):
-    trainer = build_trl(kind, True, tmp_path / "out", folder, own={"kernel_report": False})
+def test_generated_tokens_are_those_that_are_trained_on(kind, tmp_path, folders):
+    trainer = build_trl(kind, True, tmp_path / "out", folders["llama"], own={"kernel_report": False})
     tokens, labels = [], []
     compute_loss = trainer.compute_loss
 
@@ -221,7 +202,7 @@ def test_masks_of_the_kinds_of_batches():
 def two_processes(output_dir):
     # Rows go to the processes in turns of two: the second process's first micro-batch of step 2 is without a label.
     rows = without_labels(token_rows(16), 10, 11)
-    logging.basicConfig(filename=f"{output_dir}/said{os.environ['RANK']}.txt", force=True)
+    logging.basicConfig(filename=f"{output_dir}/warnings{os.environ['RANK']}.txt", force=True)
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 2}
     trainer = build(output_dir, rows, **options)
     trainer.train()
@@ -229,13 +210,13 @@ def two_processes(output_dir):
 
 
 def test_two_processes(tmp_path):
-    done = torchrun(two_processes, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    shares = [json.loads((tmp_path / f"rank{rank}.json").read_text())["labelled_share"] for rank in range(2)]
+    shares = [result["labelled_share"] for result in results_of_processes(two_processes, tmp_path)]
     expected = share_of(without_labels(token_rows(16), 10, 11))
     assert shares == pytest.approx([expected, expected], abs=1e-4)
-    said = [(tmp_path / f"said{rank}.txt").read_text().count("Step 2 has a micro-batch without") for rank in range(2)]
-    assert said == [1, 0]
+    warned = [
+        (tmp_path / f"warnings{rank}.txt").read_text().count("Step 2 has a micro-batch without") for rank in range(2)
+    ]
+    assert warned == [1, 0]
 
 
 def test_counting_never_waits_for_the_device(monkeypatch):
@@ -251,8 +232,7 @@ def test_counting_never_waits_for_the_device(monkeypatch):
 def test_texts_and_completions_differ_in_their_share(tmp_path):
     shares = []
     for rows in (text_dataset(), completion_dataset()):
-        args = LigerSFTConfig(str(tmp_path), **SETTINGS, gradient_checkpointing=False)
-        trainer = LigerSFTTrainer(llama(), args, train_dataset=rows, processing_class=tokenizer())
+        trainer = sft(tmp_path, data=rows)
         trainer.train()
         shares.append(trainer.state.log_history[-1]["train_labelled_share"])
     assert shares[0] == 1.0

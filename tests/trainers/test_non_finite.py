@@ -1,4 +1,4 @@
-"""What a guarded trainer saves is finite, and what it logs is what was."""
+"""A guarded trainer saves finite weights, and logs losses as they were."""
 
 import math
 
@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from liger_trainer.callbacks.non_finite import NonFiniteError
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, token_rows
+from tests.trainers.builders import causal
 
 
 class OverflowAt(TrainerCallback):
@@ -31,15 +30,14 @@ class NaNLossAt2(LigerTrainer):
         return loss * math.nan if self.state.global_step == 1 else loss
 
 
-def build(folder, trainer_class=LigerTrainer, callbacks=None, **settings):
-    settings = {**COMMON, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **settings}
-    args = LigerTrainingArguments(output_dir=str(folder), **settings)
-    return trainer_class(llama(), args, train_dataset=token_rows(), callbacks=callbacks)
+def build(folder, trainer_class=LigerTrainer, **options):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **options}
+    return causal(folder, trainer_class=trainer_class, **options)
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_an_update_that_overflows_is_not_saved(action, tmp_path):
-    """At the step of a save, so that no later loss has told of it."""
+    """At the step of a save, so that no later loss shows it."""
     trainer = build(tmp_path, callbacks=[OverflowAt(4)], non_finite=action)
     with pytest.raises(NonFiniteError) as raised:
         trainer.train()

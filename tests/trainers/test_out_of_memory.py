@@ -7,15 +7,14 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from transformers import TrainingArguments
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.running import running
 from liger_trainer.trainers.checks import out_of_memory
 from liger_trainer.trainers.checks.out_of_memory import advice, budgets
 from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
+from tests.trainers.tiny import COMMON, llama, token_rows
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB."
 
@@ -44,13 +43,8 @@ def failure(trainer, message=CUDA):
     return raised.value, text
 
 
-def build(tmp_path, config=LigerTrainingArguments, **settings):
-    args = config(output_dir=str(tmp_path), **{**COMMON, "kernel_report": False, **settings})
-    return LigerTrainer(llama(), args, train_dataset=token_rows())
-
-
 def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
-    trainer = build(tmp_path, gradient_checkpointing=True, gradient_accumulation_steps=3)
+    trainer = causal(tmp_path, gradient_checkpointing=True, gradient_accumulation_steps=3)
     error, text = failure(trainer)
     assert should_reduce_batch_size(error)
     assert "An allocation of 2.50 GiB failed, in or after a micro-batch of 4 × 10 tokens." in text
@@ -66,8 +60,8 @@ def test_what_failed_what_helps_and_what_it_would_take(tmp_path):
     assert "`liger-trainer plan RECIPE --gpus 1`" in text
 
 
-def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_path):
-    trainer = build(tmp_path)
+def test_what_saves_most_comes_first_and_what_saves_nothing_apart(tmp_path):
+    trainer = causal(tmp_path)
     text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 20_000))
     now = float(re.search(r"peak \(.+\): ([\d.]+) GiB", text).group(1))
     helps = re.findall(r"^  (.+)  \(([\d.]+) GiB\)$", text, re.MULTILINE)
@@ -82,7 +76,7 @@ def test_what_saves_most_comes_first_and_what_saves_nothing_is_told_apart(tmp_pa
 
 
 def test_what_is_on_is_not_proposed(tmp_path):
-    trainer = build(tmp_path, per_device_train_batch_size=1, liger_kernel_config={"tiled_mlp": True})
+    trainer = causal(tmp_path, per_device_train_batch_size=1, liger_kernel_config={"tiled_mlp": True})
     trainer.args.activation_offloading, trainer.args.activation_offloading_fraction = True, 0.5
     _, text = failure(trainer)
     off, on = text.split("Already set:")
@@ -98,11 +92,11 @@ def test_stock_arguments_and_no_kernels(tmp_path):
     _, text = failure(LigerTrainer(llama(), args, train_dataset=token_rows()), "XPU out of memory.")
     assert "An allocation failed, in or after" in text
     assert "offloading" not in text  # Hugging Face's arguments have none
-    assert "use_liger_kernel: true" in failure(build(tmp_path, use_liger_kernel=False))[1]
+    assert "use_liger_kernel: true" in failure(causal(tmp_path, use_liger_kernel=False))[1]
 
 
 def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path):
-    trainer = build(tmp_path)
+    trainer = causal(tmp_path)
     trainer.model.config.__dict__["num_attention_heads"] = None  # past its own check
     _, text = failure(trainer)
     assert "  gradient_checkpointing: true\n" in text
@@ -110,7 +104,7 @@ def test_a_model_that_is_not_planned_gets_the_advice_without_estimates(tmp_path)
 
 
 def test_a_mistake_in_the_advice_does_not_hide_the_error(tmp_path, monkeypatch):
-    trainer = build(tmp_path)
+    trainer = causal(tmp_path)
     poison(trainer.model)
     monkeypatch.setattr(out_of_memory, "budgets", lambda trainer: 1 / 0)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -120,21 +114,17 @@ def test_a_mistake_in_the_advice_does_not_hide_the_error(tmp_path, monkeypatch):
 
 def test_the_batch_of_grpo_is_left_alone(tmp_path):
     trainer = object.__new__(LigerGRPOTrainer)
-    other = build(tmp_path)
+    other = causal(tmp_path)
     trainer.args, trainer.accelerator = other.args, other.accelerator
     assert not [budget for budget in budgets(trainer) if "per_device" in budget.text]
 
 
 def test_sft_too(tmp_path):
-    from liger_trainer.configs.sft_config import LigerSFTConfig
-
-    args = LigerSFTConfig(output_dir=str(tmp_path), bf16=False, **COMMON)
-    trainer = LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
-    assert "Estimated at its peak" in failure(trainer)[1]
+    assert "Estimated at its peak" in failure(sft(tmp_path))[1]
 
 
 def test_auto_find_batch_size_still_finds_one(tmp_path):
-    trainer = build(tmp_path, auto_find_batch_size=True)
+    trainer = causal(tmp_path, auto_find_batch_size=True)
     sizes = poison(trainer.model, most=3)
     trainer.train()
     assert sizes[0] == 4
@@ -143,7 +133,7 @@ def test_auto_find_batch_size_still_finds_one(tmp_path):
 
 
 def test_the_plan_of_a_trainer_is_that_of_its_sizes(tmp_path):
-    trainer = build(tmp_path, gradient_checkpointing=True)
+    trainer = causal(tmp_path, gradient_checkpointing=True)
     run, setting = running(trainer, (4, 10))
     assert run.parameters.total.elements == sum(p.numel() for p in trainer.model.parameters())
     assert (run.work.rows, run.work.length, run.weight_bytes, run.mixed) == (1, 10, 4, False)
@@ -155,12 +145,12 @@ def test_the_plan_of_a_trainer_is_that_of_its_sizes(tmp_path):
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_only_our_mlps_rebuild_their_product(tmp_path, ours):
-    run, _ = running(build(tmp_path, use_liger_kernel=ours), (4, 10))
+    run, _ = running(causal(tmp_path, use_liger_kernel=ours), (4, 10))
     assert run.recompute_mlp is ours
 
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_when_gradients_are_reduced(tmp_path, sync):
     config = {"gradient_accumulation_kwargs": {"sync_each_batch": sync}}
-    run, _ = running(build(tmp_path, accelerator_config=config), (4, 10))
+    run, _ = running(causal(tmp_path, accelerator_config=config), (4, 10))
     assert run.sync_each_batch is sync

@@ -28,7 +28,7 @@ def train(folder, resume=None):
     build(folder).train(resume_from_checkpoint=resume)
 
 
-def test_the_second_process_is_refused_and_told_who_is_there(tmp_path):
+def test_the_second_process_is_refused_and_the_first_one_named(tmp_path):
     with owned(tmp_path):
         with owned(tmp_path / "."):  # a trainer inside a recipe's run
             pass

@@ -26,9 +26,11 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer, LigerGKDConfig, LigerGKDTrainer
 from liger_trainer.head import divergence as divergence_module
+from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
-from tests.trainers.parity import assert_same_logs
+from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, llama, tokenizer
 
 TRAINERS = {
@@ -139,8 +141,7 @@ def test_logs_and_weights_are_those_of_trl(kind, name, case, tmp_path):
         torch.manual_seed(5)
         trainer.train()
     assert_same_logs(*trainers)
-    for (name, a), b in zip(trainers[0].model.named_parameters(), trainers[1].model.parameters()):
-        torch.testing.assert_close(b, a, rtol=0, atol=2e-3, msg=name)
+    assert_close_weights(*trainers, tolerance=2e-3)
 
 
 def built(self):
@@ -228,6 +229,29 @@ def test_gradients_are_those_of_trl(kind, case, num_items, tmp_path):
         assert "lm_head.weight" not in ours
     for name, expected in stock.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_loss_of_deferred_logits_divides_them_by_the_temperature(temperature):
+    """Called alone: TRL's trainer does not give its loss a temperature."""
+    batch = masked_batch("gkd")
+    labels = batch.pop("labels")[:, 1:]
+    results = []
+    for trainer_class, logits_class in ((GKDTrainer, torch.Tensor), (LigerGKDTrainer, DeferredLogits)):
+        learner, teacher = student().train(), wide().train()
+        if trainer_class is LigerGKDTrainer:
+            apply_liger_kernel(learner)
+            apply_liger_kernel(teacher)
+        with loss_follows():
+            logits = learner(**batch).logits
+            with torch.no_grad():
+                teacher_logits = teacher(**batch).logits
+        assert type(logits) is type(teacher_logits) is logits_class
+        loss = trainer_class.generalized_jsd_loss(
+            logits[:, :-1], teacher_logits[:, :-1], labels, beta=0.3, temperature=temperature
+        )
+        results.append((loss.detach(), torch.autograd.grad(loss, learner.lm_head.weight)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

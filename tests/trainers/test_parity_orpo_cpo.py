@@ -13,7 +13,7 @@ import liger_trainer
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers import fused_head
 from tests.tiny_models import TINY_MODELS
-from tests.trainers.parity import assert_same_logs
+from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, logged, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -128,8 +128,7 @@ def test_logs_and_weights_are_those_of_trl(name, tmp_path):
     assert sum("loss" in log for log in logged(ours)) == 2
     assert sum("eval_loss" in log for log in logged(ours)) == 1
     assert_same_logs(stock, ours)
-    for (name, a), b in zip(stock.model.named_parameters(), ours.model.parameters()):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5, msg=name)
+    assert_close_weights(ours, stock, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("kind", [ORPO, CPO], ids=["orpo", "cpo"])

@@ -8,13 +8,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
-from liger_trainer.trainers.trainer import LigerTrainer
 from tests import forked
 from tests.tiny_models import TINY_MODELS
-from tests.trainers.parity import build, save_models
-from tests.trainers.tiny import COMMON, llama, token_rows
+from tests.trainers.builders import causal
+from tests.trainers.parity import assert_close_weights, build, save_models
+from tests.trainers.tiny import COMMON, llama
 
 ARGUMENTS = {
     **COMMON, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2,
@@ -32,9 +31,8 @@ class KillAt(TrainerCallback):
 
 
 def run(output_dir, kill_at=None, resume=None):
-    args = LigerTrainingArguments(output_dir=str(output_dir), **ARGUMENTS)
     callbacks = [] if kill_at is None else [KillAt(kill_at)]
-    trainer = LigerTrainer(llama(attention_dropout=0.1), args, train_dataset=token_rows(), callbacks=callbacks)
+    trainer = causal(output_dir, llama(attention_dropout=0.1), callbacks=callbacks, **ARGUMENTS)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -59,8 +57,7 @@ def test_resumes_to_the_same_losses_and_weights(kill_at, whole, tmp_path):
                 if state.global_step == kill_at:
                     raise KeyboardInterrupt
 
-        args = LigerTrainingArguments(output_dir=str(tmp_path), **ARGUMENTS)
-        trainer = LigerTrainer(llama(attention_dropout=0.1), args, train_dataset=token_rows(), callbacks=[StopAt()])
+        trainer = causal(tmp_path, llama(attention_dropout=0.1), callbacks=[StopAt()], **ARGUMENTS)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     assert get_last_checkpoint(str(tmp_path)).endswith(f"checkpoint-{kill_at // 2 * 2}")
@@ -69,13 +66,11 @@ def test_resumes_to_the_same_losses_and_weights(kill_at, whole, tmp_path):
     assert set(got) == set(expected)
     for step in expected:
         assert got[step] == pytest.approx(expected[step], abs=1e-6)
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-6, msg=name)
+    assert_close_weights(resumed, whole, tolerance=1e-6)
 
 
 def experts_trainer(output_dir):
-    args = LigerTrainingArguments(output_dir=str(output_dir), **{**ARGUMENTS, "max_steps": 4})
-    return LigerTrainer(TINY_MODELS["qwen3_moe"](), args, train_dataset=token_rows())
+    return causal(output_dir, TINY_MODELS["qwen3_moe"](), **{**ARGUMENTS, "max_steps": 4})
 
 
 def test_resumes_with_the_experts_of_the_checkpoint(tmp_path):
@@ -85,8 +80,7 @@ def test_resumes_with_the_experts_of_the_checkpoint(tmp_path):
     resumed = experts_trainer(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        assert torch.equal(a, b), name
+    assert_close_weights(resumed, whole, tolerance=0)
 
 
 def test_the_best_model_has_the_experts_of_its_checkpoint(tmp_path):
@@ -100,8 +94,7 @@ def test_the_best_model_has_the_experts_of_its_checkpoint(tmp_path):
 
 
 def linear(output_dir, max_steps, **settings):
-    arguments = {**ARGUMENTS, "lr_scheduler_type": "linear", "max_steps": max_steps, **settings}
-    return LigerTrainer(llama(), LigerTrainingArguments(str(output_dir), **arguments), train_dataset=token_rows())
+    return causal(output_dir, **{**ARGUMENTS, "lr_scheduler_type": "linear", "max_steps": max_steps, **settings})
 
 
 def test_a_longer_schedule_has_its_own_rate_from_the_first_step_on(tmp_path):
@@ -121,8 +114,7 @@ def test_a_run_that_has_made_its_steps_makes_no_more(max_steps, tmp_path):
     again = linear(tmp_path, max_steps, **constant)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
-    for (name, a), b in zip(done.model.named_parameters(), again.model.parameters()):
-        assert torch.equal(a, b), name
+    assert_close_weights(again, done, tolerance=0)
 
 
 def test_a_path_is_checked_as_text_is(tmp_path):
@@ -132,7 +124,7 @@ def test_a_path_is_checked_as_text_is(tmp_path):
         linear(tmp_path, 4).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 
-def test_a_reference_model_that_moves_is_not_in_the_checkpoint_and_told(tmp_path, caplog):
+def test_a_reference_model_that_moves_is_not_restored_with_a_warning(tmp_path, caplog):
     folder = save_models(tmp_path)["llama"]
     moving = {**ARGUMENTS, "max_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 1}
     build("DPO", True, tmp_path / "run", folder, **moving).train()

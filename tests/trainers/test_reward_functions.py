@@ -1,4 +1,4 @@
-"""A reward function that fails is told with its name and the sample; a good one runs as it is."""
+"""An error of a reward function names it and the sample; a good one runs as it is."""
 
 import asyncio
 import dataclasses

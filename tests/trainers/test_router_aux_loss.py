@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer import LigerTrainer
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from tests.forked import torchrun
+from tests.trainers.builders import causal
 from tests.trainers.tiny import COMMON, SIZES, mixtral, token_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RATE, COEFFICIENT, ROWS = 0.1, 0.5, 8
 ONE_STEP = {
-    **COMMON, "max_steps": 1, "learning_rate": RATE, "optim": "sgd", "max_grad_norm": 0.0, "kernel_report": False,
+    **COMMON, "max_steps": 1, "learning_rate": RATE, "optim": "sgd", "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant", "seed": 0, "train_sampling_strategy": "sequential",
 }  # fmt: skip
 
@@ -37,16 +36,14 @@ def qwen3_vl_moe():
     return Qwen3VLMoeForConditionalGeneration(config)
 
 
-def build(tmp_path, coefficient, model=mixtral, trainer=LigerTrainer, compute_loss_func=None, **options):
+def build(tmp_path, coefficient, model=mixtral, **options):
     model = model()
     model.config.get_text_config().output_router_logits = True
     for module in model.modules():
         if hasattr(module, "router_aux_loss_coef"):
             module.router_aux_loss_coef = coefficient
     model.config.get_text_config().router_aux_loss_coef = coefficient
-    args = LigerTrainingArguments(str(tmp_path), **{**ONE_STEP, **options})
-    more = {} if compute_loss_func is None else {"compute_loss_func": compute_loss_func}
-    return trainer(model, args, train_dataset=token_rows(ROWS), **more)
+    return causal(tmp_path, model, rows=token_rows(ROWS), **{**ONE_STEP, **options})
 
 
 def micro_batches(size):
@@ -137,7 +134,7 @@ def test_a_loss_of_the_users_finds_coefficient_and_loss_as_they_are(tmp_path):
         torch.testing.assert_close(aux, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_coefficient_nobody_finds_is_said_once(tmp_path, caplog, monkeypatch):
+def test_a_coefficient_nobody_finds_is_one_warning(tmp_path, caplog, monkeypatch):
     from liger_trainer.head import warn_once
     from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients
 

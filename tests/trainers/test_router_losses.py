@@ -1,24 +1,24 @@
-"""The routers' auxiliary losses in training: the z-loss on top of each trainer's loss, and what is said without it."""
+"""The routers' auxiliary losses in training: the z-loss on top of each trainer's loss, and the errors without it."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
+from liger_trainer import LigerDPOTrainer, LigerSFTTrainer
 from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from tests.trainers import builders
 from tests.trainers.tiny import COMMON, SIZES, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 COEFFICIENT, RATE = 0.3, 0.1
 ONE_STEP = {
-    **COMMON, "max_steps": 1, "learning_rate": RATE, "optim": "sgd", "max_grad_norm": 0.0, "kernel_report": False,
+    **COMMON, "max_steps": 1, "learning_rate": RATE, "optim": "sgd", "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "seed": 0,
 }  # fmt: skip
 
@@ -29,14 +29,12 @@ def plain(tmp_path, model, **options):
 
 
 def unasked(tmp_path, model, **options):
-    args = LigerTrainingArguments(str(tmp_path), **{**ONE_STEP, **options})
-    return LigerTrainer(model, args, train_dataset=token_rows(8))
+    return builders.causal(tmp_path, model, rows=token_rows(8), **{**ONE_STEP, **options})
 
 
-def sft(tmp_path, model, **options):
-    options = {"router_aux_loss_coef": 0.02, **options}
-    args = LigerSFTConfig(str(tmp_path), **{**ONE_STEP, "bf16": False, "gradient_checkpointing": False, **options})
-    return LigerSFTTrainer(model, args, train_dataset=text_dataset(8), processing_class=tokenizer())
+def sft(tmp_path, model, trainer_class=LigerSFTTrainer, **options):
+    options = {**ONE_STEP, "router_aux_loss_coef": 0.02, **options}
+    return builders.sft(tmp_path, model, trainer_class, text_dataset(8), **options)
 
 
 def dpo(tmp_path, model, **options):
@@ -125,9 +123,7 @@ def test_evaluation_is_without_it(tmp_path):
 def test_aux_loss_is_logged_as_by_trl(tmp_path):
     """With the counts of all processes, of which there is one, as well."""
     logs = []
-    options = {**ONE_STEP, "bf16": False, "gradient_checkpointing": False, "router_aux_loss_coef": 0.5}
-    args = SFTConfig(str(tmp_path), **{key: value for key, value in options.items() if key != "kernel_report"})
-    stock = SFTTrainer(mixtral(), args, train_dataset=text_dataset(8), processing_class=tokenizer())
+    stock = sft(tmp_path, mixtral(), SFTTrainer, router_aux_loss_coef=0.5)
     ours = sft(tmp_path, mixtral(), router_aux_loss_coef=0.5, liger_kernel_config={"global_load_balancing": True})
     for trainer in (stock, ours):
         trainer.train()

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.generation_mixin import seed_groups_alike
 from liger_trainer.trainers.trainer import LigerTrainer
 from liger_trainer.trainers.trl_mixin import _check_whole_head
-from tests.forked import torchrun
-from tests.trainers.parity import build
-from tests.trainers.tiny import COMMON, llama, logged, token_rows, tokenizer
+from tests.trainers.builders import causal
+from tests.trainers.parity import assert_close_logs, build, results_of_processes
+from tests.trainers.tiny import llama, logged, tokenizer
 
 pytest.importorskip("transformers.distributed")
 
@@ -29,7 +28,7 @@ CASES = {
     "DPO": {},
     "GRPO": {"gradient_accumulation_steps": 2},
 }
-COUNTED_BY_PROCESS = {"step_time", "total_flos", "reward_std"}  # as if each process had tokens and rewards of its own
+COUNTED_BY_PROCESS = {"total_flos", "reward_std"}  # as if each process had tokens and rewards of its own
 
 
 def train(name, folder, ours, split):
@@ -43,9 +42,7 @@ def train(name, folder, ours, split):
     case, output_dir = dict(CASES[name]), f"{folder}/{name}{ours}"
     kind = name.partition(",")[0]
     if kind in ("trainer", "label smoothing"):
-        trainer_class, args_class = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
-        args = args_class(output_dir=output_dir, **{**COMMON, **case})
-        trainer = trainer_class(model(), args, train_dataset=token_rows())
+        trainer = causal(output_dir, model(), LigerTrainer if ours else Trainer, **case)
     else:
         if kind == "DPO":
             case["ref_model"] = model()
@@ -72,9 +69,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     llama().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    done = torchrun(work, folder, environment={"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, results_of_processes(work, folder, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,13 +77,9 @@ def test_two_processes_log_what_one_does(name, ranks):
     folder, results = ranks
     # PEFT draws other weights for adapters of another width.
     expected = results[0]["stock, split"] if name == LORA else train(name, folder, ours=False, split=False)
+    counted = COUNTED_BY_PROCESS | ({"num_tokens", "rewards/reward/std"} if name == "GRPO" else set())
     for rank in results:
-        assert len(rank[name]) == len(expected)
-        for left, right in zip(expected, rank[name]):
-            assert left.keys() == right.keys()
-            counted = {"num_tokens", "rewards/reward/std"} if name == "GRPO" else set()
-            for key in left.keys() - COUNTED_BY_PROCESS - counted:
-                assert right[key] == pytest.approx(left[key], abs=2e-5, rel=2e-5), key
+        assert_close_logs(rank[name], expected, counted, absolute=2e-5, relative=2e-5)
 
 
 def stub(**changed):
@@ -105,7 +96,7 @@ def test_processes_of_a_group_seed_groups_alike():
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
-def test_what_cannot_be_generated_alike_is_told():
+def test_what_cannot_be_generated_alike_is_refused():
     with pytest.raises(ValueError, match=r"`use_vllm` is true.*set `use_vllm=False`"):
         seed_groups_alike(stub(use_vllm=True))
     with pytest.raises(ValueError, match=r"generates 6 completions at a time.*must be a multiple"):
@@ -116,7 +107,7 @@ def test_what_cannot_be_generated_alike_is_told():
         seed_groups_alike(streamed)
 
 
-def test_a_split_head_in_fp32_is_told():
+def test_a_split_head_in_fp32_is_refused():
     with pytest.raises(ValueError, match=r"`cast_lm_head_to_fp32` is true and the model is split"):
         _check_whole_head(SimpleNamespace(tp_size=2))
     _check_whole_head(llama())

@@ -7,14 +7,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger_kernel
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from liger_trainer import apply_liger_kernel
+from tests.trainers.builders import causal, sft
+from tests.trainers.tiny import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAID = "is tied to the embedding"
+WARNING = "is tied to the embedding"
 TIED = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -31,29 +30,19 @@ def adapted(options, tie=True):
     return get_peft_model(llama(tie_word_embeddings=tie), LoraConfig(r=4, init_lora_weights=False, **options))
 
 
-def plain(tmp_path, model):
-    args = LigerTrainingArguments(str(tmp_path), **COMMON, kernel_report=False)
-    return LigerTrainer(model, args, train_dataset=token_rows())
-
-
-def sft(tmp_path, model):
-    args = LigerSFTConfig(str(tmp_path), **COMMON, kernel_report=False, gradient_checkpointing=False)
-    return LigerSFTTrainer(model, args, train_dataset=text_dataset(), processing_class=tokenizer())
-
-
-@pytest.mark.parametrize("build", [plain, sft])
+@pytest.mark.parametrize("build", [causal, sft])
 @pytest.mark.parametrize("case", TIED)
-def test_a_trainer_says_it_once_and_its_remedy_is_right(case, build, tmp_path, caplog):
+def test_one_warning_whose_remedy_is_right(case, build, tmp_path, caplog):
     trainer = build(tmp_path, adapted(TIED[case]))
     trainer.train()
-    said = [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
-    assert len(said) == 1
+    warned = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+    assert len(warned) == 1
     assert caplog.records[0].levelno == logging.WARNING
     model = trainer.model.eval()
     ids = torch.arange(3, 19).view(2, 8)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        exec(said[0].split("`")[-2], {"model": model, "torch": torch})  # the code in the message
+        exec(warned[0].split("`")[-2], {"model": model, "torch": torch})  # the code in the message
         merged = model.merge_and_unload()
         merged.save_pretrained(tmp_path / "merged")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -71,15 +60,15 @@ def test_without_the_remedy_the_merge_is_another_model(case):
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_other_models_are_not_spoken_of(case, tmp_path, caplog):
+def test_no_warning_for_other_models(case, tmp_path, caplog):
     options, tie = LEFT[case]
-    trainer = plain(tmp_path, adapted(options, tie))
-    assert SAID not in caplog.text
+    trainer = causal(tmp_path, adapted(options, tie))
+    assert WARNING not in caplog.text
     assert not any("tied" in row.reason for row in trainer.kernel_report)
 
 
 @pytest.mark.parametrize("case", TIED)
-def test_the_report_says_it(case):
+def test_the_report_says_it_too(case):
     report = apply_liger_kernel(adapted(TIED[case]))
     row = next(row for row in report if row.component == "linear_cross_entropy")
     assert row.applied

@@ -6,14 +6,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers import base as mixin
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.callbacks.test_callbacks import Reporter
+from tests.trainers.builders import causal, losses_and_norms
+from tests.trainers.parity import assert_close_logs, assert_close_weights
 from tests.trainers.tiny import COMMON, gemma2, llama, logged, mixtral, token_rows
 
 CASES = {
@@ -33,12 +35,8 @@ CASES = {
 }  # fmt: skip
 
 
-def build(trainer_class, args_class, tmp_path, model=llama, rows=None, **case):
-    kwargs = {name: case.pop(name) for name in ("compute_metrics", "callbacks", "model_init") if name in case}
-    args = args_class(output_dir=str(tmp_path), **{**COMMON, **case})
-    rows = token_rows() if rows is None else rows
-    model = None if "model_init" in kwargs else model()
-    return trainer_class(model, args, train_dataset=rows, eval_dataset=rows[:4], **kwargs)
+def build(folder, trainer_class=LigerTrainer, model=None, **options):
+    return causal(folder, model and model(), trainer_class, eval_dataset=token_rows()[:4], **options)
 
 
 def lora_llama():
@@ -50,28 +48,21 @@ def lora_llama():
 @pytest.mark.parametrize("name", CASES)
 def test_logs_and_weights_are_those_of_the_stock_trainer(name, tmp_path):
     case = dict(CASES[name])
-    stock = build(Trainer, TrainingArguments, tmp_path / "stock", **case)
+    stock = build(tmp_path / "stock", Trainer, **case)
     stock.train()
-    ours = build(LigerTrainer, LigerTrainingArguments, tmp_path / "ours", **case)
+    ours = build(tmp_path / "ours", **case)
     ours.train()
     assert ours.kernel_report.applied
     tolerance = 2e-2 if case.get("bf16") else 1e-5
-    for left, right in zip(logged(stock), logged(ours), strict=True):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert right[key] == pytest.approx(left[key], abs=tolerance, rel=tolerance), key
+    assert_close_logs(logged(ours), logged(stock), absolute=tolerance, relative=tolerance)
     if not case.get("bf16"):
-        for (parameter, a), b in zip(stock.model.named_parameters(), ours.model.parameters()):
-            torch.testing.assert_close(b, a, rtol=0, atol=2e-3, msg=parameter)
+        assert_close_weights(ours, stock, tolerance=2e-3)
 
 
 def test_accumulation_is_one_big_batch(tmp_path):
-    big = build(LigerTrainer, LigerTrainingArguments, tmp_path, optim="sgd", per_device_train_batch_size=4)
+    big = build(tmp_path, optim="sgd", per_device_train_batch_size=4)
     big.train()
-    small = build(
-        LigerTrainer, LigerTrainingArguments, tmp_path, optim="sgd",
-        per_device_train_batch_size=1, gradient_accumulation_steps=4,
-    )  # fmt: skip
+    small = build(tmp_path, optim="sgd", per_device_train_batch_size=1, gradient_accumulation_steps=4)
     small.train()
     for left, right in zip(logged(big), logged(small)):
         if "loss" in left:
@@ -87,9 +78,9 @@ def test_evaluation_before_training_uses_the_kernels_once(tmp_path, monkeypatch,
     monkeypatch.setattr(
         mixin, "apply_liger_kernel", lambda *args, **kwargs: applied.append(1) or original(*args, **kwargs)
     )
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path)
+    trainer = build(tmp_path)
     assert applied == [1]
-    stock = build(Trainer, TrainingArguments, tmp_path)
+    stock = build(tmp_path, Trainer)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], abs=1e-5)
     trainer.train()
     trainer.evaluate()
@@ -98,24 +89,24 @@ def test_evaluation_before_training_uses_the_kernels_once(tmp_path, monkeypatch,
 
 
 def test_report_can_be_silenced_and_kernels_switched_off(tmp_path, capsys):
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, kernel_report=False)
+    trainer = build(tmp_path, kernel_report=False)
     trainer.train()
     assert trainer.kernel_report.applied
     assert "liger_trainer kernels" not in capsys.readouterr().out
-    off = build(LigerTrainer, LigerTrainingArguments, tmp_path, use_liger_kernel=False)
+    off = build(tmp_path, use_liger_kernel=False)
     off.train()
     assert off.kernel_report is None
     assert "forward" not in off.model.model.norm.__dict__
 
 
 def test_stock_arguments_switch_the_kernels_on(tmp_path):
-    trainer = build(LigerTrainer, TrainingArguments, tmp_path)
+    trainer = LigerTrainer(llama(), TrainingArguments(str(tmp_path), **COMMON), train_dataset=token_rows())
     assert trainer.kernel_report.applied
     assert trainer.args.use_liger_kernel is True  # evaluation then leaves the logits out
 
 
 def test_model_init_is_patched_each_time(tmp_path):
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, model_init=lambda: llama())
+    trainer = build(tmp_path, model_init=lambda: llama())
     first = trainer.model
     trainer.train()
     assert trainer.model is not first
@@ -129,8 +120,8 @@ def test_metrics_get_the_same_logits(tmp_path):
         seen.append(prediction)
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    stock = build(Trainer, TrainingArguments, tmp_path, compute_metrics=compute_metrics).evaluate()
-    ours = build(LigerTrainer, LigerTrainingArguments, tmp_path, compute_metrics=compute_metrics).evaluate()
+    stock = build(tmp_path, Trainer, compute_metrics=compute_metrics).evaluate()
+    ours = build(tmp_path, compute_metrics=compute_metrics).evaluate()
     torch.testing.assert_close(
         torch.tensor(seen[1].predictions), torch.tensor(seen[0].predictions), rtol=1e-5, atol=1e-5
     )
@@ -140,8 +131,8 @@ def test_metrics_get_the_same_logits(tmp_path):
 
 def test_predictions_and_preprocessed_logits(tmp_path):
     predictions = []
-    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
-        trainer = build(trainer_class, args_class, tmp_path)
+    for trainer_class in (Trainer, LigerTrainer):
+        trainer = build(tmp_path, trainer_class)
         predictions.append([torch.tensor(trainer.predict(token_rows()).predictions)])
         trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         predictions[-1].append(torch.tensor(trainer.predict(token_rows()).predictions))
@@ -165,25 +156,23 @@ def test_loss_of_the_user(where, tmp_path):
             return (loss, outputs) if return_outputs else loss
 
     runs = []
-    for base, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+    for base in (Trainer, LigerTrainer):
         cls = base if where == "compute_loss_func" else type("OwnTrainer", (Own, base), {})
-        trainer = build(cls, args_class, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+        trainer = build(tmp_path, cls, gradient_accumulation_steps=2, per_device_train_batch_size=2)
         trainer.compute_loss_func = loss_of if where == "compute_loss_func" else None
         trainer.train()
-        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+        runs.append(losses_and_norms(trainer))
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_lora_with_checkpointing_is_saved_for_plain_peft(reentrant, tmp_path):
     runs = []
-    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
-        trainer = build(
-            trainer_class, args_class, tmp_path, model=lora_llama,
-            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant},
-        )  # fmt: skip
+    for trainer_class in (Trainer, LigerTrainer):
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        trainer = build(tmp_path, trainer_class, model=lora_llama, **options)
         trainer.train()
-        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+        runs.append(losses_and_norms(trainer))
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
     trainer.save_model(str(tmp_path / "adapter"))
     plain = PeftModel.from_pretrained(llama(), tmp_path / "adapter")
@@ -192,7 +181,7 @@ def test_lora_with_checkpointing_is_saved_for_plain_peft(reentrant, tmp_path):
 
 
 def test_saved_model_loads_in_plain_transformers(tmp_path):
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path)
+    trainer = build(tmp_path)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -203,12 +192,12 @@ def test_saved_model_loads_in_plain_transformers(tmp_path):
 
 def test_torch_compile_of_the_trainer(tmp_path):
     runs = []
-    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+    for trainer_class in (Trainer, LigerTrainer):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        trainer = build(trainer_class, args_class, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+        trainer = build(tmp_path, trainer_class, torch_compile=True, torch_compile_backend="aot_eager")
         trainer.train()
-        runs.append([log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")])
+        runs.append(losses_and_norms(trainer))
     assert trainer.kernel_report.applied
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
@@ -216,20 +205,12 @@ def test_torch_compile_of_the_trainer(tmp_path):
 
 def test_strict_reaches_the_patching(tmp_path):
     with pytest.raises(ValueError, match="strict"):
-        build(LigerTrainer, LigerTrainingArguments, tmp_path, strict_kernels=True, liger_kernel_config={"geglu": True})
-
-
-class Reporter(TrainerCallback):
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
+        build(tmp_path, strict_kernels=True, liger_kernel_config={"geglu": True})
 
 
 def test_callbacks_are_there_by_default_and_reach_every_reporter(tmp_path):
     reporter = Reporter()
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, callbacks=[reporter], gradient_accumulation_steps=2)
+    trainer = build(tmp_path, callbacks=[reporter], gradient_accumulation_steps=2)
     result = trainer.train()
     steps = [log for log in reporter.logs if "loss" in log]
     assert len(steps) == 3
@@ -245,7 +226,7 @@ def test_callbacks_are_there_by_default_and_reach_every_reporter(tmp_path):
 
 def test_users_callbacks_replace_ours(tmp_path):
     memory = MemoryCallback()
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, callbacks=[memory])
+    trainer = build(tmp_path, callbacks=[memory])
     mine = [c for c in trainer.callback_handler.callbacks if isinstance(c, MemoryCallback)]
     assert mine == [memory]
 
@@ -261,7 +242,7 @@ def test_guard_names_the_micro_batch(action, tmp_path):
             return loss * float("nan") if self.micro_batches == 5 else loss
 
     settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 4}
-    trainer = build(Poison, LigerTrainingArguments, tmp_path, non_finite=action, **settings)
+    trainer = build(tmp_path, Poison, non_finite=action, **settings)
     reporter = Reporter()
     trainer.add_callback(reporter)
     trainer.train()
@@ -282,7 +263,7 @@ def test_guard_in_the_trainer_names_the_nan_before_clipping_spreads_it(action, t
                 model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("nan")
             return super()._clip_grad_norm(model)
 
-    trainer = build(Poison, LigerTrainingArguments, tmp_path, non_finite=action)
+    trainer = build(tmp_path, Poison, non_finite=action)
     trainer.train()
     guards = [c for c in trainer.callback_handler.callbacks if isinstance(c, NonFiniteGuardCallback)]
     finite = all(torch.isfinite(p).all() for p in trainer.model.parameters())
@@ -300,7 +281,7 @@ def test_guard_in_the_trainer_names_the_nan_before_clipping_spreads_it(action, t
 def test_the_guard_clips_as_torch_does(tmp_path):
     """The guard's norms serve clipping too, and give bit for bit what clip_grad_norm_ gives."""
     torch.manual_seed(0)
-    trainer = build(LigerTrainer, LigerTrainingArguments, tmp_path, max_grad_norm=0.5)
+    trainer = build(tmp_path, max_grad_norm=0.5)
     trainer.create_optimizer_and_scheduler(1)
     other = copy.deepcopy(trainer.model)
     for parameter, twin in zip(trainer.model.parameters(), other.parameters(), strict=True):

@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from liger_trainer.head.deferred_logits import DeferredLogits
 from tests.trainers.parity import KINDS, assert_parity, assert_same_logs, build, lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -18,11 +17,6 @@ ADAPTERS = {
 }
 # Several chunks for the tiny models: five tokens in each.
 CHUNKED = {"own": {"logits_memory": 128 * 4 * 5}, "max_steps": 1, "logging_steps": 1}
-
-
-@pytest.fixture
-def never_built(monkeypatch):
-    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -15,28 +15,21 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import liger_trainer
-from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.patching.binding import bound_modules
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers import fused_head, token_statistics
 from liger_trainer.trainers.sft_trainer import OnePassModel
 from tests.trainers.parity import BASE, KINDS, assert_parity, build, liger_trainer_of, lora
-from tests.trainers.tiny import COMMON, logged, tokenizer
+from tests.trainers.tiny import COMMON, logged, mixtral, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = pytest.mark.parametrize("kind", KINDS)
 MODULES = [importlib.import_module(f"trl.trainer.{kind.lower()}_trainer") for kind in KINDS]
 
 
-@pytest.fixture
-def never_built(monkeypatch):
-    """No logits, neither built from deferred ones nor given by the model."""
-    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
-    monkeypatch.setattr(token_statistics, "log_probs", lambda *args, **kwargs: pytest.fail("the model built logits"))
-
-
-@EVERY
-def test_no_logits_are_built(kind, tmp_path, folders, never_built):
-    case = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4} if kind != "RLOO" else {}
+@pytest.mark.parametrize(("kind", "case"), [*((kind, {}) for kind in KINDS), ("SFT", {"loss_type": "dft"})])
+def test_no_logits_are_built(kind, case, tmp_path, folders, never_built):
+    if kind != "RLOO":
+        case = {**case, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer = build(kind, True, tmp_path, folders["llama"], **case)
     trainer.train()
     assert trainer.state.global_step == 2
@@ -74,34 +67,21 @@ def test_globals_are_as_before(kind, tmp_path, folders, monkeypatch):
     assert unchanged()
 
 
-@EVERY
-def test_stock_trainers_are_unaffected(kind, tmp_path, folders):
-    """One that was there before, and one that is built after."""
-    alone = build(kind, False, tmp_path / "alone", folders["llama"])
-    alone.train()
-    before = build(kind, False, tmp_path / "before", folders["llama"])
-    build(kind, True, tmp_path / "ours", folders["llama"]).train()
-    after = build(kind, False, tmp_path / "after", folders["llama"])
-    for stock in (before, after):
-        assert stock.model.forward.__func__.__code__.co_filename == trl.trainer.utils.__file__
-        assert not any(bound_modules(stock.model))
-    after.train()
-    for left, right in zip(logged(alone), logged(after), strict=True):
-        assert {**left, "step_time": 0} == {**right, "step_time": 0}
+def test_other_threads_keep_trls_head_and_guard():
+    module, calls, adapter = types.ModuleType("fake"), [], BaseTunerLayer()
+    module.add_fused_lm_head, module.BaseTunerLayer = lambda: calls.append("theirs"), BaseTunerLayer
 
+    def look():
+        module.add_fused_lm_head()
+        calls.append(isinstance(adapter, module.BaseTunerLayer))
 
-def test_other_threads_keep_trls_guard():
-    module = types.ModuleType("fake")
-    module.add_fused_lm_head, module.BaseTunerLayer = trl.trainer.utils.add_fused_lm_head, BaseTunerLayer
-    adapter = BaseTunerLayer()
-    answers = {}
-    with fused_head.own_fused_head(module, lambda *args: None):
-        answers["ours"] = isinstance(adapter, module.BaseTunerLayer)
-        thread = threading.Thread(target=lambda: answers.update(theirs=isinstance(adapter, module.BaseTunerLayer)))
+    with fused_head.own_fused_head(module, lambda: calls.append("ours")):
+        look()
+        thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert answers == {"ours": False, "theirs": True}
-    assert module.BaseTunerLayer is BaseTunerLayer
+    look()
+    assert calls == ["ours", False, "theirs", True, "theirs", True]
 
 
 @EVERY
@@ -214,7 +194,7 @@ def test_generation_and_names_are_those_of_the_model(kind, fp32, tmp_path, folde
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
 def test_metrics_of_an_evaluation_get_logits(kind, tmp_path, folders):
     shapes = []
 
@@ -319,6 +299,19 @@ def test_shifted_labels_and_what_was_asked_for(tmp_path, folders):
         trainer.model(input_ids=ids, fused_lm_head=True)
 
 
+def test_the_loss_of_the_fused_head_has_the_auxiliary_loss_once():
+    """TRL's trainers build their own loss of the statistics, so no training shows this one."""
+    plain, fused = mixtral(), mixtral()
+    plain.router_aux_loss_coef = fused.config.router_aux_loss_coef = 0.5
+    apply_liger_kernel(fused)
+    fused_head.install_fused_forward(fused, token_statistics.StatisticsOptions())
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), "output_router_logits": True}
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == 6, -100)
+    expected, found = plain(**inputs), fused(**inputs, fused_lm_head=True)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
 def test_retain_logits_memory_is_a_size(tmp_path):
     for value, message in (("many", "retain_logits_memory"), (-1, "0 or more")):
         with pytest.raises(ValueError, match=message):
@@ -326,7 +319,7 @@ def test_retain_logits_memory_is_a_size(tmp_path):
 
 
 def test_a_second_trainer_of_the_same_model(tmp_path, folders):
-    """What SFT leaves in the model is what DPO replaces."""
+    """DPO replaces what SFT has left in the model."""
     model = build("SFT", True, tmp_path / "sft", folders["llama"]).model
     model.config._name_or_path = folders["llama"]
     ours = build("DPO", True, tmp_path / "dpo", model)
@@ -339,7 +332,7 @@ def test_a_second_trainer_of_the_same_model(tmp_path, folders):
 
 def test_no_warning_of_the_older_names_that_trl_uses(tmp_path, folders):
     """TRL switches checkpointing off for the reference by names that transformers has newer ones for."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         build("DPO", True, tmp_path, folders["llama"], gradient_checkpointing=True).train()
-    assert not [str(warning.message) for warning in told if "gradient_checkpointing" in str(warning.message)]
+    assert not [str(warning.message) for warning in caught if "gradient_checkpointing" in str(warning.message)]

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.forked import torchrun
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
+from tests.trainers.tiny import llama
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
-SETTINGS = {**COMMON, "per_device_train_batch_size": 2, "kernel_report": False}
+SETTINGS = {"per_device_train_batch_size": 2, "kernel_report": False}
 
 
 class NaNOnRank1:
@@ -56,14 +55,11 @@ def nan(folder, device="cpu"):
     """The guard's decisions on `device`; on the CPU an undisturbed run too."""
     settings = {**SETTINGS, "use_cpu": device == "cpu", "max_steps": STEPS}
     results = {}
-    sft = {"bf16": False, "gradient_checkpointing": False}
     for action in ("stop", "skip"):
-        args = LigerTrainingArguments(output_dir=f"{folder}/{action}", non_finite=action, **settings)
-        trainer = PoisonedTrainer(llama(), args, train_dataset=token_rows())
-        results[action] = outcome(trainer)
-        args = LigerSFTConfig(output_dir=f"{folder}/sft_{action}", non_finite=action, **settings, **sft)
-        trainer = PoisonedSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
-        results[f"sft_{action}"] = outcome(trainer)
+        for name, build, trainer_class in (("", causal, PoisonedTrainer), ("sft_", sft, PoisonedSFTTrainer)):
+            folder_of_run = f"{folder}/{name}{action}"
+            trainer = build(folder_of_run, trainer_class=trainer_class, non_finite=action, **settings)
+            results[f"{name}{action}"] = outcome(trainer)
     if device == "cpu":
         save(f"{folder}/whole")
     Path(folder, f"rank{trainer.args.process_index}.json").write_text(json.dumps(results))
@@ -84,8 +80,7 @@ def save(folder, fault="none", device="cpu"):
         "save_steps": 2,
         "save_total_limit": 1,
     }
-    args = LigerTrainingArguments(output_dir=folder, **settings)
-    trainer = FaultWhileSaving(llama(attention_dropout=0.1), args, train_dataset=token_rows())
+    trainer = causal(folder, llama(attention_dropout=0.1), FaultWhileSaving, **settings)
     trainer.fault = fault
     trainer.train(resume_from_checkpoint=Path(folder, "checkpoint-2").exists() or None)
     if trainer.is_world_process_zero():
@@ -121,9 +116,9 @@ def assert_all_act_alike(folder, stderr, stops_after):
         stops = name.endswith("stop")
         assert result["finite"]
         assert result["steps"] == (stops_after if stops else STEPS)
-        (finding,) = result["findings"]  # and not "the gradient", which is what rank 0 saw of it
+        (finding,) = result["findings"]  # and not "the gradient", which rank 0 saw of it
         assert finding.startswith("Step 2, rank 1: the loss (nan) is not finite.")
-        assert stderr.count(finding) == 2, "told by one process, of the Trainer and of SFT's"
+        assert stderr.count(finding) == 2, "logged by one process, for the Trainer and for SFT's"
         assert (folder / name / f"checkpoint-{stops_after}").is_dir() == stops
 
 

@@ -4,10 +4,9 @@ import json
 import random
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.forked import torchrun
+from tests.trainers.parity import assert_close_logs, results_of_processes
 from tests.trainers.test_parity_distillation import TRAINERS, build
 from tests.trainers.tiny import logged
 
@@ -26,12 +25,6 @@ def work(output_dir):
 
 
 def test_two_processes(tmp_path):
-    done = torchrun(work, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for results in results_of_processes(work, tmp_path):
         for kind in TRAINERS:
-            for left, right in zip(results[f"{kind} False"], results[f"{kind} True"], strict=True):
-                assert left.keys() == right.keys()
-                for key in left.keys() - {"step_time"}:
-                    assert right[key] == pytest.approx(left[key], abs=1e-5, rel=1e-5), key
+            assert_close_logs(results[f"{kind} True"], results[f"{kind} False"])

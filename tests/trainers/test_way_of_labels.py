@@ -17,11 +17,7 @@ import pytest
 import torch
 
 import liger_trainer
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.builders import causal, sft
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,17 +64,9 @@ def way_and_calls(trainer: Any) -> tuple[list[CodeType], Counter[CodeType]]:
     return way, calls
 
 
-def build(kind: str, folder: Path) -> Any:
-    options = {**COMMON, "output_dir": str(folder), "bf16": False}
-    if kind == "Trainer":
-        return LigerTrainer(llama(), LigerTrainingArguments(**options), train_dataset=token_rows())
-    args = LigerSFTConfig(**options)
-    return LigerSFTTrainer(llama(), args, train_dataset=text_dataset(), processing_class=tokenizer())
-
-
-@pytest.mark.parametrize("kind", ["Trainer", "SFT"])
-def test_way_of_labels(kind: str, tmp_path: Path) -> None:
-    way, calls = way_and_calls(build(kind, tmp_path))
+@pytest.mark.parametrize("build", [causal, sft])
+def test_way_of_labels(build: Any, tmp_path: Path) -> None:
+    way, calls = way_and_calls(build(tmp_path))
     names = [code.co_qualname for code in way]
     assert names[0].endswith("Trainer.compute_loss")
     assert len(way) <= 8, names

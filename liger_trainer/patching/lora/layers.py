@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
+from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
@@ -66,7 +68,9 @@ def _obstacle(module: Any) -> str:
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"
     base = type(module.base_layer)
-    if base is not nn.Linear and not is_linear_4bit(module.base_layer):
+    if is_linear_4bit(module.base_layer):
+        require(FOUR_BIT_LAYERS)
+    elif base is not nn.Linear:
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     if variants and len(module.lora_variant) == len(module.lora_A):

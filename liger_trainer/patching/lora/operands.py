@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.peft import LORA_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
@@ -113,11 +114,7 @@ def is_unhooked(module: nn.Module) -> bool:
 
     FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
     """
-    if nn.modules.module._has_any_global_hook():
-        return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    return "forward" not in module.__dict__ or is_bound_by_us(module)
+    return not is_call_hooked(module) and ("forward" not in module.__dict__ or is_bound_by_us(module))
 
 
 def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:

@@ -26,11 +26,12 @@ from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 
 def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
     """The finding for the exchange of tokens between processes in `module`; None without an all-to-all."""
-    forward = module.__dict__.get("forward")
     library: Any = sys.modules.get("transformers.distributed.expert_parallel")
-    if library is None or not inspect.isfunction(forward) or forward.__globals__ is not vars(library):
+    forward: Any = module.__dict__.get("forward")
+    receives = library is not None and inspect.isfunction(forward) and forward.__globals__ is vars(library)
+    if not receives and not getattr(module, "_is_expert_parallel", False):
         return None
-    if not available(EXPERT_EXCHANGE):
+    if not available(EXPERT_EXCHANGE) or not receives:  # transformers 5.19 splits experts in another way
         return None
     held = inspect.getclosurevars(forward).nonlocals
     way: Any = held.get("implementation")

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from liger_trainer.compat.bitsandbytes import QUANTISED_EXPERTS
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, SAVED_IN_FOUR_BITS
+from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, MODULE_CONTENTS, SAVED_IN_FOUR_BITS
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 
 require(FOUR_BIT_EXPERTS)
+require(MODULE_CONTENTS)
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 QUANT_TYPES = ("nf4", "fp4")
@@ -99,6 +101,7 @@ def quantize_experts(
     from bitsandbytes.functional import quantize_4bit
 
     require(ADAPTERS_ON_FOUR_BITS)  # before anything has changed
+    require(QUANTISED_EXPERTS)
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"`quant_type` is {quant_type!r}; it must be one of {', '.join(QUANT_TYPES)}.")
     found = list(stacked_weights(model))

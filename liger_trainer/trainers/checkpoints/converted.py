@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +28,6 @@ from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS, SPLIT_OPTIMIZER
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
-
 require(CONVERTED_CHECKPOINTS)
 require(WRAPPED_OPTIMIZER)
 
@@ -40,7 +35,7 @@ OPTIMIZER_FOLDER = "optimizer"
 """The folder, in a checkpoint of a split model, of the optimizer's state (format of `torch.distributed.checkpoint`)."""
 
 
-class ConvertedCheckpointsMixin(_Base):
+class ConvertedCheckpointsMixin(Trainer):
     """Comes before a Trainer: resumes from checkpoints whose names are not the model's, and with a split model."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -32,11 +32,6 @@ from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.trainers.checkpoints.output_lock import owned
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
-
 logger = logging.getLogger("liger_trainer")
 
 require(RESUMING)
@@ -53,7 +48,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be resumed from; the text is the whole message."""
 
 
-class ResumingMixin(_Base):
+class ResumingMixin(Trainer):
     """Comes before a Trainer: checks a checkpoint before the Trainer resumes from it."""
 
     def train(

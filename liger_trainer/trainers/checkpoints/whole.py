@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import Trainer
@@ -20,11 +20,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import WHOLE_CHECKPOINTS
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
 
 logger = logging.getLogger("liger_trainer")
 
@@ -94,7 +89,7 @@ def out_of_room(error: BaseException) -> bool:
     return getattr(error, "errno", None) in _NO_ROOM or any(words in str(error) for words in _NO_ROOM_WORDS)
 
 
-class WholeCheckpointsMixin(_Base):
+class WholeCheckpointsMixin(Trainer):
     """Comes before a Trainer: ``checkpoint-N`` gets its name only when every process has written its part.
 
     So a process that is killed while it saves leaves the earlier checkpoints and no incomplete one. Older checkpoints

@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 
 
-def check_rows(dataset: Any, name: str = "train_dataset") -> None:
-    """Checks that a dataset still has rows after it was prepared.
+def check_rows(dataset: Any) -> None:
+    """Checks that a training dataset still has rows after it was prepared.
 
     Raises:
         ValueError: for a dataset of known length without rows.
     """
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise ValueError(
-            f"`{name}` has no rows to train on. It was empty, or all of its rows were dropped as too long: TRL leaves "
-            "out rows without a completion after the cut at `max_length`. Increase `max_length`, or check the data."
+            "`train_dataset` has no rows to train on. It was empty, or all of its rows were dropped as too long: TRL "
+            "leaves out rows without a completion after the cut at `max_length`. Increase `max_length`, or check the "
+            "data."
         )
 
 

@@ -18,6 +18,7 @@ from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entrop
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import row_statistics_torch_
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.rescale import rescale_
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
 from liger_trainer.kernels.runtime import INTERPRETED
@@ -179,8 +180,10 @@ def test_operators_pass_opcheck() -> None:
     options = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0)
     torch.library.opcheck(operator._forward, (logits, target, None, *options, True, True, False))
     nll, lse, logits = torch.rand(6), torch.rand(6), logits.detach()
-    torch.library.opcheck(operator._backward, (torch.ones(6), logits, target, nll, lse, None, *options))
-    torch.library.opcheck(operator._backward_, (torch.ones(6), logits, target, nll, lse, None, *options))
+    torch.library.opcheck(
+        logits_gradient, (torch.ones(6), None, logits, target, nll, lse, None, torch.rand(5), *options, 0, 5)
+    )
+    torch.library.opcheck(logits_gradient, (torch.ones(6), nll, logits, target, nll, lse, lse, None, *options, 0, 5))
     buffer, one = torch.zeros_like(logits), torch.ones(())
     torch.library.opcheck(operator._gradient_, (logits, buffer, target, None, one, *options, True, True))
     torch.library.opcheck(operator._reduce, (logits.requires_grad_(), buffer, nll, one, one))

@@ -46,7 +46,7 @@ def test_scale_and_shift_reach_their_tokens(device, monkeypatch, layout, program
     # One program for all groups, one for each, several for each.
     config = NormConfig(rows=2, num_warps=4, num_stages=2, programs_per_sm=programs_per_sm)
     monkeypatch.setattr(modulated_rms_norm_module, "num_sms", lambda device: 1)
-    monkeypatch.setattr(modulated_rms_norm_module, "backward_config", lambda hidden_size, device: config)
+    monkeypatch.setattr(modulated_rms_norm_module, "backward_config", lambda hidden_size: config)
     shape, given, broadcast = SHAPES[layout]
     tensors = [torch.randn(size, device=device) for size in (shape, shape[-1:], given, given)]
     assert_as_accurate(modulated_rms_norm, direct(broadcast), tensors)

@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from liger_trainer.kernels.parity import row_softmax as kernels
-from liger_trainer.kernels.parity import row_softmax as launches
-from liger_trainer.kernels.parity import row_softmax as operators
+from liger_trainer.kernels.parity import row_softmax as module
 from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.kernels.parity.row_softmax import launch_backward, launch_forward
 from liger_trainer.kernels.parity.softmax import softmax, softmax_reference
@@ -21,6 +19,7 @@ from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_referenc
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.accuracy import assert_no_worse
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
+from tests.memory import peak_memory
 
 
 @given(
@@ -101,10 +100,8 @@ def test_multi_token_attention_in_half_precision_is_no_worse_than_an_fp32_softma
         leaves = [tensor.to(dtype).requires_grad_() for tensor in (scores, weight)]
         return torch.autograd.grad(function(*leaves, padding=1, groups=4), leaves, dy.to(dtype))
 
-    exact = gradients(eager, torch.float64)
-    both = (gradients(function, torch.bfloat16) for function in (multi_token_attention, eager))
-    for ours, theirs, right in zip(*both, exact):
-        assert (ours - right).norm() <= 1.1 * (theirs - right).norm()
+    ours, theirs = (gradients(function, torch.bfloat16) for function in (multi_token_attention, eager))
+    assert_no_worse(ours, theirs, gradients(eager, torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -180,14 +177,19 @@ functions = pytest.mark.parametrize("name", PAIRS)
 @pytest.fixture(params=[False, True], ids=["in registers", "tile by tile"])
 def _both_kernels(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(launches, "MAX_IN_REGISTERS", 0)
-        monkeypatch.setattr(launches, "_LONG_TILE", 32)
+        monkeypatch.setattr(module, "MAX_IN_REGISTERS", 0)
+        monkeypatch.setattr(module, "_LONG_TILE", 32)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
 
 
 def value_and_gradient(function, x, dy):
     x = x.detach().requires_grad_()
     y = function(x)
-    return y, torch.autograd.grad(y, x, dy.to(y.dtype))[0]
+    return y.detach(), torch.autograd.grad(y, x, dy.to(y.dtype))[0]
 
 
 def assert_exact(name, x, atol=3e-7):
@@ -258,11 +260,8 @@ def test_half_precision_is_no_worse_than_eager(name, dtype, device):
     rows = 4 if INTERPRETED else 4096  # enough that chance does not move the norms
     x = torch.randn(rows, 500, device=device).to(dtype)
     dy = torch.randn(rows, 500, device=device).to(dtype)
-    exact = value_and_gradient(reference, x.double(), dy)
-    results = zip(value_and_gradient(function, x, dy), value_and_gradient(reference, x, dy), exact)
-    for ours, theirs, right in results:
-        assert ours.dtype == dtype
-        assert (ours - right).norm() <= 1.1 * (theirs - right).norm()
+    ours, theirs = (value_and_gradient(f, x, dy) for f in (function, reference))
+    assert_no_worse(ours, theirs, value_and_gradient(reference, x.double(), dy))
 
 
 @pytest.mark.kernel
@@ -273,7 +272,7 @@ def test_causal_rows_ignore_what_is_above_the_diagonal(name, device):
     above = torch.ones(37, 37, dtype=torch.bool, device=device).triu(1)
     x = torch.randn(2, 37, 37, device=device).masked_fill(above, NAN).requires_grad_()
     dy = torch.randn(2, 37, 37, device=device).masked_fill(above, NAN)
-    y = operators.row_softmax(x, name == "sparsemax", True)
+    y = module.row_softmax(x, name == "sparsemax", True)
     (dx,) = torch.autograd.grad(y, x, dy)
     expected = value_and_gradient(reference, x.masked_fill(above, -INF), dy.masked_fill(above, 0.0))
     torch.testing.assert_close((y, dx), expected)
@@ -322,18 +321,18 @@ def test_empty(name, device):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_opcheck(sparse, causal, device):
     x = torch.randn(2, 5, 5, device=device)
-    opcheck(operators.row_softmax, (x.requires_grad_(), sparse, causal))
-    opcheck(operators.row_softmax, (x.detach().mT.requires_grad_(), sparse, causal))
-    y = operators.row_softmax(x.detach(), sparse, causal)
-    opcheck(operators._row_softmax_backward, (x.detach().mT, y, sparse, causal))
+    opcheck(module.row_softmax, (x.requires_grad_(), sparse, causal))
+    opcheck(module.row_softmax, (x.detach().mT.requires_grad_(), sparse, causal))
+    y = module.row_softmax(x.detach(), sparse, causal)
+    opcheck(module._row_softmax_backward, (x.detach().mT, y, sparse, causal))
 
 
 @pytest.mark.kernel
 def test_opcheck_of_causal_softmax(device):
     x = torch.randn(2, 5, 5, device=device, dtype=torch.bfloat16)
-    opcheck(operators._causal_softmax, (x.mT.requires_grad_(),))
-    y, lse = operators._causal_softmax(x.detach())
-    opcheck(operators._causal_softmax_backward, (y.mT, x.detach(), lse))
+    opcheck(module._causal_softmax, (x.mT.requires_grad_(),))
+    y, lse = module._causal_softmax(x.detach())
+    opcheck(module._causal_softmax_backward, (y.mT, x.detach(), lse))
 
 
 @pytest.mark.kernel
@@ -373,8 +372,8 @@ def test_any_shape_stride_dtype_and_value(rows, columns, lead, name, dtype, gap,
     dy = torch.randn(lead, rows, columns, device=device).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         if long:
-            patch.setattr(launches, "MAX_IN_REGISTERS", 0)
-            patch.setattr(launches, "_LONG_TILE", 64)
+            patch.setattr(module, "MAX_IN_REGISTERS", 0)
+            patch.setattr(module, "_LONG_TILE", 64)
         ours = value_and_gradient(function, x, dy)
     y, dx = value_and_gradient(reference, x.double(), dy)
     eps = torch.finfo(dtype).eps
@@ -416,7 +415,7 @@ def test_causal_softmax_has_the_gradient_of_the_unrounded_softmax(dtype, device)
     scores, dy = (torch.randn(2, 37, 37, device=device).to(dtype).masked_fill(above, NAN) for _ in range(2))
     scores = torch.stack([scores, scores], dim=-2)[..., 0, :]  # rows that lie apart
     leaf = scores.detach().requires_grad_()
-    y = operators.causal_softmax(leaf)
+    y = module.causal_softmax(leaf)
     (dx,) = torch.autograd.grad(y, leaf, dy)
     exact = value_and_gradient(
         softmax_reference, scores.double().masked_fill(above, -INF), dy.double().masked_fill(above, 0.0)
@@ -434,21 +433,10 @@ def test_rows_of_causal_softmax_without_an_answer_are_nan(device):
     scores = torch.zeros(1, 4, 4, device=device, dtype=torch.bfloat16)
     scores[0, 1, 0], scores[0, 2, :3], scores[0, 3, 2] = NAN, -INF, INF
     leaf = scores.requires_grad_()
-    y = operators.causal_softmax(leaf)
+    y = module.causal_softmax(leaf)
     (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     for rows in (y, dx):
         assert rows.isnan().any(-1).tolist() == [[False, True, True, True]]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def run(function, x, dy):
-    x = x.detach().requires_grad_()
-    y = function(x)
-    return y.detach(), torch.autograd.grad(y, x, dy)[0]
 
 
 @pytest.mark.gpu
@@ -460,9 +448,12 @@ def run(function, x, dy):
 def test_rounds_no_worse_than_eager(name, dtype, shape, device):
     function, reference = PAIRS[name]
     x, dy = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    ours = run(function, x, dy)
+    ours = value_and_gradient(function, x, dy)
     for part in (slice(0, 64), slice(-64, None)):
-        eager, exact = run(reference, x[part], dy[part]), run(reference, x[part].double(), dy[part].double())
+        eager, exact = (
+            value_and_gradient(reference, x[part], dy[part]),
+            value_and_gradient(reference, x[part].double(), dy[part].double()),
+        )
         for mine, theirs, right in zip(ours, eager, exact):
             assert (mine[part] - right).norm() <= 1.1 * (theirs - right).norm() + 1e-6 * right.norm()
 
@@ -483,8 +474,8 @@ def test_more_than_2_to_31_elements(name, device):
     function, reference = PAIRS[name]
     x = torch.empty(2**19 + 64, 4096, device=device, dtype=torch.bfloat16).normal_()
     dy = torch.empty_like(x).normal_()
-    y, dx = run(function, x, dy)
-    right = run(reference, x[-64:].float(), dy[-64:].float())
+    y, dx = value_and_gradient(function, x, dy)
+    right = value_and_gradient(reference, x[-64:].float(), dy[-64:].float())
     torch.testing.assert_close(y[-64:].float(), right[0], rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(dx[-64:].float(), right[1], rtol=2e-2, atol=2e-2)
 
@@ -514,8 +505,8 @@ def test_other_lengths_compile_nothing_within_a_power_of_two(device):
     for columns in (1040, 1056, 2000, 2032):
         for name in PAIRS:
             x = torch.randn(40, columns, device=device)
-            run(PAIRS[name][0], x, x)
-        cache = kernels.forward_kernel.device_caches[torch.cuda.current_device()][0]
+            value_and_gradient(PAIRS[name][0], x, x)
+        cache = module.forward_kernel.device_caches[torch.cuda.current_device()][0]
         counts.add(len(cache))
     assert len(counts) == 1, counts
 
@@ -525,8 +516,4 @@ def test_other_lengths_compile_nothing_within_a_power_of_two(device):
 def test_peak_memory_is_the_results(name, device):
     x, dy = (torch.randn(8192, 4096, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(PAIRS[name][0](x), x, dy)
-    assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() * 2 + 2**20
+    assert peak_memory(lambda: torch.autograd.grad(PAIRS[name][0](x), x, dy)) <= 2 * x.numel() * 2 + 2**20

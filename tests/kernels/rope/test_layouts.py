@@ -20,8 +20,10 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from liger_trainer.kernels.rope import rope as rope_module
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_multimodal_reference, rope_vision
 from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
+from tests.accuracy import assert_no_worse
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.kernels.rope.test_qk_norm_rope import real_inputs, real_results
+from tests.kernels.rope.test_rope import original
 from tests.kernels.rope.test_rope import values_and_gradients as _values_and_gradients
 
 
@@ -30,11 +32,6 @@ def tensors(*widths, dtype=torch.float32, seq=5, dim=16, batch=2):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(batch, seq, heads, dim, generator=generator).to(dtype).transpose(1, 2) for heads in (4, 2))
     return q, k, *(torch.randn(1, seq, width, generator=generator).to(dtype) for width in widths)
-
-
-def original(module, name="apply_rotary_pos_emb"):
-    function = getattr(module, name)
-    return getattr(function, "forward", function)
 
 
 def assert_same(got, expected, device="cpu"):
@@ -280,15 +277,9 @@ def test_float32_equals_float64(layout, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_worse_than_eager(layout, dtype, device):
     arguments = inputs(layout, dtype, device)
-    ours, reference = ours_of(layout)
-    results = zip(
-        values_and_gradients(ours, arguments),
-        values_and_gradients(reference, arguments),
-        exact(layout, arguments),
-    )
-    for own, theirs, right in results:
-        assert own.dtype == dtype
-        assert (own - right).norm() <= 1.1 * (theirs - right).norm()
+    results, eager = (values_and_gradients(function, arguments) for function in ours_of(layout))
+    assert all(result.dtype == dtype for result in results)
+    assert_no_worse(results, eager, exact(layout, arguments))
 
 
 @pytest.mark.kernel
@@ -400,21 +391,19 @@ def test_any_shape_and_option(
         assert (one - other).norm() <= tolerance * other.norm()
 
 
-REAL_LAYOUTS = {
-    "half-width tables": (lambda q, k, cos, sin: rope(q, k, cos[..., :64], sin[..., :64], 2, rotary_dim=128), {}),
+REAL_LAYOUTS = {  # name: (ours, options of the reference)
+    "half-width tables": (lambda q, k, cos, sin: rope(q, k, *halves(cos, sin), 2, rotary_dim=128), {}),
     "neighbours": (
         functools.partial(rope, unsqueeze_dim=2, interleaved=True, keep_dtype=True),
         {"interleaved": True, "keep_dtype": True},
     ),
     "neighbours to halves": (
-        lambda q, k, cos, sin: rope(
-            q, k, cos[..., :64], sin[..., :64], 2, rotary_dim=128, interleaved=True, split_output=True
-        ),
-        {"interleaved": True, "split_output": True, "half": True},
+        lambda q, k, cos, sin: rope(q, k, *halves(cos, sin), 2, rotary_dim=128, interleaved=True, split_output=True),
+        {"interleaved": True, "split_output": True},
     ),
     "complex": (
-        lambda q, k, cos, sin: rope_complex(q, k, torch.complex(cos[..., :64].float(), sin[..., :64].float())),
-        {"interleaved": True, "keep_dtype": True, "half": True},
+        lambda q, k, cos, sin: rope_complex(q, k, torch.complex(*halves(cos.float(), sin.float()))),
+        {"interleaved": True, "keep_dtype": True},
     ),
     "axes": (
         lambda q, k, cos, sin: rope_multimodal(
@@ -425,16 +414,18 @@ REAL_LAYOUTS = {
 }
 
 
+def halves(cos, sin):
+    return cos[..., :64], sin[..., :64]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", REAL_LAYOUTS)
 def test_real_shapes_round_no_worse_than_eager(layout, device):
     ours, options = REAL_LAYOUTS[layout]
-    options = dict(options)
-    half = options.pop("half", False)
     q, k, _, _, cos, sin = real_inputs(device)
 
     def reference(q, k, cos, sin):
-        tables = (cos[..., :64], sin[..., :64]) if half else (cos, sin)
+        tables = halves(cos, sin) if layout in ("neighbours to halves", "complex") else (cos, sin)
         return rope_reference(q, k, *tables, 2, rotary_dim=128, **options)
 
     arguments = (q, k, cos, sin)
@@ -444,6 +435,5 @@ def test_real_shapes_round_no_worse_than_eager(layout, device):
     with mock.patch.object(rope_module, "launch", wraps=rope_module.launch) as launch:
         results = real_results(ours, arguments, 2)
     assert launch.call_count == 2
-    for own, theirs, right in zip(results, eager, exact):
-        assert own.is_contiguous()
-        assert (own - right).norm() <= 1.1 * (theirs - right).norm()
+    assert all(result.is_contiguous() for result in results)
+    assert_no_worse(results, eager, exact)

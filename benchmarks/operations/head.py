@@ -1,0 +1,286 @@
+"""The LM head with what follows it: cross entropy, log-probabilities, and divergences from a teacher's head."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer import functional
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.operations.logits import jensen_shannon
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
+from liger_trainer.configs.kernel_config import parse_bytes
+
+
+def matmuls(*heads: tuple[Tensor, Tensor]) -> Callable[[], None]:
+    """The matmuls of heads, given as (hidden, weight): the logits, and the gradients that are required."""
+
+    def run() -> None:
+        for hidden, weight in heads:
+            inputs, matrix = hidden.detach(), weight.detach()
+            logits = inputs @ matrix.T
+            if hidden.requires_grad:
+                torch.mm(logits, matrix)
+            if weight.requires_grad:
+                torch.mm(logits.T, inputs)
+
+    return run
+
+
+def head_weight(data: Data, model: Model, grad: bool = True) -> Tensor:
+    """A head whose logits have a standard deviation of 3, so that probabilities are far from uniform."""
+    return data.normal(model.vocab, model.hidden, scale=3 * model.hidden**-0.5, grad=grad)
+
+
+def trained_and_frozen(weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The variants of a case, each with its head."""
+    for variant in ("", "frozen"):
+        yield variant, weight.detach().requires_grad_(variant != "frozen")
+
+
+def head_cases(data: Data, model: Model, tokens: int, upstream: bool = False) -> Iterator[Case]:
+    """The head trained, and frozen; with `upstream`, the result is one number per token with its own gradient."""
+    hidden, matrix = data.normal(tokens, model.hidden), head_weight(data, model)
+    target = data.integers(model.vocab, tokens)
+    gradients = (data.upstream(tokens, dtype=torch.float32),) if upstream else ()
+    shape = f"N={tokens} H={model.hidden} V={model.vocab}"
+    shape += "" if model.softcap is None else f" soft-cap {model.softcap:g}"
+    for variant, weight in trained_and_frozen(matrix):
+        arguments = {"hidden": hidden, "weight": weight, "target": target, "softcap": model.softcap}
+        yield Case(arguments, shape, Floor(matmuls=matmuls((hidden, weight))), gradients, variant)
+
+
+def head_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+    """Logits as models compute them, in float32 (or wider) after the matmul."""
+    logits = wide(hidden @ weight.T)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def in_parts(function: Callable[..., Tensor], *rows: Tensor, size: int = 1024) -> Tensor:
+    """Concatenated results of `function(*some_rows)`, with the logits of only `size` rows at a time."""
+    parts = [
+        checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(*(tensor.split(size) for tensor in rows))
+    ]
+    return torch.cat(parts)
+
+
+operation("linear_cross_entropy", "LM head + cross entropy: mean over the tokens", tokens=8192)(head_cases)
+
+
+@provider("linear_cross_entropy", "torch")
+def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    return F.cross_entropy(head_logits(hidden, weight, softcap), target)
+
+
+@reference("linear_cross_entropy")
+def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    def losses(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(head_logits(hidden, weight, softcap), target, reduction="none")
+
+    return in_parts(losses, hidden, target).mean()
+
+
+@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=16)
+@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=8)
+@provider("linear_cross_entropy", "liger-kernel")
+def liger_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, chunk_mem_const: int = 1
+) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, weight, target, softcap=softcap, chunk_mem_const=chunk_mem_const)
+
+
+@provider("linear_cross_entropy", "trl")
+def trl_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    return -trl_log_probs(hidden, weight, target, softcap).mean()
+
+
+@provider("linear_cross_entropy", "cut-cross-entropy")
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, weight, target, softcap=softcap)
+
+
+@provider("linear_cross_entropy", "quack")
+def quack_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    if softcap is not None:
+        raise ValueError("has no soft-cap")
+    return chunked_linear_cross_entropy(hidden, weight, target)
+
+
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="2GiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="1GiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="128MiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="64MiB")
+@provider("linear_cross_entropy", "liger_trainer", logits_memory="62MiB")
+@provider("linear_cross_entropy", "liger_trainer")
+def our_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
+) -> Any:
+    memory = parse_bytes(logits_memory)
+    return functional.linear_cross_entropy(hidden, weight, target, softcap=softcap, logits_memory=memory)
+
+
+@operation("linear_log_probs", "LM head + log-probabilities: one per token, each with its own gradient", tokens=8192)
+def log_probs_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    return head_cases(data, model, tokens, upstream=True)
+
+
+@provider("linear_log_probs", "torch")
+def eager_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None) -> Tensor:
+    logits = head_logits(hidden, weight, softcap)
+    return logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+@reference("linear_log_probs")
+def exact_log_probs(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None, size: int = 1024
+) -> Tensor:
+    def some(hidden: Tensor, target: Tensor) -> Tensor:
+        return eager_log_probs(hidden, weight, target, softcap)
+
+    return in_parts(some, hidden, target, size=size)
+
+
+@provider("linear_log_probs", "liger-kernel")
+def liger_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    if softcap is not None:
+        raise ValueError("has no soft-cap")
+    output = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, target, 1.0, -100)
+    return -(output[0] if isinstance(output, tuple) else output)
+
+
+@provider("linear_log_probs", "trl")
+def trl_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None) -> Tensor:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    head = hidden.flatten(0, -2), weight, None, target.flatten()
+    return ChunkedLogProbFunction.apply(*head, 1.0, 32768, softcap, 1.0, ("log_probs",))[0].view_as(target)
+
+
+@provider("linear_log_probs", "liger_trainer", logits_memory="3GiB")
+@provider("linear_log_probs", "liger_trainer", logits_memory="1GiB")
+@provider("linear_log_probs", "liger_trainer")
+def our_log_probs(
+    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
+) -> Any:
+    memory = parse_bytes(logits_memory)
+    return functional.linear_log_probs(hidden, weight, target, softcap=softcap, logits_memory=memory)
+
+
+def distillation_case(data: Data, model: Model, tokens: int, **others: float) -> Case:
+    """A student and a teacher of one size. The floor: both logits, and the student's two gradients."""
+    hiddens = [data.normal(tokens, model.hidden, grad=student) for student in (True, False)]
+    student, teacher = zip(hiddens, [head_weight(data, model, grad=student) for student in (True, False)])
+    arguments: dict[str, Any] = dict(zip(("student_hidden", "student_weight"), student))
+    arguments |= dict(zip(("teacher_hidden", "teacher_weight"), teacher))
+    floor = Floor(matmuls=matmuls(student, teacher))
+    return Case(arguments | others, f"N={tokens} H={model.hidden} V={model.vocab}", floor)
+
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def divergences(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, of: Divergence
+) -> Tensor:
+    """The divergence of each token, from both log-probabilities."""
+    student = head_logits(student_hidden, student_weight).log_softmax(-1)
+    with torch.no_grad():
+        teacher = head_logits(teacher_hidden, teacher_weight).log_softmax(-1)
+    return of(student, teacher)
+
+
+def exact_divergences(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, of: Divergence
+) -> Tensor:
+    """`divergences` with the logits of a part of the tokens at a time."""
+
+    def some(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+        return divergences(student_hidden, student_weight, teacher_hidden, teacher_weight, of)
+
+    return in_parts(some, student_hidden, teacher_hidden)
+
+
+def trl_divergence(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
+) -> Tensor:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    heads = student_hidden, student_weight, None, teacher_hidden, teacher_weight, None
+    return ChunkedDivergenceFunction.apply(*heads, beta)[0].mean()
+
+
+def liger_divergence(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
+) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_jsd
+
+    return liger_fused_linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, jsd_beta=beta)
+
+
+@operation(
+    "linear_jsd", "LM heads + JSD: distillation of a teacher's head into a student's, mean over the tokens", tokens=8192
+)
+def jsd_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    yield distillation_case(data, model, tokens, beta=0.5)
+
+
+@provider("linear_jsd", "torch")
+def eager_jsd(beta: float, **heads: Tensor) -> Tensor:
+    return divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
+
+
+@reference("linear_jsd")
+def exact_jsd(beta: float, **heads: Tensor) -> Tensor:
+    return exact_divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
+
+
+provider("linear_jsd", "liger-kernel")(liger_divergence)
+provider("linear_jsd", "trl")(trl_divergence)
+
+
+@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
+@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
+@provider("linear_jsd", "liger_trainer")
+def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
+    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
+
+
+@operation(
+    "linear_kl",
+    "LM heads + KL: forward divergence of a teacher's head from a student's, mean over the tokens",
+    tokens=8192,
+)
+def kl_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    yield distillation_case(data, model, tokens)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+@provider("linear_kl", "torch")
+def eager_kl(**heads: Tensor) -> Tensor:
+    return divergences(**heads, of=forward_kl).mean()
+
+
+@reference("linear_kl")
+def exact_kl(**heads: Tensor) -> Tensor:
+    return exact_divergences(**heads, of=forward_kl).mean()
+
+
+provider("linear_kl", "liger-kernel")(liger_divergence)
+provider("linear_kl", "trl")(trl_divergence)
+library("linear_kl", "liger_trainer", "liger_trainer.functional:linear_kl")

@@ -1,0 +1,185 @@
+"""Normalisations of the hidden states, and what takes their place."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_trainer.benchmarks.models import Model
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
+
+LIGER = "liger_kernel.transformers.functional"
+
+
+@operation("rms_norm", "RMSNorm: cast as Llama casts")
+def rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """The hidden states and, if the model normalises queries and keys, the heads."""
+    yield row_case(data, tokens, model.hidden, weight=data.normal(model.hidden), eps=1e-6)
+    if model.qk_norm:
+        heads = tokens * (model.heads + model.kv_heads)
+        yield row_case(data, heads, model.head_dim, "heads", weight=data.normal(model.head_dim), eps=1e-6)
+
+
+@provider("rms_norm", "torch")
+def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = wide(x)
+    return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+library("rms_norm", "liger-kernel", f"{LIGER}:liger_rms_norm")
+
+
+@provider("rms_norm", "quack")
+def quack_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from quack import rmsnorm
+
+    return rmsnorm(x, weight, eps=eps)
+
+
+library("rms_norm", "liger_trainer", "liger_trainer.functional:rms_norm")
+
+
+def added_cases(data: Data, rows: int, width: int, parameters: tuple[str, ...], eps: float) -> Iterator[Case]:
+    """Two inputs and two outputs in each pass: x and residual share one gradient."""
+    inputs = {name: data.normal(rows, width) for name in ("x", "residual")}
+    weights = {name: data.normal(width) for name in parameters}
+    upstream, size = (data.upstream(rows, width), data.upstream(rows, width)), rows * width
+    yield Case({**inputs, **weights, "eps": eps}, f"{rows}×{width}", Floor(4 * size, 4 * size), upstream)
+
+
+@operation("fused_add_rms_norm", "Residual add + RMSNorm: both results are used")
+def fused_add_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    return added_cases(data, tokens, model.hidden, ("weight",), eps=1e-6)
+
+
+@provider("fused_add_rms_norm", "torch")
+def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return eager_rms_norm(total, weight, eps), total
+
+
+library("fused_add_rms_norm", "liger-kernel", f"{LIGER}:liger_fused_add_rms_norm")
+
+
+@provider("fused_add_rms_norm", "quack")
+def quack_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from quack import rmsnorm
+
+    return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
+
+
+library("fused_add_rms_norm", "liger_trainer", "liger_trainer.functional:fused_add_rms_norm")
+
+
+@operation("layer_norm", "LayerNorm: with weight and bias")
+def layer_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    weight, bias = data.normal(model.hidden), data.normal(model.hidden)
+    yield row_case(data, tokens, model.hidden, weight=weight, bias=bias, eps=1e-5)
+
+
+@provider("layer_norm", "torch")
+def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+library("layer_norm", "liger-kernel", f"{LIGER}:liger_layer_norm")
+library("layer_norm", "liger_trainer", "liger_trainer.functional:layer_norm")
+
+
+@operation("fused_add_layer_norm", "Residual add + LayerNorm: both results are used")
+def fused_add_layer_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    return added_cases(data, tokens, model.hidden, ("weight", "bias"), eps=1e-5)
+
+
+@provider("fused_add_layer_norm", "torch")
+def eager_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return eager_layer_norm(total, weight, bias, eps), total
+
+
+library("fused_add_layer_norm", "liger_trainer", "liger_trainer.functional:fused_add_layer_norm")
+
+
+def image_case(data: Data, shape: tuple[int, int, int], **others: Tensor | float) -> Case:
+    """A norm of a tensor with three dimensions, whose other arguments are small."""
+    size, arguments = math.prod(shape), {"x": data.normal(*shape), **others}
+    return Case(arguments, "×".join(map(str, shape)), Floor(2 * size, 3 * size), (data.upstream(*shape),))
+
+
+@operation("group_norm", "GroupNorm: images of 256 pixels, the hidden size their channels")
+def group_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    weight, bias = data.normal(model.hidden), data.normal(model.hidden)
+    shape = max(1, tokens // 256), model.hidden, 256
+    yield image_case(data, shape, groups=32, weight=weight, bias=bias, eps=1e-5)
+
+
+@provider("group_norm", "torch")
+def eager_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+@provider("group_norm", "liger-kernel")
+def liger_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    from liger_kernel.transformers.functional import liger_group_norm
+
+    return liger_group_norm(x, weight, bias, x.shape[1], groups, eps)
+
+
+library("group_norm", "liger_trainer", "liger_trainer.functional:group_norm")
+
+
+@operation("modulated_rms_norm", "Modulated RMSNorm: a scale and a shift for each sample (adaLN)")
+def modulated_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Samples of up to 4096 tokens, each with one row of modulation."""
+    length = min(tokens, 4096)
+    scale, shift = (data.normal(tokens // length, 1, model.hidden) for _ in range(2))
+    weight, shape = data.normal(model.hidden), (tokens // length, length, model.hidden)
+    yield image_case(data, shape, weight=weight, scale=scale, shift=shift, eps=1e-6)
+
+
+@provider("modulated_rms_norm", "torch")
+def eager_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    return eager_rms_norm(x, weight, eps) * (1 + scale) + shift
+
+
+library("modulated_rms_norm", "liger-kernel", f"{LIGER}:liger_modulated_rms_norm")
+library("modulated_rms_norm", "liger_trainer", "liger_trainer.functional:modulated_rms_norm")
+
+
+@operation("poly_norm", "PolyNorm: normalised cube, square and value, weighted")
+def poly_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    yield row_case(data, tokens, model.hidden, weight=data.normal(3), bias=data.normal(), eps=1e-6)
+
+
+@provider("poly_norm", "torch")
+def eager_poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    exact = wide(x)
+
+    def normalised(power: Tensor) -> Tensor:
+        return power * torch.rsqrt(power.square().mean(-1, keepdim=True) + eps)
+
+    mixed = weight[0] * normalised(exact**3) + weight[1] * normalised(exact**2) + weight[2] * normalised(exact)
+    return (mixed + bias).to(x.dtype)
+
+
+library("poly_norm", "liger-kernel", f"{LIGER}:liger_poly_norm")
+library("poly_norm", "liger_trainer", "liger_trainer.functional:poly_norm")
+
+
+@operation("dyt", "DyT: gamma * tanh(alpha * x) + beta")
+def dyt_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    alpha, gamma, beta = (data.normal(size) for size in (1, model.hidden, model.hidden))
+    yield row_case(data, tokens, model.hidden, alpha=alpha, gamma=gamma, beta=beta)
+
+
+@provider("dyt", "torch")
+def eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * torch.tanh(alpha * x) + beta
+
+
+library("dyt", "liger-kernel", f"{LIGER}:liger_dyt")
+library("dyt", "liger_trainer", "liger_trainer.functional:dyt")

@@ -1,0 +1,33 @@
+"""Whether a module has hooks, which torch has no public function for."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_HOOKS
+
+require(MODULE_HOOKS)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether `module` itself has a hook."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_call_hooked(module: nn.Module) -> bool:
+    """Whether a hook runs when `module` is called: its own, or one of all modules."""
+    return is_hooked(module) or torch_module._has_any_global_hook()
+
+
+def is_output_hooked(module: nn.Module) -> bool:
+    """Whether a hook may get the output of `module` in the forward."""
+    return bool(module._forward_hooks) or torch_module._has_any_global_hook()
+
+
+def is_gradient_hooked(module: nn.Module) -> bool:
+    """Whether a backward hook needs the gradient of the output of `module`, which must then exist."""
+    of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    return bool(module._backward_hooks or module._backward_pre_hooks or of_all)

@@ -1,0 +1,42 @@
+"""Trainers of tiny models, stock ones and ours, as most tests of this folder build them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trainer import LigerTrainer
+from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+
+FURTHER = (
+    *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "model_init"),
+    "peft_config",
+)
+"""What `causal` and `sft` pass to the trainer; all else are settings."""
+
+
+def causal(folder: Any, model: Any = None, trainer_class: Any = LigerTrainer, rows: Any = None, **options: Any) -> Any:
+    """A trainer of transformers, or ours, on rows of token ids."""
+    args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
+    further = {name: options.pop(name) for name in FURTHER if name in options}
+    args = args_class(str(folder), **{**COMMON, **options})
+    model = model or (None if "model_init" in further else llama())
+    return trainer_class(model, args, train_dataset=token_rows() if rows is None else rows, **further)
+
+
+def sft(folder: Any, model: Any = None, trainer_class: Any = LigerSFTTrainer, data: Any = None, **options: Any) -> Any:
+    """TRL's trainer for SFT, or ours, on texts."""
+    args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
+    further = {"processing_class": tokenizer(), **{name: options.pop(name) for name in FURTHER if name in options}}
+    args = args_class(str(folder), **{**COMMON, "bf16": False, "gradient_checkpointing": False, **options})
+    return trainer_class(model or llama(), args, train_dataset=text_dataset() if data is None else data, **further)
+
+
+def losses_and_norms(trainer: Any) -> list[float]:
+    """The loss and the gradient norm of every training log."""
+    return [log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")]
