@@ -21,13 +21,8 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from liger_trainer.kernels.mlp.gated_activation import scalars
-<<<<<<< HEAD
 from liger_trainer.kernels.moe.activation import Activation, activate, activation_gradients_
-from liger_trainer.kernels.moe.grouped_matmul import Tile, grouped_mm, launch_rows, launch_weights
-=======
-from liger_trainer.kernels.moe.activation import activate, activation_gradients
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
->>>>>>> main
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
 
