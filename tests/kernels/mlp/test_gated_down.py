@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.mlp import gated_activation as operators
 from liger_trainer.kernels.mlp import gated_down as down_operators
 from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
-from liger_trainer.kernels.mlp.geglu import geglu
+from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.kernels.mlp.swiglu import swiglu
 from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
@@ -331,12 +331,12 @@ def test_no_host_sync_and_cuda_graph(device):
     gate_up, dh = real_randn(512, 2048), real_randn(512, 1024)
 
     def everything():
-        return [
-            *result_and_gradients(swiglu_down, dy, gate, up, weight),
-            *result_and_gradients(clamped_swiglu, dh, gate_up),
-            *result_and_gradients(partial(clamped_swiglu, inplace_backward=True), dh, gate_up.clone()),
-            *result_and_gradients(relu_squared, dh, gate),
-        ]
+        results = result_and_gradients(swiglu_down, dy, gate, up, weight) + result_and_gradients(relu_squared, dh, gate)
+        for inplace in (False, True):
+            results += result_and_gradients(partial(swiglu, inplace_backward=inplace), dh, gate.clone(), up.clone())
+            for function in (geglu_fused, clamped_swiglu):
+                results += result_and_gradients(partial(function, inplace_backward=inplace), dh, gate_up.clone())
+        return results
 
     expected = everything()
     torch.cuda.set_sync_debug_mode("error")
