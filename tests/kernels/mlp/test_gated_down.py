@@ -21,6 +21,8 @@ from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.calls import recorded_calls
+from tests.cuda import assert_replayed_without_host_sync
 
 
 def test_float64_runs_as_reference(device):
@@ -152,8 +154,7 @@ def test_h_is_not_kept(device):
 
 @pytest.mark.kernel
 def test_a_checkpoint_does_not_repeat_the_product(device, monkeypatch):
-    calls, native = [], down_operators.gated_down
-    monkeypatch.setattr(down_operators, "gated_down", lambda *given: calls.append(1) or native(*given))
+    calls = recorded_calls(monkeypatch, down_operators, "gated_down")
     gate, up, weight, _ = inputs(device=device)
 
     def gradients(run):
@@ -338,18 +339,4 @@ def test_no_host_sync_and_cuda_graph(device):
                 results += result_and_gradients(partial(function, inplace_backward=inplace), dh, gate_up.clone())
         return results
 
-    expected = everything()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        results = everything()
-    graph.replay()
-    assert all(map(torch.equal, results, expected))
+    assert_replayed_without_host_sync(everything)
