@@ -230,7 +230,7 @@ def test_empty(device):
 
 
 @pytest.mark.kernel
-def test_errors_and_second_derivatives(device):
+def test_errors_name_the_argument(device):
     gate, up, weight, bias = inputs(device=device)
     with pytest.raises(ValueError, match=r"`weight` is \(6, 20\); it must be \(hidden, 10\)"):
         swiglu_down(gate, None, weight)
@@ -240,8 +240,6 @@ def test_errors_and_second_derivatives(device):
         swiglu_down(gate, up, weight, bias[1:])
     with pytest.raises(ValueError, match="`approximate` is 'erf'"):
         geglu_down(gate, up, weight, bias, "erf")
-    with pytest.raises(RuntimeError, match=r"swiglu_down and geglu_down cannot itself be differentiated"):
-        torch.autograd.grad(swiglu_down(gate, up, weight).sum(), gate, create_graph=True)
 
 
 @pytest.mark.kernel
@@ -290,12 +288,8 @@ ROWS, REAL_HIDDEN, REAL_INTERMEDIATE = 8192, 4096, 14336
 def down_inputs():
     torch.manual_seed(0)
     weight = real_randn(REAL_HIDDEN, REAL_INTERMEDIATE, scale=0.02)
-    return (
-        real_randn(ROWS, REAL_INTERMEDIATE),
-        real_randn(ROWS, REAL_INTERMEDIATE),
-        weight,
-        real_randn(ROWS, REAL_HIDDEN),
-    )
+    gate, up = (real_randn(ROWS, REAL_INTERMEDIATE) for _ in range(2))
+    return gate, up, weight, real_randn(ROWS, REAL_HIDDEN)
 
 
 @pytest.mark.gpu
