@@ -64,7 +64,8 @@ def _tiny_model(family: str, **overrides: Any) -> PreTrainedModel:
         config = AutoConfig.for_model(family, **{**sizes, "text_config": text, **more})
     else:
         config = AutoConfig.for_model(family, **{**sizes, **COMMON, **more, **overrides})
-    return _build(model_class(config).from_config, config)
+    # The class itself: `from_config` would split the parameters where ZeRO-3 is configured.
+    return _build(model_class(config)._model_mapping[type(config)], config)
 
 
 TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
