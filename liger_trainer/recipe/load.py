@@ -14,7 +14,6 @@ import types
 import typing
 from argparse import Action, ArgumentParser
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -200,7 +199,8 @@ def _convert(value: Any, hint: Any, action: Action) -> Any:
     """
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
-    if action.choices is not None and value is not None and value not in action.choices:
+    unset = value is None and type(None) in _alternatives(hint)
+    if action.choices is not None and value not in action.choices and not unset:
         raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
     if _fits(value, hint) or (action.type is _switch and isinstance(value, (bool, list))):
         return value
@@ -239,15 +239,8 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _type_name(hint: Any) -> str:
-    names = []
-    for option in _alternatives(hint):
-        if typing.get_origin(option) is Literal:
-            names.append("one of " + ", ".join(repr(choice) for choice in typing.get_args(option)))
-        elif isinstance(option, type) and issubclass(option, Enum):
-            names.append("one of " + ", ".join(repr(choice.value) for choice in option))
-        elif option is not type(None):
-            names.append(option.__name__ if isinstance(option, type) else str(option).replace("typing.", ""))
-    return " or ".join(names)
+    options = [option for option in _alternatives(hint) if option is not type(None)]
+    return " or ".join(one.__name__ if isinstance(one, type) else str(one).replace("typing.", "") for one in options)
 
 
 def _unknown(key: str, valid: Sequence[str], where: str, trainer: str) -> RecipeError:
