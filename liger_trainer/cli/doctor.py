@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
+import logging
 import os
 import platform
 import sys
@@ -128,6 +129,7 @@ def private_names() -> list[Finding]:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that training does not use
     findings = []
     for library, group in itertools.groupby(features(), key=lambda feature: feature.library):
         version = installed_version(library)

@@ -13,6 +13,7 @@ import pytest
 from liger_trainer.cli.doctor import private_names
 from liger_trainer.compat import features
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require
+from tests.compat import versions
 
 ROOT = Path(__file__).parents[2]
 EVERY = [(feature, name) for feature in features() for name in feature.names]
@@ -204,6 +205,10 @@ def test_the_part_that_needs_it_cannot_be_imported(path, library, name, monkeypa
 def test_tested_versions_are_those_of_the_constraints():
     lines = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     assert {library: lines[library] for library in TESTED} == TESTED
+
+
+def test_every_test_that_runs_with_other_versions_exists():
+    assert all((ROOT / place).exists() for place in versions.TESTS)
 
 
 def test_doctor_lists_them(monkeypatch):

@@ -22,7 +22,6 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 TESTS = (
     "tests/compat",
     "tests/trainers/test_parity.py",
-    "tests/trainers/test_parity_policy.py",
     "tests/trainers/test_parity_orpo_cpo.py",
     "tests/trainers/test_parity_distillation.py",
     "tests/trainers/test_integration.py",

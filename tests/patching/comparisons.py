@@ -18,6 +18,19 @@ def loss_and_gradients(model, batch) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
+def image_batch(model) -> dict[str, torch.Tensor]:
+    """Text with one image of four tokens, number 120, for a tiny Qwen VL model."""
+    ids = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids >= 120, -100),
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 120).int(),
+    }
+
+
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:
     scale = one.double().norm().clamp_min(1e-30)
     return float((one.double() - other.double()).norm() / scale)

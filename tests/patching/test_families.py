@@ -9,7 +9,15 @@ import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.binding import bound_modules
-from tests.patching.comparisons import LAYERS, apply_unchanged, assert_same, loss_and_gradients, relative, total_error
+from tests.patching.comparisons import (
+    LAYERS,
+    apply_unchanged,
+    assert_same,
+    image_batch,
+    loss_and_gradients,
+    relative,
+    total_error,
+)
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 LLAMA, OLMO2, GEMMA = "rms_norm (casting=llama)", "rms_norm (casting=olmo2)", "rms_norm (casting=gemma, 1 + weight)"
@@ -181,23 +189,19 @@ def test_generate_equal(family):
 def test_vision_inputs(family):
     model = TINY_MODELS[family]()
     generator = torch.Generator().manual_seed(0)
-    if family == "gemma3":
+    if family == "qwen2_vl":
+        batch = image_batch(model)
+        ids = batch["input_ids"]
+    elif family == "gemma3":
         ids = torch.tensor([[5, 120, 122, 122, 122, 122, 121, 7, 8]])
         batch = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator), "token_type_ids": (ids == 122).long()}
-    elif family == "mllama":
+    else:
         ids = torch.tensor([[5, 120, 7, 8, 9, 10]])
         batch = {
             "pixel_values": torch.randn(1, 1, 1, 3, 16, 16, generator=generator),
             "aspect_ratio_ids": torch.tensor([[1]]),
             "aspect_ratio_mask": torch.tensor([[[1]]]),
             "cross_attention_mask": torch.ones(1, 6, 1, 1, dtype=torch.long),
-        }
-    else:
-        ids = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
-        batch = {
-            "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
-            "image_grid_thw": torch.tensor([[1, 4, 4]]),
-            "mm_token_type_ids": (ids == 120).int(),
         }
     batch |= {"input_ids": ids, "labels": ids.masked_fill(ids >= 120, -100), "attention_mask": torch.ones_like(ids)}
     expected = loss_and_gradients(model, batch)

@@ -10,7 +10,7 @@ import transformers as tf
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching import rotations
-from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
+from tests.patching.comparisons import LAYERS, image_batch, loss_and_gradients, relative, total_error
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -25,7 +25,6 @@ _VISION = {
     "out_hidden_size": 32,
 }
 _TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-_IDS = torch.tensor([[5, 122, 120, 120, 120, 120, 123, 7, 8]])
 
 
 def _cohere2():
@@ -79,18 +78,6 @@ def _text_of(family):
     return lambda model: tiny_batch(family, model)
 
 
-def _image_of(model):
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "input_ids": _IDS,
-        "labels": _IDS.masked_fill(_IDS >= 120, -100),
-        "attention_mask": torch.ones_like(_IDS),
-        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (_IDS == 120).int(),
-    }
-
-
 # Family: (builder, its batch, the kernels of its rotary functions)
 FAMILIES = {
     "glm4": (TINY_MODELS["glm4"], _text_of("glm4"), {"rope (neighbours)"}),
@@ -98,8 +85,8 @@ FAMILIES = {
     "deepseek_v3": (_deepseek_v3, _text_of("deepseek_v3"), {"rope", "rope (neighbours to halves)"}),
     "gpt_oss": (TINY_MODELS["gpt_oss"], _text_of("gpt_oss"), {"rope (half-width tables)"}),
     "llama4": (_llama4, _text_of("llama4"), {"rope (complex)"}),
-    "qwen2_5_vl": (_qwen2_5_vl, _image_of, {"rope"}),
-    "qwen3_vl": (_qwen3_vl, _image_of, {"rope", "rope with the norms of q and k"}),
+    "qwen2_5_vl": (_qwen2_5_vl, image_batch, {"rope"}),
+    "qwen3_vl": (_qwen3_vl, image_batch, {"rope", "rope with the norms of q and k"}),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
