@@ -14,9 +14,7 @@ from rich.table import Table
 
 from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord
 from liger_trainer.benchmarks.report import make_table, number
-from liger_trainer.benchmarks.training import run_provider
-from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY
-from liger_trainer.benchmarks.training_task import Task
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY, Task, run_provider
 
 
 def search(trains: Callable[[int], bool], start: int) -> None:

@@ -124,7 +124,7 @@ def compare_with_eager(records: list[Record]) -> None:
 
 @dataclasses.dataclass
 class TrainingRecord:
-    """Training steps of one provider; see `training_task.Task` for what was trained.
+    """Training steps of one provider; see `training.Task` for what was trained.
 
     Attributes:
         batch: Batch size on one GPU.

@@ -8,8 +8,7 @@ from functools import partial
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Results, TrainingRecord
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.report import markdown, number, with_settings
-from liger_trainer.benchmarks.training import outcome, sweep
+from liger_trainer.benchmarks.report import markdown, number, outcome, sweep, with_settings
 
 Tasks = list[list[TrainingRecord]]
 _OURS = "liger_trainer"

@@ -91,8 +91,9 @@ class NF4Weight(NamedTuple):
     @classmethod
     def of(cls, packed: torch.Tensor, statistics: Sequence[torch.Tensor], layout: Sequence[int]) -> NF4Weight:
         """The matrix of an operator's arguments `packed`, `statistics` and `layout`."""
-        (absmax, code, *nested), (rows, columns, blocksize, nested_blocksize) = statistics, layout
-        return cls(packed, absmax, code, (rows, columns), blocksize, _nested(nested, nested_blocksize))
+        (absmax, code, *rest), (rows, columns, blocksize, nested_blocksize) = statistics, layout
+        nested = NestedAbsmax(rest[0], rest[1], rest[2], nested_blocksize) if nested_blocksize else None
+        return cls(packed, absmax, code, (rows, columns), blocksize, nested)
 
 
 Weight: TypeAlias = torch.Tensor | NF4Weight
@@ -107,10 +108,6 @@ NF4_CODE = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The 16 values of NF4 (arXiv 2305.14314, appendix E)."""
-
-
-def _nested(tensors: Sequence[torch.Tensor], blocksize: int) -> NestedAbsmax | None:
-    return NestedAbsmax(tensors[0], tensors[1], tensors[2], blocksize) if blocksize else None
 
 
 @triton.jit
@@ -195,6 +192,10 @@ def nf4_dequantize(
             f"`out` is {tuple(out.shape)} on {out.device}; it must be contiguous, {tuple(weight.shape)}, on "
             f"{weight.device}."
         )
+    return _write(weight, out)
+
+
+def _write(weight: NF4Weight, out: torch.Tensor) -> torch.Tensor:
     if use_triton(out):
         dequantize_(out, weight.packed, weight.statistics, weight.layout)
         return out
@@ -270,7 +271,7 @@ def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor
     """The matrix in `dtype`, for products that are queued inside the context, on the current stream."""
     numel, device = weight.shape[0] * weight.shape[1], weight.device
     if not _has_buffer(device):
-        yield _write(weight, torch.empty(numel, dtype=dtype, device=device))
+        yield _write(weight, torch.empty(weight.shape, dtype=dtype, device=device))
         return
     stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
     key = (device, dtype, stream)
@@ -280,17 +281,7 @@ def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor
             buffer.memory = buffer.memory.new_empty(0)  # freed before the larger one is allocated
             with torch.inference_mode(False):  # the buffer outlives the mode
                 buffer.memory = torch.empty(numel, dtype=dtype, device=device)
-        yield _write(weight, buffer.memory[:numel])
-
-
-def _write(weight: NF4Weight, memory: torch.Tensor) -> torch.Tensor:
-    """The matrix in the flat `memory`, as a view of it."""
-    out = memory.view(weight.shape)
-    if use_triton(out):
-        dequantize_(out, weight.packed, weight.statistics, weight.layout)
-    else:
-        out.copy_(nf4_dequantize_reference(weight, out.dtype))
-    return out
+        yield _write(weight, buffer.memory[:numel].view(weight.shape))
 
 
 @torch.library.custom_op("liger_trainer::nf4_matmul_", mutates_args=("out",))

@@ -169,11 +169,12 @@ def _check(
         )
     if not top_k_weights.is_floating_point():
         raise ValueError(f"`top_k_weights` is {top_k_weights.dtype}; it must be a floating dtype.")
-    _check_devices(
-        *(hidden.device, ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)),
-        *(("gate_up_weight", gate_up_weight), ("down_weight", down_weight)),
-        *(("gate_up_bias", gate_up_bias), ("down_bias", down_bias)),
-    )
+    others: dict[str, torch.Tensor | None] = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    others |= {"gate_up_weight": gate_up_weight, "gate_up_bias": gate_up_bias}
+    others |= {"down_weight": down_weight, "down_bias": down_bias}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"`{name}` is on {tensor.device} and `hidden` on {hidden.device}; move one of them.")
     layout = "(experts, hidden, {})" if transposed else "(experts, {}, hidden)"
     layout = layout.format("2 * intermediate" if gated else "intermediate")
     axis = 2 if transposed else 1
@@ -194,12 +195,6 @@ def _check(
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden.shape[1])):
         if bias is not None and bias.shape != (expected[0], size):
             raise ValueError(f"`{name}` is {tuple(bias.shape)}; it must be {(expected[0], size)}.")
-
-
-def _check_devices(device: torch.device, *tensors: tuple[str, torch.Tensor | None]) -> None:
-    for name, tensor in tensors:
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"`{name}` is on {tensor.device} and `hidden` on {device}; move one of them.")
 
 
 def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of_any: dict) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
 
 EPS = 1e-20
@@ -208,7 +208,8 @@ def _log2(number: int) -> int:
     return next_power_of_2(number).bit_length() - 1
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
+def readable_rows(logits: torch.Tensor) -> torch.Tensor:
+    """`logits` with contiguous columns, as kernels read them."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -241,7 +242,7 @@ def _route(
     log_groups = _log2(num_groups)
     log_lanes = log_groups + _log2(members)
     rows, num_warps = _config(1 << log_lanes, 1024)
-    logits = _rows(logits)
+    logits = readable_rows(logits)
     with on_device(logits):
         _route_kernel[(cdiv(num_rows, rows),)](
             *(logits, bias, weights, index, logits.stride(0), num_rows, num_groups, members, scale),
@@ -276,7 +277,7 @@ def _route_backward(
     top_k, lanes = index.shape[1], next_power_of_2(num_experts)
     columns = next_power_of_2(top_k)
     rows, num_warps = _config(lanes * columns, 4096)
-    logits = _rows(logits)
+    logits = readable_rows(logits)
     with on_device(logits):
         _route_backward_kernel[(cdiv(num_rows, rows),)](
             *(d_weights.contiguous(), logits, index, d_logits, logits.stride(0), num_rows, num_experts, scale),
@@ -310,7 +311,7 @@ def _backward(ctx: Any, d_weights: torch.Tensor | None, d_index: None) -> tuple[
     if d_weights is not None:
         logits, index = ctx.saved_tensors
         d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale)
-    return d_logits, None, None, None, None, None, None, None, None
+    return input_gradients(ctx, d_logits)
 
 
 _route.register_autograd(_backward, setup_context=_setup_context)

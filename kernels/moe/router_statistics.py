@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative
-from liger_trainer.kernels.moe.router import ordered
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.moe.router import ordered, readable_rows
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
@@ -125,10 +125,6 @@ def _tile(num_experts: int) -> dict[str, int]:
     return {"BLOCK_ROWS": max(2048 // columns, 1), "BLOCK_EXPERTS": columns, "num_warps": 4}
 
 
-def _readable(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
 @torch.library.custom_op("liger_trainer::router_statistics", mutates_args=())
 def router_statistics(layers: Sequence[torch.Tensor], mask: torch.Tensor | None, top_k: int) -> torch.Tensor:
     """The statistics of all layers together.
@@ -149,7 +145,7 @@ def router_statistics(layers: Sequence[torch.Tensor], mask: torch.Tensor | None,
     with on_device(partials):
         for logits, part, count in zip(layers, partials.split(programs), programs):
             if count:
-                rows = _readable(logits)
+                rows = readable_rows(logits)
                 sizes = rows.stride(0), rows.shape[0], num_experts, top_k
                 _forward_kernel[(count,)](rows, mask, part, *sizes, HAS_MASK=mask is not None, **tile)
     return partials.sum(0)
@@ -170,7 +166,7 @@ def router_statistics_backward(
     gradients = [logits.new_empty(logits.shape) for logits in layers]
     with on_device(upstream):
         for logits, gradient in zip(layers, gradients):
-            rows = _readable(logits)
+            rows = readable_rows(logits)
             grid = (cdiv(rows.shape[0], tile["BLOCK_ROWS"]),)
             if grid[0]:
                 sizes = rows.stride(0), rows.shape[0], num_experts
@@ -193,9 +189,9 @@ def _setup_context(
     ctx.save_for_backward(mask, *layers)
 
 
-def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[list[torch.Tensor], None, None]:
+def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
     mask, *layers = ctx.saved_tensors
-    return router_statistics_backward(upstream, layers, mask), None, None
+    return input_gradients(ctx, router_statistics_backward(upstream, layers, mask))
 
 
 router_statistics.register_autograd(_backward, setup_context=_setup_context)

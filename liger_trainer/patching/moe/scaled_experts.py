@@ -31,10 +31,7 @@ from liger_trainer.patching.probe import (
 )
 
 _KEY = "scaled experts"
-_SIZES = (
-    128,
-    24,
-)  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
+_SIZES = 128, 24  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 

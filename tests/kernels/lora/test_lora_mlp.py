@@ -18,6 +18,7 @@ from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
+from tests.calls import recorded_calls
 from tests.kernels.lora.test_lora import saved_for_backward
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
 from tests.quantised import moved, random_weight
@@ -136,8 +137,7 @@ def test_the_product_is_not_kept(device):
 @pytest.mark.kernel
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     """The recomputation stops at the last saved tensor, as it does with torch's linear layer."""
-    calls, native = [], operators.lora_down_product
-    monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
+    calls = recorded_calls(monkeypatch, operators, "lora_down_product")
     leaves = [leaf.requires_grad_() for leaf in tensors(device)]
 
     def layer(*given):
@@ -196,8 +196,7 @@ def test_opcheck(pending, four_bits, device):
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma"])
 def test_patched_mlps_of_a_model(family, device, monkeypatch):
     """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
-    calls, native = [], operators.lora_down_product
-    monkeypatch.setattr(operators, "lora_down_product", lambda *given: calls.append(1) or native(*given))
+    calls = recorded_calls(monkeypatch, operators, "lora_down_product")
     model, batch = adapted(family, lora_dropout=0.1)
     model, batch = model.to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     expected = loss_and_gradients(model, batch)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe import expert_lora
 from liger_trainer.kernels.moe import experts as operator
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts, moe_experts_reference
+from tests.calls import recorded_calls
+from tests.kernels.moe.test_experts import assert_operators_keep_torchs_rules
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
 
@@ -248,28 +250,21 @@ def test_the_input_is_kept_where_a_factor_of_the_first_layer_is_trained(trained,
 def test_a_checkpoint_repeats_neither_the_second_product_nor_its_adapters(monkeypatch):
     case = Case()
     expected = case.results(moe_experts_reference)
-    thin = []
-    native = expert_lora.grouped_rows
-    monkeypatch.setattr(expert_lora, "grouped_rows", lambda x, *a, **k: thin.append(x.shape[1]) or native(x, *a, **k))
+    thin = recorded_calls(monkeypatch, expert_lora, "grouped_rows")
     got = case.results(lambda *args, **kwargs: checkpoint(moe_experts, *args, use_reentrant=False, **kwargs))
     torch.testing.assert_close(got, expected)
     # z of both layers, z of the first again, then dz and z of the second and of the first
     width = 2 * INTERMEDIATE
-    assert thin == [HIDDEN, INTERMEDIATE, HIDDEN, HIDDEN, INTERMEDIATE, width, HIDDEN]
+    widths = [x.shape[1] for _, _, (x, *_) in thin]
+    assert widths == [HIDDEN, INTERMEDIATE, HIDDEN, HIDDEN, INTERMEDIATE, width, HIDDEN]
 
 
 @pytest.mark.parametrize("ranks", [(3,), (2, 17)], ids=str)
 def test_operators_keep_torchs_rules(ranks, monkeypatch):
-    calls = []
-    for name in ("moe_gate_up", "moe_down_save", "moe_down"):
-        native = getattr(operator, name)
-        monkeypatch.setattr(operator, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    calls = recorded_calls(monkeypatch, operator, "moe_gate_up", "moe_down_save", "moe_down")
     Case(ranks, bias=True)()
     assert len(calls) == 3
-    for each, given in calls:
-        leaves = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), given)
-        rules = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(each, leaves, test_utils=rules)
+    assert_operators_keep_torchs_rules(calls)
 
 
 def test_adapters_that_do_not_fit():

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -18,6 +19,8 @@ from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe import experts as module
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.nn import LigerExperts
+from tests.calls import recorded_calls
+from tests.cuda import no_host_sync
 from tests.moe_blocks import BLOCKS, measure_block, on_meta
 
 SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}
@@ -153,8 +156,7 @@ def test_an_expert_elsewhere_adds_nothing_and_its_weight_gets_no_gradient(device
 
 @pytest.mark.parametrize("frozen", [(3, 5), (4, 6), (3, 4, 5, 6), (0,), (2,)])
 def test_what_is_frozen_costs_no_gradient(frozen, device, monkeypatch):
-    made_gradients, native = [], layers.grouped_weight_gradient
-    monkeypatch.setattr(layers, "grouped_weight_gradient", lambda *a, **k: made_gradients.append(1) or native(*a, **k))
+    made_gradients = recorded_calls(monkeypatch, layers, "grouped_weight_gradient")
     arguments, options = made("biases", device=device)
     expected = gradients(moe_experts, arguments, options)[1:]
     assert len(made_gradients) == 3  # the two weights' and the first bias's, which is a product too
@@ -217,10 +219,7 @@ def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, tra
 
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     """The recomputation stops at the last saved tensor."""
-    calls = []
-    for name in ("grouped_rows", "combine_rows"):
-        native = getattr(layers, name)
-        monkeypatch.setattr(layers, name, lambda *a, _n=name, _f=native, **k: calls.append(_n) or _f(*a, **k))
+    calls = recorded_calls(monkeypatch, layers, "grouped_rows", "combine_rows")
     arguments, options = made("gated", device=device)
     leaves = [x for x in arguments if x.requires_grad]
 
@@ -230,7 +229,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
     def result(run_layer):
         calls.clear()
         got = torch.autograd.grad(run_layer(layer, *arguments).square().sum(), leaves)
-        return got, sorted(calls)
+        return got, sorted(name for name, *_ in calls)
 
     expected, plain = result(lambda layer, *given: layer(*given))
     got, repeated = result(functools.partial(checkpoint, use_reentrant=False))
@@ -257,32 +256,31 @@ def test_compiles_to_one_graph(case, dynamic, frozen, device):
     torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(expected, leaves))
 
 
+def assert_operators_keep_torchs_rules(calls):
+    """opcheck of `recorded_calls`, on leaves with their values: autograd is registered for them one by one."""
+    for _, operator, given in calls:
+        leaves = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), given)
+        rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(operator, leaves, test_utils=rules)
+
+
 @pytest.mark.parametrize("frozen", [(), (3, 4), (0, 3, 4)], ids=["trained", "frozen", "biases alone"])
 @pytest.mark.parametrize("case", ["gpt_oss", "no gate"])
 def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
-    calls = []
-    for name in ("moe_gate_up", "moe_down_save", "moe_down"):
-        native = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    calls = recorded_calls(monkeypatch, module, "moe_gate_up", "moe_down_save", "moe_down")
     arguments, options = made(case, torch.float32, device)
     for position in frozen:
         arguments[position].requires_grad_(False)
     run(moe_experts, arguments, options)
     assert len(calls) == 3
-    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for operator, given in calls:
-        detached = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
-        torch.library.opcheck(operator, detached, test_utils=rules)
+    assert_operators_keep_torchs_rules(calls)
 
 
 @pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("case", ["gpt_oss", "gated"])
 def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen, monkeypatch):
     """Strides of the fake backwards, which torch.compile sees, against those of the real ones."""
-    calls = []
-    for name in ("_gate_up_backward", "_down_backward_"):
-        native = getattr(layers, name)
-        monkeypatch.setattr(layers, name, lambda *a, _f=native: calls.append((_f, a)) or _f(*a))
+    calls = recorded_calls(monkeypatch, layers, "_gate_up_backward", "_down_backward_")
     arguments, options = made(case, torch.float32)
     apart = [x.mT.contiguous().mT.detach().requires_grad_(x.requires_grad) for x in arguments]
     for position in frozen:
@@ -290,7 +288,7 @@ def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen
     loss = run(moe_experts, apart, options).square().sum()
     torch.autograd.grad(loss, [x for x in apart if x.requires_grad], retain_graph=True)
     assert len(calls) == 2
-    for operator, given in calls:
+    for _, operator, given in calls:
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -429,13 +427,8 @@ def choices(tokens, top_k, routed, generator):
 
 
 def run_on_gpu(function, dtype, index, operands, options):
-    operands = [x.detach().to(dtype).requires_grad_() for x in operands]
-    hidden, weights, gate_up, down, *biases = operands
-    for name, bias in zip(("gate_up_bias", "down_bias"), biases):
-        options = {**options, name: bias}
-    out = function(hidden, index, weights, gate_up, down, **options)
-    upstream = torch.linspace(-1, 1, out.numel(), dtype=dtype, device="cuda").view_as(out)
-    return [out, *torch.autograd.grad(out, operands, upstream)]
+    hidden, *others = (x.detach().to(dtype).requires_grad_() for x in operands)
+    return gradients(function, [hidden, index, *others], options)
 
 
 @pytest.mark.gpu
@@ -526,12 +519,8 @@ def test_no_host_sync():
     operands = [torch.randn(s).cuda().bfloat16().requires_grad_() for s in ((1000, 64), (16, 64, 64), (16, 64, 32))]
     hidden, gate_up, down = operands
     moe_experts(hidden, index, weights, gate_up, down).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         moe_experts(hidden, index, weights, gate_up, down).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Auxiliary losses of routers: against transformers and the papers, kernels against float64, real sizes on a GPU."""
 
-import contextlib
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +16,7 @@ from liger_trainer.parallel.router_losses import router_losses_reference
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.cuda import no_host_sync
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
 
@@ -197,16 +196,6 @@ def test_opcheck(device):
 # Real sizes. That the losses are those of transformers is shown above, with the reference.
 
 
-@contextlib.contextmanager
-def no_sync():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def large_layers(count, tokens, experts, device, dtype=torch.bfloat16):
     torch.manual_seed(0)
     return tuple(torch.randn(tokens, experts, device=device, dtype=dtype).requires_grad_() for _ in range(count))
@@ -250,7 +239,7 @@ def test_the_same_bits_in_every_run_and_no_host_sync(device):
     tensors = large_layers(6, 8192, 128, device)
     mask = torch.ones(8, 1024, device=device, dtype=torch.long)
     first = both(router_losses, tensors, 8, mask)
-    with no_sync():
+    with no_host_sync():
         again = both(router_losses, tensors, 8, mask)
         both(router_losses, tensors, 8, None)
     assert all(map(torch.equal, [*first[0], *first[1]], [*again[0], *again[1]]))
@@ -291,7 +280,7 @@ def test_a_training_step_of_a_model_does_not_wait_for_the_device(device, monkeyp
 
     step()
     callback._take(torch.device(device))
-    with no_sync():
+    with no_host_sync():
         step()
     tokens, dropped = callback._take(torch.device(device))
     assert tokens.sum(1).tolist() == [2 * 64 * 2] * 2

@@ -19,6 +19,7 @@ from liger_trainer.kernels.moe.sort_by_expert import (
     tile_table_reference,
 )
 from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.cuda import assert_replayed_without_host_sync
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
@@ -206,21 +207,7 @@ def test_no_host_sync_and_cuda_graph(device):
         rows = sort_by_expert(index, 128)
         return weights.detach(), index, gradient, *rows, tile_table(rows.offsets, 128, index.numel())
 
-    expected = [x.clone() for x in everything()]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        results = everything()
-    graph.replay()
-    assert all(map(torch.equal, results, expected))
+    assert_replayed_without_host_sync(everything)
 
 
 @pytest.mark.gpu
