@@ -206,16 +206,13 @@ def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dty
 def empty_gradients(
     needed: Sequence[bool], x: torch.Tensor, *parameters: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """New gradients of `x`, in its memory order, and of the parameters; 0 where `x` is empty.
+    """Uninitialised gradients of `x`, in its memory order, and of the parameters.
 
     One that is not needed, or of a parameter that is None, has no elements.
     """
     dx = empty_in_order(x, memory_order(x), x.dtype) if needed[0] else x.new_empty(0)
-    make = torch.empty if x.numel() else torch.zeros
     of_parameters = (
-        make(parameter.shape, dtype=parameter.dtype, device=x.device)
-        if need and parameter is not None
-        else x.new_empty(0)
+        parameter.new_empty(parameter.shape) if need and parameter is not None else x.new_empty(0)
         for need, parameter in zip(needed[1:], parameters, strict=True)
     )
     return dx, *of_parameters

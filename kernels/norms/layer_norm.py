@@ -213,7 +213,7 @@ def launch_backward(
     hidden_size, order = x.shape[-1], memory_order(x)
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
     if x.numel() == 0:
-        return dx, dweight, dbias
+        return dx, dweight.zero_(), dbias.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
     programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)

@@ -176,7 +176,7 @@ def _dyt_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dalpha, dgamma, dbeta = empty_gradients(needed, x, alpha, gamma, beta)
     if x.numel() == 0:
-        return dx, dalpha, dgamma, dbeta
+        return dx, dalpha.zero_(), dgamma.zero_(), dbeta.zero_()
     hidden_size, order = x.shape[-1], memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     block, config = _block(hidden_size), launch_config(hidden_size)

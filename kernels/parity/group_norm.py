@@ -167,7 +167,7 @@ def _group_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dweight, dbias = empty_gradients(needed, x.contiguous(), weight, bias)
     if x.numel() == 0:
-        return dx, dweight, dbias
+        return dx, dweight.zero_(), dbias.zero_()
     dy, x, mean, rstd = _by_position(dy), _by_position(x), mean.contiguous(), rstd.contiguous()
     samples, channels, positions = x.shape
     num_groups = mean.shape[-1]

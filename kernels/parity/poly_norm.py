@@ -198,7 +198,7 @@ def _poly_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
     if x.numel() == 0:
-        return dx, dweight, dbias
+        return dx, dweight.zero_(), dbias.zero_()
     order = memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     programs, options = backward_tiles(backward_config(x.shape[-1]), rows, dy_rows)
