@@ -70,16 +70,16 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
     if kind == "ln":
         forward = partial(ops.layer_norm, x, weight, bias, 1e-6, x.dtype)
         _, mean, rstd = forward()
-        backward = partial(ops.layer_norm_backward, dy, x, weight, mean, rstd, True, x.dtype, x.dtype)
+        backward = partial(ops.layer_norm_backward, dy, x, weight, bias, mean, rstd, [True] * 3)
         return forward, backward, truth, ln, 2 * once, 3 * once
     if kind == "add":
         forward = partial(ops.fused_add_rms_norm, x, other, weight, 1e-6, 0.0, "llama")
         _, total, rstd = forward()
-        backward = partial(ops.fused_add_rms_norm_backward, dy, other, total, weight, rstd, 0.0, "llama", True, True)
+        backward = partial(ops.fused_add_rms_norm_backward, dy, other, total, weight, rstd, 0.0, "llama", [True, True])
         return forward, backward, truth, rms, 4 * once, 4 * once
     forward = partial(ops.rms_norm, x, weight, 1e-6, 0.0, "llama")
     _, rstd = forward()
-    backward = partial(ops.rms_norm_backward, dy, x, weight, rstd, 0.0, "llama", True, True)
+    backward = partial(ops.rms_norm_backward, dy, x, weight, rstd, 0.0, "llama", [True, True])
     return forward, backward, truth, rms, 2 * once, 3 * once
 
 

@@ -175,14 +175,11 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names and strings that `code` uses."""
-    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *_strings(code.co_consts))
-
-
-def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
-    """The strings among the constants of a function, tuples of them included."""
-    for constant in constants:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):
-            yield from _strings(constant)
+    """The names and strings that `code` uses, those in constant tuples included."""
+    pending: list[tuple[Any, ...]] = [code.co_names, code.co_varnames, code.co_freevars, code.co_consts]
+    while pending:
+        for item in pending.pop():
+            if isinstance(item, str):
+                yield item
+            elif isinstance(item, tuple):
+                pending.append(item)

@@ -46,6 +46,8 @@ SAVED_IN_FOUR_BITS = Feature(
 
 FOUR_BIT_EXPERTS = Feature("experts in 4 bits", Private("torch.nn:Module._apply", "self, fn, recurse"))
 
+FOUR_BIT_WEIGHTS = Feature("reading the memory of weights in 4 bits", Private("torch._C:DisableTorchFunctionSubclass"))
+
 DEFERRED_LOGITS = Feature(
     "logits that are not built",
     Private("torch:Tensor._make_wrapper_subclass"),

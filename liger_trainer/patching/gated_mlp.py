@@ -134,7 +134,7 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
             agreement = probe.compare(original, ours, large)
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
-            kernel += ("" if recompute else ", product kept") + (", in tiles" if tiled else "")
+            kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
             return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement)
         failures.append(agreement)
     others = ", ".join(type(child).__name__ for child in _other_children(module, names).values())

@@ -42,8 +42,8 @@ def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]
     hidden, intermediate = _SIZES
     tensors = [probe.randn(4, 16, hidden), probe.randn(intermediate, hidden), probe.randn(hidden, intermediate)]
     forward = relu_squared_mlp_forward(argument)
-    forwards = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
-    agreement = probe.compare(*forwards, tensors)
+    original, ours = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
+    agreement = probe.compare(original, ours, tensors)
     return forward if agreement.equal else None, agreement.error
 
 

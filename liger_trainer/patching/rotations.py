@@ -167,15 +167,13 @@ def _compare(
     function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
 ) -> Agreement:
     q, k, cos, sin = _tensors(layout, probe)
-    dim = layout[1]
-
-    def original(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return function(q, k, cos, sin, unsqueeze_dim=dim) if has_dim else function(q, k, cos, sin)
-
-    def ours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return rotation(q, k, cos, sin, dim, precise)
-
+    original, ours = _at(function, has_dim, layout), functools.partial(rotation, dim=layout[1], keep_dtype=precise)
     return probe.compare(_fixed_tables(original, cos, sin), _fixed_tables(ours, cos, sin), [q, k])
+
+
+def _at(function: Callable, has_dim: bool, layout: Layout) -> Callable:
+    """`function` of q, k, cos and sin in this layout."""
+    return functools.partial(function, unsqueeze_dim=layout[1]) if has_dim else function
 
 
 def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> Callable:
@@ -186,18 +184,13 @@ def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> C
 def _mixed_result(
     function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
 ) -> str | None:
-    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"kept"`` (in the heads' dtype), or None for neither."""
+    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"rounded"`` to the heads' dtype, or None."""
     q, k, cos, sin = _tensors(layout, probe)
     half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
-
-    def original(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return function(q, k, cos, sin, unsqueeze_dim=layout[1]) if has_dim else function(q, k, cos, sin)
-
-    for mixed in ("promoted", "kept"):
-
-        def ours(q: torch.Tensor, k: torch.Tensor, keep: bool = precise or mixed == "kept") -> Any:
-            return rotation(q, k, cos, sin, layout[1], keep)
-
+    original = functools.partial(_at(function, has_dim, layout), cos=cos, sin=sin)
+    for mixed in ("promoted", "rounded"):
+        keep_dtype = precise or mixed == "rounded"
+        ours = functools.partial(rotation, cos=cos, sin=sin, dim=layout[1], keep_dtype=keep_dtype)
         if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
             return mixed
     return None
@@ -221,8 +214,8 @@ def rotary_function(
         default_dim: Its default for `unsqueeze_dim`.
         dim_position: Where `unsqueeze_dim` comes among the arguments after `sin`; None if there is no such argument.
         proven: The layouts on which the two agree.
-        mixed: The dtype of the result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"kept"``
-            for q's dtype, or None to run the original.
+        mixed: The result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"rounded"`` to q's
+            dtype, or None to run the original.
         precise: Compute in float32 and round once, as the original does. On an accelerator the kernel does so anyway,
             and this is tried only if the plain call does not agree.
     """
@@ -240,7 +233,7 @@ def rotary_function(
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
         if not as_probed or (mixed is None and cos.dtype != q.dtype):
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotation(q, k, cos, sin, dim, precise or (mixed == "kept" and cos.dtype != q.dtype))
+        return rotation(q, k, cos, sin, dim, precise or (mixed == "rounded" and cos.dtype != q.dtype))
 
     def of_pending(q, k, cos, sin, *args, **kwargs):
         """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""

@@ -270,7 +270,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a key that is not known is passed by", "check_values",
          r"raise _unknown\(key, list\(actions\), str\(source\), trainer\)", "continue", "cli/::test_misspelt_key"),
         ("values out of their range pass", "_allowed", r"not value >= _AT_LEAST\[key\]", "False",
-         "cli/::test_values_that_no_run_can_mean cli/::test_a_negative_beta"),
+         "cli/::test_values_out_of_range cli/::test_a_negative_beta"),
         ("renamed columns keep the name in the way", "renamed",
          r"rows\.rename_columns\(\{old: new", "rows.rename_columns({new: old", "cli/::test_columns_are_renamed"),
         ("a smoke run keeps the recipe's rewards", "_small_generation", r"if given & set\(rewards\)", "if True",
@@ -283,7 +283,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("the fused head takes no memory", "head_memory", r"HeadMemory\(chunk \+ ", "HeadMemory(",
          "plan/test_estimate::test_head"),
         ("every setting is said to fit", "_row", r"memory\.total <= room", "True",
-         "plan/::test_where_nothing_fits cli/::test_what_fits_nowhere_says_what_would"),
+         "plan/::test_where_nothing_fits cli/::test_a_model_that_fits_nowhere"),
     ],
     "cli": [
         ("a mistake of the user has the exit code of a crash", "_run",

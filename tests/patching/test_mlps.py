@@ -159,7 +159,7 @@ def test_the_product_is_saved_where_recompute_is_off(used):
     model = TINY_MODELS["llama"]()
     (row,) = apply_liger_kernel(model, {**MLPS, "recompute_mlp": False}).applied
     model(**tiny_batch("llama", model))
-    assert row.kernel == "swiglu, product kept"
+    assert row.kernel == "swiglu, product saved"
     assert not used
 
 

@@ -53,7 +53,7 @@ def test_it_is_off_by_default_and_follows_the_component():
     assert [row.kernel for row in apply_liger_kernel(model, MLPS).applied] == ["swiglu"]
     assert not apply_liger_kernel(model, {**TILED, "swiglu": False}).applied
     (row,) = apply_liger_kernel(model, {**TILED, "recompute_mlp": False}).applied
-    assert row.kernel == "swiglu, product kept, in tiles"
+    assert row.kernel == "swiglu, product saved, in tiles"
 
 
 def test_what_is_no_gated_mlp_is_left_alone():
