@@ -72,10 +72,6 @@ def _save(figure, file: Path) -> Path:
     return file
 
 
-def _colour(provider: str) -> str | None:
-    return _COLOURS.get(family(provider))
-
-
 def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
     found: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -89,7 +85,7 @@ def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -
     figure, (left, right) = _axes(2, " · ".join(filter(None, (first.operation, first.variant, first.model, device))))
     for provider, own in _by_provider(records).items():
         own = sorted(own, key=lambda record: record.tokens)
-        style = {"marker": "o", "markersize": 4, "label": provider, "color": _colour(provider)}
+        style = {"marker": "o", "markersize": 4, "label": provider, "color": _COLOURS.get(family(provider))}
         style["linestyle"] = "-" if provider == family(provider) else ":"
         left.plot([record.tokens for record in own], [getattr(record, mode) for record in own], **style)
         measured = [record for record in own if record.peak_gibibytes is not None]
@@ -115,7 +111,7 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
     for provider, (record,) in _by_provider(records).items():
         if record.peak_gibibytes is not None:
             time = getattr(record, mode)
-            axis.scatter(record.peak_gibibytes, time, color=_colour(provider), s=28)
+            axis.scatter(record.peak_gibibytes, time, color=_COLOURS.get(family(provider)), s=28)
             axis.annotate(provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6)
     if mode == "both" and first.floor:
         axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)

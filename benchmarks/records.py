@@ -26,17 +26,11 @@ _PACKAGES = (  # versions that a run records
 
 @dataclasses.dataclass
 class Machine:
-    """The machine of a run; its rates are measured in that run.
-
-    Attributes:
-        device: The accelerator's name.
-        copy_rate: Bytes per second of a large copy, read plus write.
-        matmul_rate: FLOP/s of an 8192³ matmul.
-    """
+    """The machine of a run; its rates are measured in that run."""
 
     device: str
-    copy_rate: float = 0.0
-    matmul_rate: float = 0.0
+    copy_rate: float = 0.0  # bytes/s of a large copy, read plus write
+    matmul_rate: float = 0.0  # FLOP/s of an 8192³ matmul
 
     @classmethod
     def measure(cls, device: Device, dtype: torch.dtype, rounds: int = 10) -> Machine:
@@ -124,21 +118,7 @@ def compare_with_eager(records: list[Record]) -> None:
 
 @dataclasses.dataclass
 class TrainingRecord:
-    """Training steps of one provider; see `training.Task` for what was trained.
-
-    Attributes:
-        batch: Batch size on one GPU.
-        tokens_per_second: Tokens/s of one GPU in the median step.
-        mfu: Fraction of the device's published peak; None if that is not known.
-        peak_gibibytes: Peak memory of the fullest GPU.
-        losses: The loss of every step; providers of one task must agree.
-        failure: Why there is no result.
-        lora: Rank of the adapters; 0 if all weights were trained.
-        weights_gibibytes: Memory allocated before the first step.
-        gpus: Processes, one per GPU.
-        accelerate_config: Name of the launch configuration; empty for one process.
-        quantize: Format of a quantised base model; empty if it was not quantised.
-    """
+    """Training steps of one provider; see `training.Task` for what was trained."""
 
     model: str
     layers: int
@@ -147,15 +127,15 @@ class TrainingRecord:
     length: int
     checkpointing: bool
     provider: str
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    peak_gibibytes: float | None = None
-    losses: list[float] = dataclasses.field(default_factory=list)
-    failure: str = ""
+    tokens_per_second: float | None = None  # of one GPU in the median step
+    mfu: float | None = None  # of the device's published peak, if that is known
+    peak_gibibytes: float | None = None  # of the fullest GPU
+    losses: list[float] = dataclasses.field(default_factory=list)  # of every step; providers must agree
+    failure: str = ""  # why there is no result
     lora: int = 0
-    weights_gibibytes: float | None = None
+    weights_gibibytes: float | None = None  # allocated before the first step
     gpus: int = 1
-    accelerate_config: str = ""
+    accelerate_config: str = ""  # its name
     quantize: str = ""
 
     @property
@@ -172,16 +152,7 @@ class TrainingRecord:
 
 @dataclasses.dataclass
 class LongestRecord:
-    """The longest sequence that one provider trains on, to within an eighth; see `longest.search`.
-
-    Attributes:
-        batch: Sequences in a step, or pairs for DPO.
-        length: Tokens in the longest sequence that trained; 0 if none did.
-        too_long: Tokens in the shortest that did not; None if none was found in time.
-        tokens_per_second: Tokens/s of the last step at `length`.
-        peak_gibibytes: Peak memory at `length`.
-        tries: The outcome of each length, in the order of the attempts.
-    """
+    """The longest sequence that one provider trains on, to within an eighth; see `longest.search`."""
 
     model: str
     layers: int
@@ -189,11 +160,11 @@ class LongestRecord:
     batch: int
     lora: int
     provider: str
-    length: int = 0
-    too_long: int | None = None
-    tokens_per_second: float | None = None
-    peak_gibibytes: float | None = None
-    tries: dict[str, str] = dataclasses.field(default_factory=dict)
+    length: int = 0  # tokens in the longest sequence that trained; 0 if none did
+    too_long: int | None = None  # tokens in the shortest that did not; None if none was found in time
+    tokens_per_second: float | None = None  # of the last step at `length`
+    peak_gibibytes: float | None = None  # at `length`
+    tries: dict[str, str] = dataclasses.field(default_factory=dict)  # the outcome of each length, in order
 
     @property
     def group(self) -> tuple[str, int, str, int, int, str]:
@@ -282,14 +253,7 @@ _Grouped = TypeVar("_Grouped", Record, TrainingRecord)
 
 
 class Results:
-    """The newest records of every case and task of one machine.
-
-    Attributes:
-        runs: All runs, the oldest first.
-        cases: Records of operations by `Record.group`.
-        tasks: Records of training steps by `TrainingRecord.group`.
-        longest: Records of the longest sequences by `LongestRecord.group`.
-    """
+    """The newest records of every case and task of one machine, by their groups."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self.runs = sorted(runs, key=lambda run: run.date)

@@ -64,48 +64,26 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The least work of an operation: memory that it must move, or matmuls that it must run.
+    """The least work of an operation: memory that it must move, or matmuls that it must run."""
 
-    Attributes:
-        forward: Elements of the inputs' dtype that the forward pass reads and writes.
-        backward: Elements that the backward pass reads and writes.
-        matmuls: Runs the matmuls of both passes; if given, these are the floor and are timed like a provider.
-    """
-
-    forward: float = 0
+    forward: float = 0  # elements of the inputs' dtype that the forward pass reads and writes
     backward: float = 0
-    matmuls: Callable[[], object] | None = None
+    matmuls: Callable[[], object] | None = None  # of both passes; if given, they are timed like a provider
 
 
 @dataclasses.dataclass
 class Case:
-    """One operation on given inputs.
+    """One operation on given inputs."""
 
-    Attributes:
-        arguments: Keyword arguments of every provider; tensors that require a gradient get one.
-        shape: The sizes, as the tables show them.
-        floor: The least work of the operation.
-        upstream: Gradients of the outputs; empty for a scalar loss.
-        variant: Distinguishes cases of one operation and model.
-    """
-
-    arguments: dict[str, Any]
-    shape: str
+    arguments: dict[str, Any]  # of every provider, by name; tensors that require a gradient get one
+    shape: str  # as the tables show it
     floor: Floor
-    upstream: tuple[torch.Tensor, ...] = ()
-    variant: str = ""
+    upstream: tuple[torch.Tensor, ...] = ()  # gradients of the outputs; none for a scalar loss
+    variant: str = ""  # distinguishes cases of one operation and model
 
 
 def row_case(data: Data, rows: int, width: int, variant: str = "", **others: Any) -> Case:
-    """A case of an operation on rows: it reads x and writes y, and backward reads x and dy and writes dx.
-
-    Args:
-        data: Makes x and the gradient of y.
-        rows: Rows of x.
-        width: Width of a row.
-        variant: Distinguishes cases.
-        others: Arguments other than x, which are small.
-    """
+    """An operation that reads rows x and writes y, its backward reads x and dy and writes dx; `others` are small."""
     size = rows * width
     arguments = {"x": data.normal(rows, width), **others}
     return Case(arguments, f"{rows}×{width}", Floor(2 * size, 3 * size), (data.upstream(rows, width),), variant)
@@ -169,7 +147,8 @@ def provider(operation: str, name: str, **settings: Any) -> Callable[[Function],
         label = " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
         known.providers[label] = functools.partial(function, **settings) if settings else function
         if name == "torch":
-            known.providers["torch.compile"] = compiled(known.providers[label])
+            # Recompiled for every case: `torch.compiler.reset` runs between them.
+            known.providers["torch.compile"] = torch.compile(known.providers[label], dynamic=False)
         return function
 
     return register
@@ -204,11 +183,6 @@ def reference(operation: str) -> Callable[[Function], Function]:
         return function
 
     return register
-
-
-def compiled(function: Callable) -> Callable:
-    """`function` under `torch.compile`, recompiled for every case (`torch.compiler.reset` runs between them)."""
-    return torch.compile(function, dynamic=False)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,27 +17,16 @@ from liger_trainer.benchmarks.registry import Case, Data, Operation, choose_prov
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure, and how.
-
-    Attributes:
-        models: Models whose shapes are used.
-        tokens: Token counts; empty for each operation's own.
-        providers: Libraries; empty for all.
-        dtype: Dtype of the inputs.
-        rounds: Samples of each provider.
-        seconds: Time limit of one operation on one model and token count.
-        deadline: `time.monotonic()` after which nothing further is started.
-        accuracy: Whether to compare with float64.
-    """
+    """What to measure, and how."""
 
     models: tuple[Model, ...]
-    tokens: tuple[int, ...] = ()
-    providers: tuple[str, ...] = ()
-    dtype: torch.dtype = torch.bfloat16
-    rounds: int = 12
-    seconds: float = 60.0
-    deadline: float = float("inf")
-    accuracy: bool = True
+    tokens: tuple[int, ...] = ()  # none for each operation's own
+    providers: tuple[str, ...] = ()  # libraries; none for all
+    dtype: torch.dtype = torch.bfloat16  # of the inputs
+    rounds: int = 12  # samples of each provider
+    seconds: float = 60.0  # time limit of one operation on one model and token count
+    deadline: float = float("inf")  # `time.monotonic()` after which nothing further is started
+    accuracy: bool = True  # whether to compare with float64
 
 
 def run_operation(

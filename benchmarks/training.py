@@ -25,37 +25,21 @@ PROMPT_FRACTION = 8
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained, and how; the same for every provider.
+    """What is trained, and how; the same for every provider."""
 
-    Attributes:
-        model: Name in `models.MODELS`.
-        layers: Layers of the model; 0 for all.
-        trainer: ``"causal_lm"`` for the Trainer; ``"sft"``, ``"dpo"`` and ``"grpo"`` for TRL's.
-        batch: Sequences in a step on one GPU, or pairs for DPO.
-        length: Tokens in a sequence; GRPO adds prompts of an eighth of that.
-        steps: Number of steps.
-        checkpointing: Whether every layer is recomputed in the backward pass.
-        device: Where to train; empty for the accelerator.
-        lora: Rank of adapters on all linear layers; 0 to train all weights.
-        warmup: Steps at the start that are not timed.
-        gpus: Processes, one per GPU.
-        accelerate_config: File for `accelerate launch`; empty to start one process without it.
-        quantize: ``"nf4"`` for a base model that bitsandbytes has quantised (double quantisation); empty for bf16.
-    """
-
-    model: str
-    layers: int = 0
-    trainer: str = "causal_lm"
-    batch: int = 4
-    length: int = 4096
+    model: str  # name in `models.MODELS`
+    layers: int = 0  # of the model; 0 for all
+    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", "dpo" or "grpo"
+    batch: int = 4  # sequences in a step on one GPU, or pairs for DPO
+    length: int = 4096  # tokens in a sequence; GRPO adds prompts of an eighth of that
     steps: int = 6
-    checkpointing: bool = True
-    device: str = ""
-    lora: int = 0
-    warmup: int = 2
-    gpus: int = 1
-    accelerate_config: str = ""
-    quantize: str = ""
+    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
+    device: str = ""  # where to train; empty for the accelerator
+    lora: int = 0  # rank of adapters on all linear layers; 0 to train all weights
+    warmup: int = 2  # steps at the start that are not timed
+    gpus: int = 1  # processes, one per GPU
+    accelerate_config: str = ""  # file for `accelerate launch`; empty to start one process without it
+    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
 
     @property
     def samples(self) -> int:

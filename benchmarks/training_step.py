@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
@@ -44,31 +45,27 @@ class Steps(TrainerCallback):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self.device = Device(device)
         self.seconds: list[float] = []
         self.weights = 0
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
-        if self.memory is not None:  # building and splitting the model is not part of a step
-            self.memory.empty_cache()
-            self.memory.reset_peak_memory_stats()
-            self.weights = self.memory.memory_allocated()
+        if self.device.module is not None:  # building and splitting the model is not part of a step
+            self.device.empty_cache()
+            self.device.module.reset_peak_memory_stats()
+            self.weights = self.device.module.memory_allocated()
 
     def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self._synchronize()
+        self.device.synchronize()
         self.start = time.perf_counter()
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
-        self._synchronize()
+        self.device.synchronize()
         self.seconds.append(time.perf_counter() - self.start)
 
     def peak(self) -> int:
         """Peak bytes allocated during the steps."""
-        return 0 if self.memory is None else self.memory.max_memory_allocated()
-
-    def _synchronize(self) -> None:
-        if self.memory is not None:
-            self.memory.synchronize()
+        return 0 if self.device.module is None else self.device.module.max_memory_allocated()
 
 
 def run(task: Task, provider: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,33 +48,29 @@ def _case(data: Data, model: Model, tokens: int, variant: str, frozen: bool, ske
     for name, parameter in experts.named_parameters():
         fan_in = model.expert_intermediate if name.startswith("down") else model.hidden
         arguments[name] = data.normal(*parameter.shape, scale=fan_in**-0.5, grad=not frozen)
-    floor = Floor(matmuls=_Products(data, model, tokens, top_k if skewed else model.experts, frozen))
+    floor = Floor(matmuls=_products(data, model, tokens, top_k if skewed else model.experts, frozen))
     shape = f"{tokens}×{model.hidden}→{model.expert_intermediate}, {top_k} of {model.experts}"
     return Case(arguments, shape, floor, (data.upstream(tokens, model.hidden),), variant)
 
 
-class _Products:
+def _products(data: Data, model: Model, tokens: int, experts: int, frozen: bool) -> Callable[[], None]:
     """The matmuls of both passes, with rows spread evenly over the experts."""
+    rows = -(-tokens * model.experts_per_token // experts)
+    hidden, inner = model.hidden, model.expert_intermediate
+    x, pre, h = (data.normal(experts, rows, width, grad=False) for width in (hidden, 2 * inner, inner))
+    gate_up = data.normal(experts, 2 * inner, hidden, grad=False)
+    down = data.normal(experts, hidden, inner, grad=False)
 
-    def __init__(self, data: Data, model: Model, tokens: int, experts: int, frozen: bool) -> None:
-        rows = -(-tokens * model.experts_per_token // experts)
-        hidden, intermediate = model.hidden, model.expert_intermediate
-        self.frozen = frozen
-        self.x, self.pre, self.h = (
-            data.normal(experts, rows, width, grad=False) for width in (hidden, 2 * intermediate, intermediate)
-        )
-        self.gate_up, self.down = (
-            data.normal(experts, *shape, grad=False) for shape in ((2 * intermediate, hidden), (hidden, intermediate))
-        )
+    def run() -> None:
+        x @ gate_up.mT
+        h @ down.mT
+        x @ down  # a gradient has the size of its tensor
+        pre @ gate_up
+        if not frozen:
+            x.mT @ h
+            pre.mT @ x
 
-    def __call__(self) -> None:
-        self.x @ self.gate_up.mT
-        self.h @ self.down.mT
-        self.x @ self.down  # a gradient has the size of its tensor
-        self.pre @ self.gate_up
-        if not self.frozen:
-            self.x.mT @ self.h
-            self.pre.mT @ self.x
+    return run
 
 
 def stock_experts(model: Model) -> Any:

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
 import torch
@@ -65,39 +66,25 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
     if kind == "add":
         truth[1] = truth[1] + other.float()
     truth = [tensor.bfloat16() for tensor in truth]
-    tensor_bytes = 2 * rows * hidden_size
+    once = 2 * rows * hidden_size  # bytes
     if kind == "ln":
-        _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-6, x.dtype)
-        return (
-            lambda: ops.layer_norm(x, weight, bias, 1e-6, x.dtype)[:1],
-            lambda: ops.layer_norm_backward(dy, x, weight, bias, mean, rstd, [True] * 3),
-            truth,
-            ln,
-            2 * tensor_bytes,
-            3 * tensor_bytes,
-        )
+        forward = partial(ops.layer_norm, x, weight, bias, 1e-6, x.dtype)
+        _, mean, rstd = forward()
+        backward = partial(ops.layer_norm_backward, dy, x, weight, bias, mean, rstd, [True] * 3)
+        return forward, backward, truth, ln, 2 * once, 3 * once
     if kind == "add":
-        _, total, rstd = ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")
-        return (
-            lambda: ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")[:1],
-            lambda: ops.fused_add_rms_norm_backward(dy, other, total, weight, rstd, 0.0, "llama", [True, True]),
-            truth,
-            rms,
-            4 * tensor_bytes,
-            4 * tensor_bytes,
-        )
-    _, rstd = ops.rms_norm(x, weight, 1e-6, 0.0, "llama")
-    return (
-        lambda: ops.rms_norm(x, weight, 1e-6, 0.0, "llama")[:1],
-        lambda: ops.rms_norm_backward(dy, x, weight, rstd, 0.0, "llama", [True, True]),
-        truth,
-        rms,
-        2 * tensor_bytes,
-        3 * tensor_bytes,
-    )
+        forward = partial(ops.fused_add_rms_norm, x, other, weight, 1e-6, 0.0, "llama")
+        _, total, rstd = forward()
+        backward = partial(ops.fused_add_rms_norm_backward, dy, other, total, weight, rstd, 0.0, "llama", [True, True])
+        return forward, backward, truth, rms, 4 * once, 4 * once
+    forward = partial(ops.rms_norm, x, weight, 1e-6, 0.0, "llama")
+    _, rstd = forward()
+    backward = partial(ops.rms_norm_backward, dy, x, weight, rstd, 0.0, "llama", [True, True])
+    return forward, backward, truth, rms, 2 * once, 3 * once
 
 
 def check(results: tuple[torch.Tensor, ...], truth: list[torch.Tensor]) -> None:
+    """Compares the results that have a truth, the first ones."""
     for index, (ours, exact) in enumerate(zip(results, truth)):
         error = torch.linalg.vector_norm(ours - exact, dtype=torch.float32)
         relative = (error / torch.linalg.vector_norm(exact, dtype=torch.float32)).item()

@@ -101,6 +101,11 @@ def test_without_operations_it_lists_them(capsys):
         (["training", "rms_norm"], "`training` is measured by itself"),
         (["rms_norm", "--device", "cuda7x"], "No device 'cuda7x'."),
         (["rms_norm", "--provider_file", "absent.py"], "No provider file 'absent.py'."),
+        (["training", "--quantize", "nf4", "--device", "cpu"], "there is nothing to train; give `--lora`"),
+        (["longest", "--quantize", "nf4", "--lora", "4", "--device", "cpu"], "`--quantize` is for `bench training`"),
+        (["training", "--accelerate_config", "fsdp9", "--device", "cpu"], "not a file; shipped are"),
+        (["longest", "--gpus", "2", "--device", "cpu"], "`longest` runs on one GPU"),
+        (["longest", "--length", "8,16", "--device", "cpu"], "give `--length` one number"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):

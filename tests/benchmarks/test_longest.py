@@ -22,7 +22,7 @@ def test_search(limit, tries):
 
 
 def records(outcomes):
-    """A stand-in of the processes: the failure of each length."""
+    """Replaces the processes by the failure of each length."""
 
     def run_provider(task, provider, provider_file, seconds):
         failure = outcomes(task.length)
@@ -35,14 +35,14 @@ def records(outcomes):
 
 
 def test_the_record_is_of_the_longest_that_trained(monkeypatch):
-    told = []
+    lines = []
     monkeypatch.setattr(longest, "run_provider", records(lambda length: "" if length <= 2500 else OUT_OF_MEMORY))
-    found = longest.find_longest(TASK, "hf", tell=told.append)
+    found = longest.find_longest(TASK, "hf", tell=lines.append)
     assert (found.length, found.too_long, found.peak_gibibytes) == (2304, 2560, 2304 / 1024)
     assert list(found.tries) == ["1024", "2048", "4096", "3072", "2560", "2304"]
     assert found.tries["1024"] == "trains, 10 tokens/s, 1.0 GiB"
     assert found.tries["4096"] == OUT_OF_MEMORY
-    assert len(told) == 6
+    assert len(lines) == 6
     assert found.group == ("tiny", 0, "dpo", 1, 4, "hf")
 
 

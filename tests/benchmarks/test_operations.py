@@ -94,7 +94,7 @@ def test_experts_are_those_of_the_model_and_in_balance():
     assert needs == {"hidden", "top_k_weights"}
 
 
-def test_a_model_without_experts_is_told():
+def test_a_model_without_experts_is_reported():
     complaints = []
     settings = Settings((MODELS["tiny"],), (8,), rounds=1)
     machine = Machine("CPU", 1e10, 1e10)

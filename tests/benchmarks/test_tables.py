@@ -33,17 +33,13 @@ def record(provider, both, memory=1.0, **others):
     return dataclasses.replace(case, **others)
 
 
-def results(*records, date="2026-01-01", training=(), longest=(), command="liger-trainer bench rms_norm"):
-    machine = Machine("NVIDIA H200", 4e12, 8e14)
-    return Run(
-        command,
-        machine,
-        {"torch": "2.11.0", "liger-kernel": "0.8.5"},
-        date,
-        list(records),
-        list(training),
-        list(longest),
-    )
+def run(*records, date="2026-01-01", training=(), longest=(), command="liger-trainer bench rms_norm"):
+    versions = {"torch": "2.11.0", "liger-kernel": "0.8.5"}
+    return Run(command, Machine("NVIDIA H200", 4e12, 8e14), versions, date, [*records], [*training], [*longest])
+
+
+def results(*records, **others):
+    return Results([run(*records, **others)])
 
 
 def cells(table):
@@ -65,16 +61,16 @@ def test_every_table_stands_in_a_document():
 
 def test_render_replaces_what_is_between_the_markers():
     text = "a\n<!-- table: operations -->\nold\n<!-- end of table -->\nb\n"
-    made = render(text, Results([results(record("liger_trainer", 1.0))]))
+    made = render(text, results(record("liger_trainer", 1.0)))
     assert "old" not in made
     assert made.startswith("a\n<!-- table: operations -->\n| work |")
     assert made.endswith("\n<!-- end of table -->\nb\n")
-    assert render(made, Results([results(record("liger_trainer", 1.0))])) == made
+    assert render(made, results(record("liger_trainer", 1.0))) == made
 
 
 def test_the_newer_run_of_a_case_counts_as_a_whole():
-    old = results(record("torch.compile", 3.0), record("liger_trainer", 2.0), date="2026-01-01", command="old")
-    new = results(record("liger_trainer", 1.0), date="2026-02-01", command="new")
+    old = run(record("torch.compile", 3.0), record("liger_trainer", 2.0), date="2026-01-01", command="old")
+    new = run(record("liger_trainer", 1.0), date="2026-02-01", command="new")
     for runs in ([old, new], [new, old]):
         measured = Results(runs)
         table = operation_table(measured, [GROUP])
@@ -84,11 +80,11 @@ def test_the_newer_run_of_a_case_counts_as_a_whole():
 
 
 def test_bold_is_for_more_than_noise():
-    near = Results([results(record("torch.compile", 1.01), record("liger_trainer", 1.0))])
+    near = results(record("torch.compile", 1.01), record("liger_trainer", 1.0))
     assert cells(operation_table(near, [GROUP]))[0][5] == "1.000 / 1.00"
-    far = Results([results(record("torch.compile", 1.1), record("liger_trainer", 1.0))])
+    far = results(record("torch.compile", 1.1), record("liger_trainer", 1.0))
     assert cells(operation_table(far, [GROUP]))[0][5] == "**1.000 / 1.00**"
-    behind = Results([results(record("quack", 0.9), record("liger_trainer", 1.0))])
+    behind = results(record("quack", 0.9), record("liger_trainer", 1.0))
     assert cells(operation_table(behind, [GROUP]))[0][4:6] == ["0.900 / 1.00 (quack)", "1.000 / 1.00"]
 
 
@@ -101,7 +97,7 @@ def test_a_faster_setting_stands_beside_the_default():
         record("liger_trainer logits_memory=1GiB", 25.0, 2.0),
         record("liger_trainer logits_memory=2GiB", 26.0, 3.0),
     ]
-    (row,) = cells(operation_table(Results([results(*records)]), [GROUP]))
+    (row,) = cells(operation_table(results(*records), [GROUP]))
     assert row[3] == "50.0 / 1.00; 36.0 / 2.00 with `chunk=8`"
     assert row[5] == "36.0 / 1.00; **25.0 / 2.00** with `logits_memory=1GiB`"
     assert row[6] == "2 %"
@@ -113,7 +109,7 @@ def test_failures_and_gaps_are_in_words():
         record("liger-kernel", None, failure="skipped: liger_kernel is not installed"),
         record("liger_trainer", 1.0),
     ]
-    (row,) = cells(operation_table(Results([results(*records)]), [GROUP]))
+    (row,) = cells(operation_table(results(*records), [GROUP]))
     assert row[2:5] == ["out of memory", "–", "–"]
 
 
@@ -123,7 +119,7 @@ def test_errors_are_beside_eager_ones():
         record("liger_trainer", 1.0, errors={"output": 9.0, "dx": 2e-3, "dweight": 1.5e-3}),
     ]
     compare_with_eager(records)
-    measured = Results([results(*records)])
+    measured = results(*records)
     assert cells(operation_table(measured, [GROUP]))[0][7] == "1.50"
     assert cells(error_table(measured, [GROUP])) == [
         ["RMSNorm 16384×4096", "dx", "2.00e-03", "–", "2.00e-03", "1.00"],
@@ -141,7 +137,7 @@ def test_experts_are_a_section_of_their_own():
         Record(*group, "liger_trainer", both=4.0, errors={"dhidden": 1e-3}, **{**measured, "saved_gibibytes": None}),
     ]
     compare_with_eager(records)
-    found = Results([results(*records)])
+    found = results(*records)
     section = experts_section(found)
     assert section.startswith("## Mixture of experts")
     assert cells(section) == [
@@ -152,12 +148,12 @@ def test_experts_are_a_section_of_their_own():
     ]
     assert "the error is the largest factor" in section
     assert cells(TABLES["operations"](found)) == []
-    assert experts_section(Results([results()])) == ""
+    assert experts_section(results()) == ""
 
 
 def test_errors_of_experts_have_a_column_where_they_were_measured():
     group = ("moe_experts", "qwen3-30b-a3b", 8192, "", "8192×2048→768, 8 of 128", "bfloat16")
-    section = experts_section(Results([results(Record(*group, "liger_trainer", both=4.0, floor=2.0))]))
+    section = experts_section(results(Record(*group, "liger_trainer", both=4.0, floor=2.0)))
     assert cells(section) == [["Qwen3-30B-A3B, 8,192 tokens", "2.000", "–", "–", "–", "**4.000**", "50 %"]]
     assert "error" not in section
 
@@ -169,7 +165,7 @@ def test_training_rows():
         TrainingRecord(*task, "liger-kernel", failure="no result in 100 s"),
         TrainingRecord(*task, "liger_trainer", 30000.4, 0.41, 60.04),
     ]
-    (row,) = cells(training_table(Results([results(training=training)])))
+    (row,) = cells(training_table(results(training=training)))
     assert row == [
         "Qwen3-30B-A3B, 12 of its layers",
         "20,000 / 70.0",
@@ -188,7 +184,7 @@ def test_results_of_short_checkpointed_steps_on_one_gpu():
         TrainingRecord(*task, "causal_lm", 4, 4096, True, "liger_trainer", 9000.0, 0.45, 60.0),
         TrainingRecord(*task, "causal_lm", 8, 4096, True, "hf", 8100.0, 0.4, 79.5, gpus=4, accelerate_config="fsdp2"),
     ]
-    table = results_table(Results([results(training=training)]))
+    table = results_table(results(training=training))
     assert cells(table) == [
         ["Llama-3 8B", "8,000 / 70.0", "**9,000 / 60.0**"],
         ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0", "–"],
@@ -207,7 +203,7 @@ def test_adapters_are_a_table_of_their_own():
         TrainingRecord(*task, True, "liger_trainer", 12000.0, None, 22.0, lora=16),
         TrainingRecord(*task, True, "hf", 8000.0, 0.4, 70.0),
     ]
-    measured = Results([results(training=training)])
+    measured = results(training=training)
     assert [row[0] for row in cells(training_table(measured))] == ["Llama-3 8B"]
     assert cells(lora_table(measured)) == [
         [
@@ -218,7 +214,7 @@ def test_adapters_are_a_table_of_their_own():
         ["Llama-3 8B, LoRA r=16, nothing checkpointed", "–", "15,600 / 70.4"],
         ["Llama-3 8B, LoRA r=16 on nf4", "8,100 / 33.6", "**11,800 / 8.5** with `activation_offloading`"],
     ]
-    assert lora_table(Results([results(training=training[-1:])])) == ""
+    assert lora_table(results(training=training[-1:])) == ""
 
 
 def test_alignment_is_a_table_of_its_own():
@@ -228,12 +224,12 @@ def test_alignment_is_a_table_of_its_own():
         TrainingRecord(*task, "liger_trainer", 12000.0, None, 30.0, lora=16, weights_gibibytes=15.0),
         TrainingRecord("llama3-8b", 0, "causal_lm", 4, 4096, True, "hf", 8000.0, 0.4, 70.0),
     ]
-    measured = Results([results(training=training)])
+    measured = results(training=training)
     assert [row[0] for row in cells(training_table(measured))] == ["Llama-3 8B"]
     assert cells(alignment_table(measured)) == [
         ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0 / 45.0", "**12,000 / 30.0 / 15.0**"]
     ]
-    assert alignment_table(Results([results(training=training[2:])])) == ""
+    assert alignment_table(results(training=training[2:])) == ""
 
 
 def test_several_gpus_are_a_table_of_their_own():
@@ -244,7 +240,7 @@ def test_several_gpus_are_a_table_of_their_own():
         TrainingRecord(*task, 8192, True, "liger_trainer", 9000.0, 0.5, 50.0, **fsdp),
         TrainingRecord("llama3-8b", 0, "causal_lm", 4, 4096, True, "hf", 8100.0, 0.4, 70.0),
     ]
-    measured = Results([results(training=training)])
+    measured = results(training=training)
     assert cells(training_table(measured)) == [["Llama-3 8B", "8,100 / 70.0 / 40 %"]]
     section = several_gpus_section(measured)
     assert "Llama-3 8B, batch 8 a GPU, 4 GPUs, fsdp2:" in section
@@ -252,13 +248,13 @@ def test_several_gpus_are_a_table_of_their_own():
         ["hf", "8,000 / 79.5 / 40 %", "OOM"],
         ["liger_trainer", "–", "9,000 / 50.0 / 50 %"],
     ]
-    assert several_gpus_section(Results([results(training=training[3:])])) == ""
+    assert several_gpus_section(results(training=training[3:])) == ""
 
 
 def test_the_longest_of_each_provider_counts():
     task = ("llama3-8b", 0, "dpo", 1, 16)
-    old = results(longest=[LongestRecord(*task, "hf", 1000, 2000)], date="2026-01-01", command="old")
-    new = results(
+    old = run(longest=[LongestRecord(*task, "hf", 1000, 2000)], date="2026-01-01", command="old")
+    new = run(
         longest=[LongestRecord(*task, "hf", 65536, 73728, 5000.4, 130.0), LongestRecord(*task, "liger_trainer", 2**17)],
         date="2026-02-01",
     )

@@ -30,10 +30,18 @@ def slow(setup):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainer", ["causal_lm", "sft", "dpo", "grpo"])
-@pytest.mark.parametrize("lora", [0, 4])
-def test_losses_agree(trainer, lora):
-    task = Task("tiny", layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", lora=lora)
+@pytest.mark.parametrize(
+    ("model", "trainer", "options"),
+    [
+        *(("tiny", name, {"lora": lora}) for name in ("causal_lm", "sft", "dpo", "grpo") for lora in (0, 4)),
+        *(("tiny-moe", name, {"lora": lora}) for name, lora in (("causal_lm", 0), ("causal_lm", 4), ("sft", 4))),
+        *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
+    ],
+)
+def test_losses_agree(model, trainer, options):
+    if "quantize" in options:
+        library()
+    task = Task(model, layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", **options)
     results = {provider: run(task, provider) for provider in ("hf", "liger_trainer")}
     for result in results.values():
         assert len(result["losses"]) == 3
@@ -41,15 +49,6 @@ def test_losses_agree(trainer, lora):
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
     assert len(set(results["hf"]["losses"])) > 1
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("trainer", "lora"), [("causal_lm", 0), ("causal_lm", 4), ("sft", 4)])
-def test_losses_of_experts_agree(trainer, lora):
-    task = Task("tiny-moe", layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", lora=lora)
-    results = {provider: run(task, provider)["losses"] for provider in ("hf", "liger_trainer")}
-    assert results["hf"] == pytest.approx(results["liger_trainer"], abs=0.02)
-    assert len(set(results["hf"])) > 1
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])
@@ -66,29 +65,6 @@ def test_adapters_are_on_attention_and_experts(name):
     assert len(places) == sum("_proj" in name for name in attention) + 2
     implementation = "eager" if name == "llama4-scout" else "grouped_mm"  # what `hf` runs; of Llama 4 there is one
     assert model.config._experts_implementation == implementation
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
-def test_losses_agree_on_a_base_in_4_bits(trainer):
-    library()
-    sizes = {"layers": 1, "batch": 2, "length": 16, "steps": 3, "device": "cpu", "lora": 4}
-    task = Task("tiny", trainer=trainer, quantize="nf4", **sizes)
-    results = {provider: run(task, provider)["losses"] for provider in ("hf", "liger_trainer")}
-    assert results["hf"] == pytest.approx(results["liger_trainer"], abs=0.02)
-    assert len(set(results["hf"])) > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["training", "--quantize", "nf4"], "there is nothing to train; give `--lora`"),
-        (["longest", "--quantize", "nf4", "--lora", "4"], "`--quantize` is for `bench training`"),
-    ],
-)
-def test_quantize_that_cannot_be_meant(options, message, capsys):
-    assert main(["bench", *options, "--device", "cpu"])
-    assert message in capsys.readouterr().err
 
 
 def test_a_provider_with_a_number():
