@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,14 +12,7 @@ def backend(request: pytest.FixtureRequest, device: str) -> tuple[str, torch.dty
 
 
 @pytest.fixture
-def _no_synchronisation() -> Iterator[None]:
-    """For tests that make synchronisation an error."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture
-def _block_floating_point(_no_synchronisation: None) -> None:
-    """Likewise, where a weight gradient is summed as block floating point."""
+def _block_floating_point() -> None:
+    """Skips the test where no weight gradient is summed as block floating point."""
     if not torch.cuda.is_available() or INTERPRETED or launch_for(torch.device("cuda", 0)) is None:
         pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")

@@ -16,6 +16,7 @@ from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from tests.device import no_waiting
 from tests.kernels.head.heads import (
     EXAMPLES,
     HIDDEN,
@@ -380,7 +381,6 @@ def _sum(result: Any) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(options: dict[str, Any]) -> None:
     hidden, weight, target = gpu_head(1000, 256, 5003)
     options = _prepared(options, 5003)
@@ -393,9 +393,8 @@ def test_nothing_synchronises(options: dict[str, Any]) -> None:
         (2.0 * _sum(linear) + _sum(given) + _sum(inplace)).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
+    with no_waiting():
+        step()
 
 
 @pytest.mark.gpu

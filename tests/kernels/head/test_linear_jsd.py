@@ -15,6 +15,7 @@ from liger_trainer.kernels.head import linear_divergence as _linear_divergence
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_jsd_reference, linear_kl
 from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
+from tests.device import no_waiting
 from tests.kernels.head.heads import (
     EXAMPLES,
     IGNORE,
@@ -459,7 +460,6 @@ def test_gpu_logits_are_not_rounded_to_half_precision(dtype: torch.dtype, beta: 
     [{}, {"beta": 0.0, "hard_weight": 0.5, "outputs": ("entropy", "soft_loss")}, {"num_items": 100}],
     ids=["plain", "hard", "num_items"],
 )
-@pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(options: dict[str, Any]) -> None:
     student, teacher, labels = _heads(1000, 256, 128, 5003)
     probs = torch.rand(1000, 5003, device="cuda")
@@ -474,9 +474,8 @@ def test_nothing_synchronises(options: dict[str, Any]) -> None:
         (2.0 * loss).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
+    with no_waiting():
+        step()
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.head import linear_log_probs as operator
 from liger_trainer.kernels.head import linear_log_probs_backward
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from tests.device import no_waiting
 from tests.kernels.head.heads import (
     EXAMPLES,
     HIDDEN,
@@ -433,7 +434,6 @@ GPU_WAYS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", GPU_WAYS)
-@pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(way: str) -> None:
     hidden, weight, target = gpu_head(1000, 256, 5003)
     weight.requires_grad_(GPU_WAYS[way][0])
@@ -446,9 +446,8 @@ def test_nothing_synchronises(way: str) -> None:
         ).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
+    with no_waiting():
+        step()
 
 
 @pytest.mark.gpu

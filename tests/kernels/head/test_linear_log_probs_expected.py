@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import captured
+from tests.device import captured, no_waiting
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -240,16 +239,6 @@ def test_without_gradients_and_with_other_outputs_nothing_is_computed_in_advance
 GPU_LOSSES = ("sum", "weights", "entropy", "sum and entropy")
 
 
-@contextlib.contextmanager
-def _no_waiting() -> Any:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_trained", [True, False])
 @pytest.mark.parametrize("loss", ["sum", "entropy", "sum and entropy"])
@@ -261,7 +250,7 @@ def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
         LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with _no_waiting():
+    with no_waiting():
         step()
 
 
@@ -348,5 +337,5 @@ def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch)
 
     step()  # kernels are compiled here
     monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
-    with _no_waiting():
+    with no_waiting():
         step()
