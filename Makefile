@@ -40,7 +40,11 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	touch $@
 
-test: lint types docs unit interpreter
+# What takes one core runs side by side, and before the tests, which take them all.
+test: $(VENV)/.installed-test $(VENV)/.installed-docs
+	$(MAKE) --jobs=2 types docs lint
+	$(MAKE) unit
+	$(MAKE) interpreter
 
 # tests/fast.py says which.
 fast: $(VENV)/.installed-test

@@ -13,10 +13,8 @@ from pathlib import Path
 from rich.table import Table
 
 from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord
-from liger_trainer.benchmarks.report import number
-from liger_trainer.benchmarks.training import run_provider
-from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY
-from liger_trainer.benchmarks.training_task import Task
+from liger_trainer.benchmarks.report import make_table, number
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY, Task, run_provider
 
 
 def search(trains: Callable[[int], bool], start: int) -> None:
@@ -88,10 +86,8 @@ def find_longest(
 
 
 def _outcome(found: TrainingRecord) -> str:
-    if found.failure:
-        return found.failure
     memory = "" if found.peak_gibibytes is None else f", {found.peak_gibibytes:.1f} GiB"
-    return f"trains, {number(found.tokens_per_second, ',.0f')} tokens/s{memory}"
+    return found.failure or f"trains, {number(found.tokens_per_second, ',.0f')} tokens/s{memory}"
 
 
 def table(records: list[LongestRecord]) -> Table:
@@ -99,10 +95,7 @@ def table(records: list[LongestRecord]) -> Table:
     first = records[0]
     lora = f" · LoRA r={first.lora}" if first.lora else ""
     title = f"{first.model} · {first.trainer}{lora} · batch {first.batch} · the longest that trains"
-    result = Table(title=title, title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for heading in ("tokens", "too long", "tokens/s", "peak GiB"):
-        result.add_column(heading, justify="right")
+    result = make_table(title, "tokens", "too long", "tokens/s", "peak GiB", remark=False)
     for record in records:
         result.add_row(
             record.provider,

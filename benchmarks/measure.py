@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import random
 import re
 import statistics
@@ -14,50 +12,18 @@ from typing import Any
 import torch
 
 from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.records import Record
 from liger_trainer.benchmarks.registry import Case
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Milliseconds: the median of the samples, and the width of their middle half."""
-
-    median: float
-    spread: float = 0.0
-
-    @classmethod
-    def of(cls, samples: list[float]) -> Timing:
-        """The summary of a list of samples."""
-        if len(samples) < 2:
-            return cls(samples[0])
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, high - low)
-
-
-@dataclasses.dataclass
-class Measurement:
-    """The measurement of one provider on one case, or why there is none.
-
-    Attributes:
-        forward: The pass that saves for backward.
-        backward: The gradients of every input that requires one.
-        both: The two together.
-        peak_gibibytes: Peak memory above the inputs; None if the device does not count it.
-        saved_gibibytes: Memory saved for backward, without the outputs; None if the device does not count it.
-        errors: Relative distance of each output and gradient from float64's, by name.
-        remark: A remark on the run.
-        failure: Why there is no measurement; empty if there is one.
-    """
-
-    forward: Timing | None = None
-    backward: Timing | None = None
-    both: Timing | None = None
-    peak_gibibytes: float | None = None
-    saved_gibibytes: float | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    remark: str = ""
-    failure: str = ""
+def summary(samples: list[float]) -> tuple[float, float]:
+    """The median of the samples, and the width of their middle half."""
+    if len(samples) < 2:
+        return samples[0], 0.0
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return median, high - low
 
 
 class Runner:
@@ -174,55 +140,43 @@ class DeviceLost(RuntimeError):
     """A provider broke the device for this process."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How much is measured.
-
-    Attributes:
-        rounds: Samples of each provider.
-        deadline: `time.monotonic()` after which no further provider is started.
-        accuracy: Whether gradients are compared with float64.
-    """
-
-    rounds: int = 12
-    deadline: float = float("inf")
-    accuracy: bool = True
-
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() > self.deadline
-
-
 def measure(
-    case: Case, providers: Mapping[str, Callable], exact: Callable | None, device: Device, plan: Plan
-) -> tuple[dict[str, Measurement], Timing | None]:
+    case: Case,
+    providers: Mapping[str, Callable],
+    records: Mapping[str, Record],
+    exact: Callable | None,
+    device: Device,
+    rounds: int = 12,
+    deadline: float = float("inf"),
+) -> float | None:
     """Measures every provider on one case, in turns, so that clocks and power treat them alike.
 
     Args:
         case: The inputs.
         providers: Name to function.
+        records: Name to the record that is filled.
         exact: The function that is exact in float64; None to skip the errors.
         device: Where it runs.
-        plan: How much to measure.
+        rounds: Samples of each provider.
+        deadline: `time.monotonic()` after which no further provider is started.
 
     Returns:
-        The measurements by provider, and the time of the case's matmuls if they are its floor.
+        The median time of the case's matmuls, if they are its floor.
 
     Raises:
         DeviceLost: if a provider left the device unusable.
     """
     pristine = Pristine(case)
-    results = {name: Measurement() for name in providers}
     runners = {name: Runner(function, case.arguments, case.upstream) for name, function in providers.items()}
     overwriting: set[str] = set()
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
-        if results[name].failure:
+    def attempt(name: str, work: Callable[[str], None]) -> None:
+        if records[name].failure:
             return
         try:
-            work()
+            work(name)
         except Exception as error:  # a peer that cannot run the case is a result, not a crash
-            results[name].failure = explain(error)
+            records[name].failure = explain(error)
             if not device.works():
                 raise DeviceLost(f"{name}: {explain(error)}") from error
             if not isinstance(error, (ImportError, TimeoutError)):
@@ -232,7 +186,7 @@ def measure(
 
     truth: dict[str, torch.Tensor] = {}
     lacking = ""
-    if exact is not None and plan.accuracy:
+    if exact is not None:
         try:
             truth = exact_results(exact, case)
         except torch.OutOfMemoryError:
@@ -240,35 +194,31 @@ def measure(
         device.empty_cache()
 
     def warm_up(name: str) -> None:
-        if plan.late():
+        if time.monotonic() > deadline:
             raise TimeoutError
-        found = runners[name].results()
-        results[name].errors = {key: relative_error(value, truth[key]) for key, value in found.items() if key in truth}
-        results[name].remark = lacking
+        found, record = runners[name].results(), records[name]
+        record.errors = {key: relative_error(value, truth[key]) for key, value in found.items() if key in truth}
+        record.remark = lacking
         changed = pristine.changed()
         if changed:
             overwriting.add(name)
-            results[name].remark = f"writes over {changed}"
+            record.remark = f"writes over {changed}"
 
     def memory(name: str) -> None:
-        results[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)
-        results[name].saved_gibibytes = device.saved_gibibytes(runners[name].forward)
+        records[name].peak_gibibytes = device.peak_gibibytes(runners[name].step)
+        records[name].saved_gibibytes = device.saved_gibibytes(runners[name].forward)
 
     # The slowest to start comes last, in case the time runs out.
     for name in sorted(runners, key=lambda name: (name == "torch.compile", name != "liger_trainer")):
-        attempt(name, functools.partial(warm_up, name))
+        attempt(name, warm_up)
         device.empty_cache()
     truth.clear()
     device.empty_cache()
     for name in runners:
-        attempt(name, functools.partial(memory, name))
+        attempt(name, memory)
 
     samples: dict[str, list[list[float]]] = {name: [] for name in runners}
-    matmuls: list[float] = []
-
-    def floor(_: object) -> None:
-        assert case.floor.matmuls is not None
-        case.floor.matmuls()
+    floor, floors = case.floor.matmuls, []
 
     def sample(name: str) -> None:
         # A power-limited card runs faster after idle or light work, so an untimed step of the provider comes first.
@@ -277,18 +227,19 @@ def measure(
 
     order = list(runners)
     shuffle = random.Random(0).shuffle
-    for turn in range(plan.rounds):
-        if turn and plan.late():
+    for turn in range(rounds):
+        if turn and time.monotonic() > deadline:
             break
         shuffle(order)
         for name in order:
-            attempt(name, functools.partial(sample, name))
-        if case.floor.matmuls is not None:
-            floor(None)
-            matmuls += device.time(floor)
+            attempt(name, sample)
+        if floor is not None:
+            floor()
+            floors += device.time(lambda _: floor())
     for name, rows in samples.items():
-        if rows and not results[name].failure:
-            results[name].forward = Timing.of([forward for forward, _ in rows])
-            results[name].backward = Timing.of([backward for _, backward in rows])
-            results[name].both = Timing.of([sum(row) for row in rows])
-    return results, Timing.of(matmuls) if matmuls else None
+        record = records[name]
+        if rows and not record.failure:
+            record.forward, record.forward_spread = summary([forward for forward, _ in rows])
+            record.backward, record.backward_spread = summary([backward for _, backward in rows])
+            record.both, record.both_spread = summary([sum(row) for row in rows])
+    return statistics.median(floors) if floors else None

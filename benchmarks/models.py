@@ -22,11 +22,11 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
-    softcap: float | None = None  # of the final logits
-    qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    softcap: float | None = None  # of the final logits
+    qk_norm: bool = False
     routed_scale: float = 1.0  # of the weights of a sigmoid router
     shared_intermediate: int = 0  # of a shared expert that is wider than the others
     dense_layers: int = 0  # the first ones, without experts
@@ -34,122 +34,37 @@ class Model:
     sliding_window: int | None = None
 
 
+_GEMMA: dict[str, Any] = {"softcap": 30.0, "qk_norm": True, "sliding_window": 1024}
+_GLM: dict[str, Any] = {"qk_norm": True, "routed_scale": 2.5, "dense_layers": 3}
+_DEEPSEEK: dict[str, Any] = {"routed_scale": 2.5, "dense_layers": 3, "latent_attention": True}
 MODELS = {
     model.name: model
     for model in (
+        # Name, title, hidden, intermediate and vocabulary size, layers, heads, KV heads and their size; then the number
+        # of experts, how many of them a token has, and their intermediate size.
         Model("tiny", "Tiny", 64, 128, 512, 2, 4, 2, 16, softcap=30.0, qk_norm=True),
-        Model(
-            *("tiny-moe", "Tiny MoE", 64, 128, 512, 2, 4, 2, 16),
-            qk_norm=True,
-            experts=4,
-            experts_per_token=2,
-            expert_intermediate=32,
-        ),
+        Model("tiny-moe", "Tiny MoE", 64, 128, 512, 2, 4, 2, 16, 4, 2, 32, qk_norm=True),
         Model("llama3-8b", "Llama-3 8B", 4096, 14336, 128256, 32, 32, 8, 128),
         Model("llama3-70b", "Llama-3 70B", 8192, 28672, 128256, 80, 64, 8, 128),
         Model("llama3-405b", "Llama-3 405B", 16384, 53248, 128256, 126, 128, 8, 128),
         Model("qwen3-8b", "Qwen3 8B", 4096, 12288, 151936, 36, 32, 8, 128, qk_norm=True),
+        Model("qwen3-30b-a3b", "Qwen3-30B-A3B", 2048, 6144, 151936, 48, 32, 4, 128, 128, 8, 768, qk_norm=True),
+        Model("mixtral-8x7b", "Mixtral 8x7B", 4096, 14336, 32000, 32, 32, 8, 128, 8, 2, 14336),
+        Model("gpt-oss-20b", "GPT-OSS-20B", 2880, 2880, 201088, 24, 64, 8, 64, 32, 4, 2880, sliding_window=128),
+        Model("gpt-oss-120b", "GPT-OSS-120B", 2880, 2880, 201088, 36, 64, 8, 64, 128, 4, 2880, sliding_window=128),
+        Model("deepseek-v3", "DeepSeek-V3", 7168, 18432, 129280, 61, 128, 1, 64, 256, 8, 2048, **_DEEPSEEK),
+        Model("glm4.5", "GLM-4.5", 5120, 12288, 151552, 92, 96, 8, 128, 160, 8, 1536, **_GLM),
+        Model("glm4.5-air", "GLM-4.5-Air", 4096, 10944, 151552, 46, 96, 8, 128, 128, 8, 1408, dense_layers=1),
+        Model("llama4-scout", "Llama 4 Scout", 5120, 8192, 202048, 48, 40, 8, 128, 16, 1, 8192),
         Model(
-            *("qwen3-30b-a3b", "Qwen3-30B-A3B", 2048, 6144, 151936, 48, 32, 4, 128),
-            qk_norm=True,
-            experts=128,
-            experts_per_token=8,
-            expert_intermediate=768,
-        ),
-        Model(
-            *("mixtral-8x7b", "Mixtral 8x7B", 4096, 14336, 32000, 32, 32, 8, 128),
-            experts=8,
-            experts_per_token=2,
-            expert_intermediate=14336,
-        ),
-        Model(
-            *("gpt-oss-20b", "GPT-OSS-20B", 2880, 2880, 201088, 24, 64, 8, 64),
-            experts=32,
-            experts_per_token=4,
-            expert_intermediate=2880,
-            sliding_window=128,
-        ),
-        Model(
-            *("gpt-oss-120b", "GPT-OSS-120B", 2880, 2880, 201088, 36, 64, 8, 64),
-            experts=128,
-            experts_per_token=4,
-            expert_intermediate=2880,
-            sliding_window=128,
-        ),
-        Model(
-            *("deepseek-v3", "DeepSeek-V3", 7168, 18432, 129280, 61, 128, 1, 64),
-            experts=256,
-            experts_per_token=8,
-            expert_intermediate=2048,
-            routed_scale=2.5,
-            dense_layers=3,
-            latent_attention=True,
-        ),
-        Model(
-            *("glm4.5", "GLM-4.5", 5120, 12288, 151552, 92, 96, 8, 128),
-            qk_norm=True,
-            experts=160,
-            experts_per_token=8,
-            expert_intermediate=1536,
-            routed_scale=2.5,
-            dense_layers=3,
-        ),
-        Model(
-            *("glm4.5-air", "GLM-4.5-Air", 4096, 10944, 151552, 46, 96, 8, 128),
-            experts=128,
-            experts_per_token=8,
-            expert_intermediate=1408,
-            dense_layers=1,
-        ),
-        Model(
-            *("llama4-scout", "Llama 4 Scout", 5120, 8192, 202048, 48, 40, 8, 128),
-            experts=16,
-            experts_per_token=1,
-            expert_intermediate=8192,
-        ),
-        Model(
-            *("qwen2-57b-a14b", "Qwen2-57B-A14B", 3584, 18944, 151936, 28, 28, 4, 128),
-            experts=64,
-            experts_per_token=8,
-            expert_intermediate=2560,
+            *("qwen2-57b-a14b", "Qwen2-57B-A14B", 3584, 18944, 151936, 28, 28, 4, 128, 64, 8, 2560),
             shared_intermediate=20480,
         ),
-        Model(
-            *("olmoe-1b-7b", "OLMoE-1B-7B", 2048, 1024, 50304, 16, 16, 16, 128),
-            experts=64,
-            experts_per_token=8,
-            expert_intermediate=1024,
-        ),
+        Model("olmoe-1b-7b", "OLMoE-1B-7B", 2048, 1024, 50304, 16, 16, 16, 128, 64, 8, 1024),
         # Gemma 3's own checkpoints leave `final_logit_softcapping` unset; Gemma 2's and later ones set 30. The shapes
         # are measured with it, as the harder case.
-        Model(
-            "gemma3-4b",
-            "Gemma3 4B",
-            2560,
-            10240,
-            262208,
-            34,
-            8,
-            4,
-            256,
-            softcap=30.0,
-            qk_norm=True,
-            sliding_window=1024,
-        ),
-        Model(
-            "gemma3-27b",
-            "Gemma3 27B",
-            5376,
-            21504,
-            262208,
-            62,
-            32,
-            16,
-            128,
-            softcap=30.0,
-            qk_norm=True,
-            sliding_window=1024,
-        ),
+        Model("gemma3-4b", "Gemma3 4B", 2560, 10240, 262208, 34, 8, 4, 256, **_GEMMA),
+        Model("gemma3-27b", "Gemma3 27B", 5376, 21504, 262208, 62, 32, 16, 128, **_GEMMA),
     )
 }
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import Measurement, Timing
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 _PACKAGES = (  # versions that a run records
@@ -56,11 +55,17 @@ class Machine:
 
 @dataclasses.dataclass
 class Record:
-    """One provider's measurement on one case, in milliseconds; see `Measurement`.
+    """One provider's measurement on one case: medians in milliseconds, and the widths of their samples' middle half.
 
     Attributes:
+        forward: The pass that saves for the backward.
+        backward: The gradients of every input that requires one.
+        peak_gibibytes: Peak memory above the inputs; None if the device does not count it.
+        saved_gibibytes: Memory saved for the backward, without the outputs; None if the device does not count it.
         floor: The least time of the two passes on this machine; `forward_floor` and `backward_floor` if known.
+        errors: Relative distance of each output and gradient from float64's, by name.
         worse_than_eager: The largest ratio of a gradient's error to that of eager torch.
+        failure: Why there is no measurement; empty if there is one.
     """
 
     operation: str
@@ -85,18 +90,6 @@ class Record:
     worse_than_eager: float | None = None
     remark: str = ""
     failure: str = ""
-
-    def fill(self, measurement: Measurement) -> Record:
-        """Fills the fields from a measurement; returns itself."""
-        for name in ("forward", "backward", "both"):
-            timing: Timing | None = getattr(measurement, name)
-            if timing is not None:
-                setattr(self, name, timing.median)
-                setattr(self, f"{name}_spread", timing.spread)
-        self.peak_gibibytes, self.saved_gibibytes = measurement.peak_gibibytes, measurement.saved_gibibytes
-        self.errors = measurement.errors
-        self.remark, self.failure = measurement.remark, measurement.failure
-        return self
 
     @property
     def group(self) -> tuple[str, str, int, str]:
@@ -131,7 +124,7 @@ def compare_with_eager(records: list[Record]) -> None:
 
 @dataclasses.dataclass
 class TrainingRecord:
-    """Training steps of one provider; see `training_task.Task` for what was trained.
+    """Training steps of one provider; see `training.Task` for what was trained.
 
     Attributes:
         batch: Batch size on one GPU.

@@ -1,15 +1,19 @@
-"""Records as tables: of one case on the console, and Markdown."""
+"""Records as tables on the console, and what Markdown tables are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from liger_trainer.benchmarks.records import Record
+from liger_trainer.benchmarks.records import Record, TrainingRecord
 from liger_trainer.benchmarks.registry import family
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY
+
+Shown = TypeVar("Shown", Record, TrainingRecord)
 
 
 def make_console() -> Console:
@@ -17,9 +21,35 @@ def make_console() -> Console:
     return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
-def number(value: float | None, form: str) -> str:
-    """`value` in a format; empty for None."""
-    return "" if value is None else format(value, form)
+def number(value: float | None, form: str, missing: str = "") -> str:
+    """`value` in a format; `missing` for None."""
+    return missing if value is None else format(value, form)
+
+
+def percentage(share: float | None, missing: str = "") -> str:
+    """A share as a whole percentage; `missing` for None."""
+    return missing if share is None else f"{100 * share:.0f} %"
+
+
+def make_table(title: str, *headings: str, remark: bool = True) -> Table:
+    """An empty table with a column of providers, one for each heading, and one for remarks."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("provider", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    if remark:
+        table.add_column("remark", overflow="fold")
+    return table
+
+
+def with_settings(records: Iterable[Shown], library: str, show: Callable[[Shown], str], bold: Shown | None) -> str:
+    """The records of a library as the cell of a Markdown table, each with its settings."""
+    texts = []
+    for record in records:
+        text = f"**{show(record)}**" if record is bold else show(record)
+        setting = record.provider.removeprefix(library).strip()
+        texts.append(f"{text} with `{setting}`" if setting else text)
+    return "; ".join(texts) or "–"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -58,33 +88,19 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
     floor = first.floor if mode == "both" else getattr(first, f"{mode}_floor")
     if floor is not None:
         title += f" · floor {milliseconds(floor)} ms"
-    result = Table(title=title, title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for heading in (
-        "forward ms",
-        "backward ms",
-        "both ms",
-        "± ms",
-        "% of floor",
-        "GiB",
-        "saved",
-        "gradient error",
-        "× eager",
-    ):
-        result.add_column(heading, justify="right")
-    result.add_column("remark", overflow="fold")
+    headings = ["forward ms", "backward ms", "both ms", "± ms", "% of floor"]
+    result = make_table(title, *headings, "GiB", "saved", "gradient error", "× eager")
     result.caption, result.caption_justify = _skipped(records), "left"
     for record in records:
         if record.skipped:
             continue
-        fraction = record.fraction_of_floor(mode)
         result.add_row(
             record.provider,
             milliseconds(record.forward),
             milliseconds(record.backward),
             milliseconds(record.both),
             milliseconds(getattr(record, f"{mode}_spread")),
-            "" if fraction is None else f"{100 * fraction:.0f}",
+            percentage(record.fraction_of_floor(mode)).removesuffix(" %"),
             number(record.peak_gibibytes, ".2f"),
             number(record.saved_gibibytes, ".2f"),
             number(record.gradient_error(), ".1e"),
@@ -92,3 +108,93 @@ def table(records: Sequence[Record], mode: str = "both") -> Table:
             Text(record.failure or record.remark),
         )
     return result
+
+
+def above_weights(record: TrainingRecord) -> float | None:
+    """Peak memory above what is allocated before the first step, in GiB."""
+    if record.peak_gibibytes is None or record.weights_gibibytes is None:
+        return None
+    return record.peak_gibibytes - record.weights_gibibytes
+
+
+def outcome(record: TrainingRecord, above: bool = False, mfu: bool = True) -> str:
+    """Tokens/s / peak GiB / GiB above the weights / MFU, as far as they are known and asked for; or the failure."""
+    if record.tokens_per_second is None:
+        return record.failure
+    parts = [f"{record.tokens_per_second:,.0f}", number(record.peak_gibibytes, ".1f")]
+    parts += [number(above_weights(record), ".1f")] if above else []
+    parts += [percentage(record.mfu)] if mfu else []
+    return " / ".join(filter(None, parts))
+
+
+def training_table(records: list[TrainingRecord]) -> Table:
+    """A table with a row for each provider of a task."""
+    first = records[0]
+    rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
+    title = f"{_title(first)} · batch {first.batch} × {first.length}"
+    result = make_table(title, rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss")
+    for record in records:
+        losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
+        result.add_row(
+            record.provider,
+            number(record.tokens_per_second, ",.0f"),
+            number(None if record.mfu is None else 100 * record.mfu, ".1f"),
+            number(record.peak_gibibytes, ".1f"),
+            number(above_weights(record), ".1f"),
+            *losses,
+            record.failure,
+        )
+    return result
+
+
+def sweep_table(records: list[TrainingRecord]) -> Table:
+    """A table over lengths, with a row per provider and number of GPUs: tokens/s per GPU, peak GiB, MFU.
+
+    With several numbers of GPUs, also the tokens/s per GPU relative to the fewest GPUs, each with the same work.
+    """
+    first = records[0]
+    lengths, rows = sweep(records)
+    title = f"{_title(first, False)} · batch {first.batch} a GPU"
+    result = make_table(title, *(f"{length:,}" for length in lengths), remark=False)
+    for provider, cells in rows:
+        result.add_row(provider, *cells)
+    return result
+
+
+def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, list[str]]]]:
+    """The lengths, and for each provider and number of GPUs a title and a cell for each length."""
+    cases = {(record.provider, record.gpus, record.length): record for record in records}
+    lengths = sorted({length for *_, length in cases})
+    counts = sorted({gpus for _, gpus, _ in cases})
+    rows = []
+    for provider, gpus in dict.fromkeys((provider, gpus) for provider, gpus, _ in cases):
+        title = f"{provider}, {gpus} GPU{'s' * (gpus > 1)}" if len(counts) > 1 else provider
+        alone = [cases.get((provider, counts[0], length)) if gpus > counts[0] else None for length in lengths]
+        here = [cases.get((provider, gpus, length)) for length in lengths]
+        rows.append((title, [_cell(*pair) for pair in zip(here, alone)]))
+    return lengths, rows
+
+
+def line(record: TrainingRecord) -> str:
+    """One record as a line, to show progress."""
+    where = f", {record.gpus} GPUs" if record.gpus > 1 else ""
+    return f"{record.provider}{where}, {record.batch} × {record.length}: {_cell(record, None)}"
+
+
+def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
+    if record is None:
+        return "–"
+    if record.tokens_per_second is None or fewest is None or fewest.tokens_per_second is None:
+        return "OOM" if record.failure == OUT_OF_MEMORY else outcome(record)
+    share = 100 * record.tokens_per_second / fewest.tokens_per_second
+    return f"{outcome(record)}, {share:.1f} % of {fewest.gpus}"
+
+
+def _title(record: TrainingRecord, gpus: bool = True) -> str:
+    layers = f", {record.layers} layers" if record.layers else ""
+    parts = [f"{record.model}{layers}", record.trainer]
+    base = f" on {record.quantize}" if record.quantize else ""
+    parts += [f"LoRA r={record.lora}{base}"] if record.lora else []
+    parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
+    parts += [record.accelerate_config] if record.accelerate_config else []
+    return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])

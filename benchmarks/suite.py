@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import DeviceLost, Plan, explain, measure
+from liger_trainer.benchmarks.measure import DeviceLost, explain, measure
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.records import Machine, Record, compare_with_eager
 from liger_trainer.benchmarks.registry import Case, Data, Operation, choose_providers
@@ -102,25 +102,17 @@ def run_case(
 ) -> list[Record]:
     """Measures the chosen providers on one case."""
     providers = choose_providers(operation, settings.providers)
-    plan = Plan(settings.rounds, deadline, settings.accuracy)
-    measurements, matmuls = measure(case, providers, operation.exact(), device, plan)
+    dtype = str(settings.dtype).removeprefix("torch.")
+    records = {
+        provider: Record(operation.name, model.name, tokens, case.variant, case.shape, dtype, provider)
+        for provider in providers
+    }
+    exact = operation.exact() if settings.accuracy else None
+    matmuls = measure(case, providers, records, exact, device, settings.rounds, deadline)
     rate = machine.copy_rate / settings.dtype.itemsize / 1e3
     forward, backward = case.floor.forward / rate or None, case.floor.backward / rate or None
-    floor = matmuls.median if matmuls is not None else (forward or 0.0) + (backward or 0.0)
-    records = [
-        Record(
-            operation.name,
-            model.name,
-            tokens,
-            case.variant,
-            case.shape,
-            str(settings.dtype).removeprefix("torch."),
-            provider,
-            floor=floor or None,
-            forward_floor=forward,
-            backward_floor=backward,
-        ).fill(measurement)
-        for provider, measurement in measurements.items()
-    ]
-    compare_with_eager(records)
-    return records
+    floor = matmuls or (forward or 0.0) + (backward or 0.0) or None
+    for record in records.values():
+        record.floor, record.forward_floor, record.backward_floor = floor, forward, backward
+    compare_with_eager(list(records.values()))
+    return list(records.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
-from liger_trainer.benchmarks.report import markdown
+from liger_trainer.benchmarks.report import markdown, number, percentage, with_settings
 from liger_trainer.benchmarks.training_tables import (
     alignment_table,
     lora_table,
@@ -34,12 +34,11 @@ def _cost(record: Record | None) -> str:
         return "–"
     if record.both is None:
         return record.failure or "–"
-    memory = "" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.2f}"
-    return _milliseconds(record.both) + memory
+    return " / ".join(filter(None, (_milliseconds(record.both), number(record.peak_gibibytes, ".2f"))))
 
 
 def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+    return number(value, ".1f" if value and value >= 10 else ".3f", "–")
 
 
 def _faster(record: Record, others: Iterable[Record]) -> bool:
@@ -60,15 +59,6 @@ def _shown(records: Sequence[Record], library: str) -> list[Record]:
     return default + ([best] if best is not None and best not in default and _faster(best, default) else [])
 
 
-def _cell(shown: Sequence[Record], library: str, bold: Record | None = None) -> str:
-    texts = []
-    for record in shown:
-        text = f"**{_cost(record)}**" if record is bold else _cost(record)
-        setting = record.provider.removeprefix(library).strip()
-        texts.append(f"{text} with `{setting}`" if setting else text)
-    return "; ".join(texts) or "–"
-
-
 def _work(record: Record) -> str:
     title = OPERATIONS[record.operation].title
     return f"{title}, {record.variant}, {record.shape}" if record.variant else f"{title} {record.shape}"
@@ -83,17 +73,20 @@ def operation_table(results: Results, groups: Sequence[tuple]) -> str:
         others = [record for record in records if family(record.provider) != _OURS]
         best = _fastest(own)
         bold = best if best is not None and _faster(best, others) else None
-        row = [_work(records[0]), _milliseconds(records[0].floor)]
-        row += [_cell(compiled, "torch.compile"), _cell(liger, "liger-kernel")]
         known = ("torch", "torch.compile", "liger-kernel")
         other = _fastest(record for record in others if family(record.provider) not in known)
-        row.append("–" if other is None else f"{_cost(other)} ({other.provider})")
-        row.append(_cell(own, _OURS, bold))
-        share = None if best is None else best.fraction_of_floor()
-        row.append("–" if share is None else f"{100 * share:.0f} %")
-        error = own[0].worse_than_eager if own else None
-        row.append("–" if error is None else f"{error:.2f}")
-        rows.append(row)
+        rows.append(
+            [
+                _work(records[0]),
+                _milliseconds(records[0].floor),
+                with_settings(compiled, "torch.compile", _cost, None),
+                with_settings(liger, "liger-kernel", _cost, None),
+                "–" if other is None else f"{_cost(other)} ({other.provider})",
+                with_settings(own, _OURS, _cost, bold),
+                percentage(None if best is None else best.fraction_of_floor(), "–"),
+                number(own[0].worse_than_eager if own else None, ".2f", "–"),
+            ]
+        )
     header = ["work", "floor", "torch.compile", f"Liger{results.version('liger-kernel')}"]
     header += ["best other", "liger_trainer", "of the floor", "error × eager"]
     return markdown(header, rows) + "\n\n" + results.source(groups)
@@ -111,7 +104,7 @@ def error_table(results: Results, groups: Sequence[tuple]) -> str:
         names = [name for name in ours.errors if name.startswith("d") and name in eager.errors]
         for name in names:
             values = [record.errors.get(name) if record else None for record in (eager, liger, ours)]
-            cells = ["–" if value is None else f"{value:.2e}" for value in values]
+            cells = [number(value, ".2e", "–") for value in values]
             rows.append([_work(ours), name, *cells, f"{ours.errors[name] / eager.errors[name]:.2f}"])
         used += [group] if names else []
     header = ["work", "gradient", "eager", f"Liger{results.version('liger-kernel')}", "liger_trainer", "× eager"]
@@ -156,8 +149,8 @@ def experts_section(results: Results) -> str:
                 _milliseconds(next(iter(records.values())).floor),
                 *cells[:-1],
                 f"**{cells[-1]}**" if bold else cells[-1],
-                "–" if share is None else f"{100 * share:.0f} %",
-                *(["–" if error is None else f"{error:.2f}"] if measured else []),
+                percentage(share, "–"),
+                *([number(error, ".2f", "–")] if measured else []),
             ]
         )
     header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor", *(["error"] if measured else [])]

@@ -1,17 +1,182 @@
-"""End-to-end training steps: every provider in its own processes."""
+"""What `bench training` and `bench longest` train, and the processes that train it, one provider at a time."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from rich.table import Table
+from types import TracebackType
+from typing import Any
 
 from liger_trainer.benchmarks.records import TrainingRecord
-from liger_trainer.benchmarks.report import number
-from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess
-from liger_trainer.benchmarks.training_task import Task
+
+OUT_OF_MEMORY = "out of memory"
+_POLL_SECONDS = 0.1
+_END_SECONDS = 60.0  # torchrun gives its processes 30
+PROMPT_FRACTION = 8
+"""A prompt is one eighth as long as its sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, and how; the same for every provider.
+
+    Attributes:
+        model: Name in `models.MODELS`.
+        layers: Layers of the model; 0 for all.
+        trainer: ``"causal_lm"`` for the Trainer; ``"sft"``, ``"dpo"`` and ``"grpo"`` for TRL's.
+        batch: Sequences in a step on one GPU, or pairs for DPO.
+        length: Tokens in a sequence; GRPO adds prompts of an eighth of that.
+        steps: Number of steps.
+        checkpointing: Whether every layer is recomputed in the backward pass.
+        device: Where to train; empty for the accelerator.
+        lora: Rank of adapters on all linear layers; 0 to train all weights.
+        warmup: Steps at the start that are not timed.
+        gpus: Processes, one per GPU.
+        accelerate_config: File for `accelerate launch`; empty to start one process without it.
+        quantize: ``"nf4"`` for a base model that bitsandbytes has quantised (double quantisation); empty for bf16.
+    """
+
+    model: str
+    layers: int = 0
+    trainer: str = "causal_lm"
+    batch: int = 4
+    length: int = 4096
+    steps: int = 6
+    checkpointing: bool = True
+    device: str = ""
+    lora: int = 0
+    warmup: int = 2
+    gpus: int = 1
+    accelerate_config: str = ""
+    quantize: str = ""
+
+    @property
+    def samples(self) -> int:
+        """Sequences or pairs of all steps and GPUs."""
+        return self.batch * self.steps * self.gpus
+
+    def to_json(self) -> str:
+        """The task as JSON, for the process that trains it."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step trains on, on one GPU: of both sequences of a pair, of prompts and completions."""
+        if self.trainer == "dpo":
+            return 2 * self.batch * self.length
+        if self.trainer == "grpo":
+            return self.batch * (self.length + self.length // PROMPT_FRACTION)
+        return self.batch * self.length
+
+
+class ProcessError(Exception):
+    """There is no result; the message says why."""
+
+
+class TrainingProcess:
+    """Trains one provider on each length in turn, in one process or in one process per GPU.
+
+    A context manager; it ends the processes.
+
+    Args:
+        task: What is trained; its own length is ignored.
+        lengths: Tokens in a sequence, in turn.
+        provider: Its name.
+        provider_file: A Python file that registers more providers.
+    """
+
+    def __init__(self, task: Task, lengths: list[int], provider: str, provider_file: Path | None = None) -> None:
+        self.arguments = [task.to_json(), json.dumps(lengths), provider]
+        self.files = [] if provider_file is None else [str(provider_file)]
+        self.task = task
+
+    def __enter__(self) -> TrainingProcess:
+        self.folder = tempfile.TemporaryDirectory()
+        results, self.errors = (Path(self.folder.name) / name for name in ("results.jsonl", "errors.txt"))
+        results.touch()
+        self.results = results.open(encoding="utf-8")
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*launch_command(self.task), *self.arguments, str(results), *self.files],
+                env=_environment(self.task),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        return self
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """The measurement on the next length.
+
+        Args:
+            seconds: Time limit.
+
+        Raises:
+            ProcessError: if it failed or took longer.
+        """
+        deadline = time.monotonic() + seconds
+        line = ""
+        while not line.endswith("\n"):
+            ended = self.process.poll() is not None  # checked first: a last result may be written in between
+            line += self.results.readline()
+            if line.endswith("\n"):
+                break
+            if ended:
+                errors = self.errors.read_text(encoding="utf-8", errors="replace")
+                raise ProcessError(reason(errors, self.process.returncode))
+            if time.monotonic() > deadline:
+                raise ProcessError(f"no result in {seconds:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return json.loads(line)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The launcher forwards the signal; its processes are in other sessions and would survive it if it were killed.
+        self.process.terminate()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.results.close()
+        self.folder.cleanup()
+
+
+def launch_command(task: Task) -> list[str]:
+    """The command that runs `training_step`: through `accelerate launch` if the task has a configuration."""
+    step = ["-m", "liger_trainer.benchmarks.training_step"]
+    if not task.accelerate_config:
+        return [sys.executable, *step]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", task.accelerate_config]
+    launcher += ["--num_processes", str(task.gpus), "--main_process_port", "0"]
+    # Every process makes the same random weights on its own device; there is nothing to send from the first one's host.
+    return [*launcher, "--fsdp_cpu_ram_efficient_loading", "false", *step]
+
+
+def _environment(task: Task) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if not task.accelerate_config and ":" not in task.device:  # with several visible GPUs, it would run nn.DataParallel
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return environment
+
+
+def reason(errors: str, code: int) -> str:
+    """Why a process ended, in one line, from its stderr and its exit code."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    # The second is from pinned memory, the third from NCCL.
+    if any(sign in errors for sign in ("OutOfMemoryError", "CUDA error: out of memory", "'out of memory'")):
+        return OUT_OF_MEMORY
+    # A traceback ends with the error; its message may go on for lines. torchrun's own comes last and says nothing.
+    starts = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    starts = [line for line in starts if not line.startswith("torch.distributed.elastic.")]
+    return (starts[-1] if starts else lines[-1] if lines else f"exit code {code}")[:120]
 
 
 def run_lengths(
@@ -61,93 +226,3 @@ def _record(task: Task, provider: str) -> TrainingRecord:
         accelerate_config=Path(task.accelerate_config).stem,
         quantize=task.quantize,
     )
-
-
-def above_weights(record: TrainingRecord) -> float | None:
-    """Peak memory above what is allocated before the first step, in GiB."""
-    if record.peak_gibibytes is None or record.weights_gibibytes is None:
-        return None
-    return record.peak_gibibytes - record.weights_gibibytes
-
-
-def table(records: list[TrainingRecord]) -> Table:
-    """A table with a row for each provider of a task."""
-    first = records[0]
-    result = Table(title=f"{_title(first)} · batch {first.batch} × {first.length}", title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
-    for heading in (rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss"):
-        result.add_column(heading, justify="right")
-    result.add_column("remark", overflow="fold")
-    for record in records:
-        losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
-        result.add_row(
-            record.provider,
-            number(record.tokens_per_second, ",.0f"),
-            number(None if record.mfu is None else 100 * record.mfu, ".1f"),
-            number(record.peak_gibibytes, ".1f"),
-            number(above_weights(record), ".1f"),
-            *losses,
-            record.failure,
-        )
-    return result
-
-
-def sweep_table(records: list[TrainingRecord]) -> Table:
-    """A table over lengths, with a row per provider and number of GPUs: tokens/s per GPU, peak GiB, MFU.
-
-    With several numbers of GPUs, also the tokens/s per GPU relative to the fewest GPUs, each with the same work.
-    """
-    first = records[0]
-    lengths, rows = sweep(records)
-    result = Table(title=f"{_title(first, False)} · batch {first.batch} a GPU", title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for length in lengths:
-        result.add_column(f"{length:,}", justify="right")
-    for title, cells in rows:
-        result.add_row(title, *cells)
-    return result
-
-
-def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, list[str]]]]:
-    """The lengths, and for each provider and number of GPUs a title and a cell for each length."""
-    cases = {(record.provider, record.gpus, record.length): record for record in records}
-    lengths = sorted({length for *_, length in cases})
-    counts = sorted({gpus for _, gpus, _ in cases})
-    rows = []
-    for provider, gpus in dict.fromkeys((provider, gpus) for provider, gpus, _ in cases):
-        title = f"{provider}, {gpus} GPU{'s' * (gpus > 1)}" if len(counts) > 1 else provider
-        alone = [cases.get((provider, counts[0], length)) if gpus > counts[0] else None for length in lengths]
-        here = [cases.get((provider, gpus, length)) for length in lengths]
-        rows.append((title, [_cell(*pair) for pair in zip(here, alone)]))
-    return lengths, rows
-
-
-def line(record: TrainingRecord) -> str:
-    """One record as a line, to show progress."""
-    where = f", {record.gpus} GPUs" if record.gpus > 1 else ""
-    return f"{record.provider}{where}, {record.batch} × {record.length}: {_cell(record, None)}"
-
-
-def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
-    if record is None:
-        return "–"
-    if record.tokens_per_second is None:
-        return "OOM" if record.failure == OUT_OF_MEMORY else record.failure
-    parts = [f"{record.tokens_per_second:,.0f}"]
-    parts += [] if record.peak_gibibytes is None else [f"{record.peak_gibibytes:.1f}"]
-    parts += [] if record.mfu is None else [f"{100 * record.mfu:.0f} %"]
-    text = " / ".join(parts)
-    if fewest is None or fewest.tokens_per_second is None:
-        return text
-    return f"{text}, {100 * record.tokens_per_second / fewest.tokens_per_second:.1f} % of {fewest.gpus}"
-
-
-def _title(record: TrainingRecord, gpus: bool = True) -> str:
-    layers = f", {record.layers} layers" if record.layers else ""
-    parts = [f"{record.model}{layers}", record.trainer]
-    base = f" on {record.quantize}" if record.quantize else ""
-    parts += [f"LoRA r={record.lora}{base}"] if record.lora else []
-    parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
-    parts += [record.accelerate_config] if record.accelerate_config else []
-    return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])

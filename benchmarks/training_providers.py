@@ -1,16 +1,208 @@
-"""The libraries and settings that `bench training` compares; a file of yours may register more."""
+"""The libraries and settings that `bench training` compares, and the trainers that it builds, on random tokens."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.registry import BenchmarkError, closest
-from liger_trainer.benchmarks.trainer_setups import Setup
+from liger_trainer.benchmarks.training import PROMPT_FRACTION, Task
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
+EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear layers: one parameter for all experts
+
+
+class RandomTokens(torch.utils.data.Dataset):
+    """`size` random token sequences, the same for every run."""
+
+    def __init__(self, size: int, length: int, vocab: int) -> None:
+        self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+    def rows(self) -> Any:
+        """The same as a dataset of lists."""
+        return _dataset([{"input_ids": row, "labels": row} for row in self.tokens.tolist()])
+
+    def pairs(self) -> Any:
+        """Every two sequences as a preference pair of one prompt, as TRL tokenises one."""
+        prompt = self.tokens.shape[1] // PROMPT_FRACTION
+        rows = self.tokens.tolist()
+        return _dataset(
+            [
+                {"prompt_ids": chosen[:prompt], "chosen_ids": chosen[prompt:], "rejected_ids": rejected[prompt:]}
+                for chosen, rejected in zip(rows[::2], rows[1::2])
+            ]
+        )
+
+
+@dataclasses.dataclass
+class Setup:
+    """The parts from which a provider builds its trainer."""
+
+    task: Task
+    model: PreTrainedModel
+    arguments: dict[str, Any]
+    callbacks: list[TrainerCallback]
+
+    @property
+    def dataset(self) -> RandomTokens:
+        """The sequences of all steps."""
+        return self.tokens(self.task.samples, self.task.length)
+
+    def tokens(self, size: int, length: int) -> RandomTokens:
+        """Random sequences of the model's vocabulary."""
+        return RandomTokens(size, length, self.model.config.vocab_size)
+
+    def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
+        """The trainer of the task, stock or `ours`, with some training arguments changed."""
+        return TRAINERS[self.task.trainer](self, ours, {**self.arguments, **arguments})
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters of the task's rank on all linear layers except the head; with experts, on attention and experts."""
+        from peft import LoraConfig
+
+        rank = self.task.lora
+        if not rank:
+            return None
+        targets: dict[str, Any] = {"target_modules": "all-linear"}
+        if MODELS[self.task.model].experts:  # by name: for "all-linear" PEFT doubles the rank of gate and up
+            targets = {"target_modules": ATTENTION_LAYERS, "target_parameters": EXPERT_PARAMETERS}
+        return LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **targets)
+
+    @property
+    def trl(self) -> dict[str, Any]:
+        """Arguments of every TRL trainer."""
+        return {"processing_class": _tokenizer(), "callbacks": self.callbacks, "peft_config": self.lora}
+
+
+def _dataset(rows: list[dict[str, Any]]) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(rows)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1, "prompt": 2}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+
+
+def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """The Trainer on language modelling."""
+    from peft import get_peft_model
+    from transformers import TrainingArguments
+
+    from liger_trainer import LigerTrainer, LigerTrainingArguments, quantize_experts
+
+    trainer, config = (LigerTrainer, LigerTrainingArguments) if ours else (Trainer, TrainingArguments)
+    model: Any = setup.model
+    if setup.lora is not None:
+        with torch.device(model.device):  # random values for the many adapters of experts take long on a CPU
+            model = get_peft_model(model, setup.lora)
+    if ours and setup.task.quantize and MODELS[setup.task.model].experts:  # nobody else trains adapters on them
+        quantize_experts(model, setup.task.quantize)
+    return trainer(model, config(**settings), train_dataset=setup.dataset, callbacks=setup.callbacks)
+
+
+def sft(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's SFTTrainer on the same sequences."""
+    from trl import SFTConfig, SFTTrainer
+
+    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+    trainer, config = (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
+    settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    return trainer(setup.model, args=config(**settings), train_dataset=setup.dataset.rows(), **setup.trl)
+
+
+def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's DPOTrainer on tokenised pairs."""
+    from trl import DPOConfig, DPOTrainer
+
+    from liger_trainer import LigerDPOConfig, LigerDPOTrainer
+
+    base: Any = LigerDPOTrainer if ours else DPOTrainer
+    config = LigerDPOConfig if ours else DPOConfig
+
+    class Tokenised(base):
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
+
+    task = setup.task
+    pairs = setup.tokens(2 * task.samples, task.length).pairs()
+    reference = None if task.lora else copy.deepcopy(setup.model)  # without adapters, the policy is the reference
+    arguments = config(**settings, max_length=None)
+    return Tokenised(setup.model, reference, arguments, train_dataset=pairs, **setup.trl)
+
+
+def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's GRPOTrainer with given completions and old log-probabilities; nothing is generated."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
+
+    base: Any = LigerGRPOTrainer if ours else GRPOTrainer
+    config = LigerGRPOConfig if ours else GRPOConfig
+    task, vocab, steps = setup.task, setup.model.config.vocab_size, itertools.count()
+
+    class Completed(base):
+        def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
+            return completions(task, vocab, next(steps), self.accelerator.device)
+
+    settings |= {"num_generations": task.batch, "max_completion_length": task.length}
+    prompts = _dataset([{"prompt": "prompt"}] * task.samples)
+    data = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "train_dataset": prompts}
+    return Completed(setup.model, args=config(**settings), **data, **setup.trl)
+
+
+def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The inputs of GRPO's loss: prompts, completions, advantages and old log-probabilities."""
+    generator = torch.Generator().manual_seed(step)
+    prompt = (task.batch, task.length // PROMPT_FRACTION)
+    completion = (task.batch, task.length)
+    batch = {
+        "prompt_ids": torch.randint(vocab, prompt, generator=generator),
+        "prompt_mask": torch.ones(prompt, dtype=torch.long),
+        "completion_ids": torch.randint(vocab, completion, generator=generator),
+        "completion_mask": torch.ones(completion, dtype=torch.long),
+        "advantages": torch.linspace(-1.0, 1.5, task.batch),
+        # Close to those of random weights, so that some ratios are clipped and some are not.
+        "old_per_token_logps": torch.randn(completion, generator=generator) - math.log(vocab),
+        "num_items_in_batch": torch.tensor(task.batch * task.length * task.gpus),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+TRAINERS: dict[str, Callable[[Setup, bool, dict[str, Any]], Trainer]] = {
+    "causal_lm": causal_lm,
+    "sft": sft,
+    "dpo": dpo,
+    "grpo": grpo,
+}
+
 
 TRAINING_PROVIDERS: dict[str, Callable[[Setup], Trainer]] = {}
 

@@ -30,10 +30,9 @@ from transformers import TrainerCallback
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
-from liger_trainer.benchmarks.trainer_setups import Setup
-from liger_trainer.benchmarks.training_providers import find_training_provider
+from liger_trainer.benchmarks.training import Task
+from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
 from liger_trainer.benchmarks.training_providers import training_provider as training_provider
-from liger_trainer.benchmarks.training_task import Task
 
 
 class Steps(TrainerCallback):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Results, TrainingRecord
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.report import markdown
-from liger_trainer.benchmarks.training import above_weights, sweep
+from liger_trainer.benchmarks.report import markdown, number, outcome, sweep, with_settings
 
+Tasks = list[list[TrainingRecord]]
 _OURS = "liger_trainer"
 _LIBRARIES = {
     "hf": "Hugging Face",
@@ -49,99 +50,94 @@ _LONGEST_IN_RESULTS = 4096  # tokens: longer sequences are in docs/performance.m
 
 def results_table(results: Results) -> str:
     """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources."""
-    first = [record for records in results.tasks.values() for record in records[:1]]
-    first = [record for record in first if record.checkpointing and not record.accelerate_config]
-    first = [record for record in first if record.length <= _LONGEST_IN_RESULTS]
-    first.sort(key=lambda record: (record.trainer in _ALIGNMENT, bool(record.lora), record.quantize))
-    return _steps(results, [record.group for record in first], _speed_and_memory)
+    tasks = [records for records in _on_one_gpu(results) if records[0].checkpointing]
+    tasks = [records for records in tasks if records[0].length <= _LONGEST_IN_RESULTS]
+    tasks.sort(key=lambda records: (_is_alignment(records), bool(records[0].lora), records[0].quantize))
+    return _steps(results, tasks, partial(outcome, mfu=False))
 
 
 def training_table(results: Results) -> str:
     """Full fine-tuning on one GPU: tokens/s / peak GiB, and the share of the hardware's peak if it is known."""
-    return _steps_table(results, [group for group in _supervised(results) if not results.tasks[group][0].lora])
+    tasks = [records for records in _on_one_gpu(results) if not _is_alignment(records)]
+    return _steps_table(results, [records for records in tasks if not records[0].lora])
 
 
 def lora_table(results: Results) -> str:
     """Training of adapters, on bf16 and on quantised base models; empty without results."""
-    groups = [group for group in _supervised(results) if results.tasks[group][0].lora]
-    groups.sort(key=lambda group: (results.tasks[group][0].quantize, not results.tasks[group][0].checkpointing))
-    return _steps_table(results, groups) if groups else ""
-
-
-def _supervised(results: Results) -> list[tuple]:
-    groups = [group for group, records in results.tasks.items() if not records[0].accelerate_config]
-    return [group for group in groups if not _is_alignment(results, group)]
+    tasks = [records for records in _on_one_gpu(results) if records[0].lora and not _is_alignment(records)]
+    tasks.sort(key=lambda records: (records[0].quantize, not records[0].checkpointing))
+    return _steps_table(results, tasks) if tasks else ""
 
 
 def several_gpus_section(results: Results) -> str:
     """The section on several GPUs, with a table for each sweep over lengths; empty without results."""
-    sweeps: dict[tuple, dict[tuple, Sequence[TrainingRecord]]] = {}
-    for group, records in results.tasks.items():
+    sweeps: dict[tuple, Tasks] = {}
+    for records in results.tasks.values():
         if records[0].accelerate_config:
-            sweeps.setdefault(records[0].sweep, {})[group] = records
-    made = [_sweep_table(results, groups) for groups in sweeps.values()]
+            sweeps.setdefault(records[0].sweep, []).append(records)
+    made = [_sweep_table(results, tasks) for tasks in sweeps.values()]
     return "\n\n".join([_SEVERAL_GPUS_TEXT, *made]) if made else ""
 
 
-def _sweep_table(results: Results, groups: Mapping[tuple, Sequence[TrainingRecord]]) -> str:
-    records = [record for group in groups.values() for record in group]
+def _sweep_table(results: Results, tasks: Tasks) -> str:
+    records = [record for records in tasks for record in records]
     first = records[0]
     lengths, rows = sweep(records)
     gpus = " and ".join(str(count) for count in sorted({record.gpus for record in records}))
     more = (f"batch {first.batch} a GPU", f"{gpus} GPUs", first.accelerate_config)
     title = _title(first.model, first.layers, first.trainer, _adapters(first), *more)
     header = ["provider", *(f"{length:,}" for length in lengths)]
-    return (
-        f"{title}:\n\n" + markdown(header, [[name, *cells] for name, cells in rows]) + "\n\n" + results.source(groups)
-    )
+    table = markdown(header, [[name, *cells] for name, cells in rows])
+    return f"{title}:\n\n{table}\n\n{_source(results, tasks)}"
 
 
 def alignment_table(results: Results) -> str:
-    """The section on DPO, GRPO and the longest sequences, with its tables; empty without results."""
-    steps = alignment_steps_table(results)
-    made = [steps] if steps else []
+    """The section on DPO, GRPO's loss and the longest sequences, with its tables; empty without results."""
+    tasks = [records for records in _on_one_gpu(results) if _is_alignment(records)]
+    made = [_steps_table(results, tasks)] if tasks else []
     made += [longest_table(results)] if results.longest else []
     return "\n\n".join([_ALIGNMENT_TEXT, *made]) if made else ""
 
 
-def alignment_steps_table(results: Results) -> str:
-    """Tokens/s / peak GiB / GiB above the weights of DPO and of GRPO's loss on one GPU; empty without results."""
-    groups = [group for group in results.tasks if _is_alignment(results, group)]
-    groups = [group for group in groups if not results.tasks[group][0].accelerate_config]
-    return _steps_table(results, groups) if groups else ""
+def _on_one_gpu(results: Results) -> Tasks:
+    return [records for records in results.tasks.values() if not records[0].accelerate_config]
 
 
-def _is_alignment(results: Results, group: tuple) -> bool:
-    return results.tasks[group][0].trainer in _ALIGNMENT
+def _is_alignment(records: Sequence[TrainingRecord]) -> bool:
+    return records[0].trainer in _ALIGNMENT
 
 
-def _steps_table(results: Results, groups: Sequence[tuple]) -> str:
-    return _steps(results, groups, _progress) + "\n\n" + results.source(groups)
+def _source(results: Results, tasks: Tasks) -> str:
+    return results.source(records[0].group for records in tasks)
 
 
-def _steps(results: Results, groups: Sequence[tuple], show: Callable[[TrainingRecord], str]) -> str:
-    tasks = [results.tasks[group] for group in groups]
+def _steps_table(results: Results, tasks: Tasks) -> str:
+    """A table that also shows the GiB above the weights for alignment, and MFU where it is known."""
+    table = _steps(results, tasks, lambda record: outcome(record, above=record.trainer in _ALIGNMENT))
+    return f"{table}\n\n{_source(results, tasks)}"
+
+
+def _steps(results: Results, tasks: Tasks, show: Callable[[TrainingRecord], str]) -> str:
     measured = {family(record.provider) for records in tasks for record in records}
     columns = [name for name in _LIBRARIES if name in measured]
     rows = []
     for records in tasks:
         bold = _fastest_of_several(records)
-        rows.append([task_title(records[0]), *(_cell(records, library, bold, show) for library in columns)])
+        rows.append([task_title(records[0]), *(_cell(records, name, bold, show) for name in columns)])
     versions = {"liger-kernel": results.version("liger-kernel"), "unsloth": results.version("unsloth").split(" (")[0]}
-    header = [_LIBRARIES[name] + versions.get(name, "") for name in columns]
-    return markdown(["model", *header], rows)
+    return markdown(["model", *(_LIBRARIES[name] + versions.get(name, "") for name in columns)], rows)
 
 
 def longest_table(results: Results) -> str:
-    """The longest sequence that each provider trains on, one row per provider and task."""
+    """The longest sequences, one row per provider and task."""
     rows = [
         [
             _title(record.model, record.layers, record.trainer, _rank(record.lora), f"batch {record.batch}"),
             record.provider,
             f"{record.length:,}",
-            "–" if record.too_long is None else f"{record.too_long:,}",
-            "–" if record.tokens_per_second is None else f"{record.tokens_per_second:,.0f}",
-            "–" if record.peak_gibibytes is None else f"{record.peak_gibibytes:.1f}",
+            number(record.too_long, ",", "–"),
+            number(record.tokens_per_second, ",.0f", "–"),
+            number(record.peak_gibibytes, ".1f", "–"),
         ]
         for record in results.longest.values()
     ]
@@ -188,25 +184,4 @@ def _cell(
 ) -> str:
     """A library at its defaults, then at each of its settings."""
     own = sorted((record for record in records if family(record.provider) == library), key=lambda one: one.provider)
-    texts = []
-    for record in own:
-        text = f"**{show(record)}**" if record is bold else show(record)
-        setting = record.provider.removeprefix(library).strip()
-        texts.append(f"{text} with `{setting}`" if setting else text)
-    return "; ".join(texts) or "–"
-
-
-def _speed_and_memory(record: TrainingRecord) -> str:
-    if record.tokens_per_second is None:
-        return record.failure
-    text = f"{record.tokens_per_second:,.0f}"
-    return text + ("" if record.peak_gibibytes is None else f" / {record.peak_gibibytes:.1f}")
-
-
-def _progress(record: TrainingRecord) -> str:
-    text = _speed_and_memory(record)
-    if record.tokens_per_second is None:
-        return text
-    above = above_weights(record) if record.trainer in _ALIGNMENT else None
-    text += "" if above is None else f" / {above:.1f}"
-    return text + ("" if record.mfu is None else f" / {100 * record.mfu:.0f} %")
+    return with_settings(own, library, show, bold)

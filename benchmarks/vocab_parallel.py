@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from liger_trainer import functional
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import Runner, Timing, exact_results, explain, relative_error
+from liger_trainer.benchmarks.measure import Runner, exact_results, explain, relative_error
 from liger_trainer.benchmarks.models import MODELS, Model
-from liger_trainer.benchmarks.operations.head import head_cases
-from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations
-from liger_trainer.benchmarks.report import milliseconds, number
+from liger_trainer.benchmarks.operations.head import head_cases, soft_capped
+from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations, wide
+from liger_trainer.benchmarks.report import make_table, milliseconds, number
 
-Provider = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+Provider = Callable[..., Any]
 LOSS, LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
 
 
@@ -81,35 +83,26 @@ class _Shared(torch.autograd.Function):
         return gradient
 
 
-def _log_probs_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+def _gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     part = _Shared.apply(hidden) @ weight.T
-    logits = _Gather.apply(part, 1).to(torch.promote_types(part.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = soft_capped(wide(_Gather.apply(part, 1)), softcap)
     return logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def _loss_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    return -_log_probs_of_gathered_logits(hidden, weight, target, softcap).mean()
+def _mean_of_gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    return -_gathered_logits(hidden, weight, target, softcap).mean()
 
 
-def _loss_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from liger_trainer.functional import linear_cross_entropy
+def _fused(function: Callable[..., Any], whole_head: bool = False) -> Provider:
+    """A function of the head's part, or of the gathered whole."""
 
-    loss = linear_cross_entropy(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
-    assert isinstance(loss, Tensor)  # no outputs were asked for
-    return loss
+    def run(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Any:
+        return function(hidden, _Gather.apply(weight, 0) if whole_head else weight, target, softcap=softcap)
 
-
-def _log_probs_of_gathered_head(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from liger_trainer.functional import linear_log_probs
-
-    log_probs = linear_log_probs(hidden, _Gather.apply(weight, 0), target, softcap=softcap)
-    assert isinstance(log_probs, Tensor)  # no outputs were asked for
-    return log_probs
+    return run
 
 
-def _ligers_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+def _liger(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
 
     if softcap is not None:
@@ -118,33 +111,17 @@ def _ligers_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: f
     return -(output[0] if isinstance(output, tuple) else output)
 
 
-def _our_loss(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from liger_trainer.functional import vocab_parallel_linear_cross_entropy
-
-    loss = vocab_parallel_linear_cross_entropy(hidden, weight, target, softcap=softcap)
-    assert isinstance(loss, Tensor)  # no outputs were asked for
-    return loss
-
-
-def _our_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from liger_trainer.functional import vocab_parallel_linear_log_probs
-
-    log_probs = vocab_parallel_linear_log_probs(hidden, weight, target, softcap=softcap)
-    assert isinstance(log_probs, Tensor)  # no outputs were asked for
-    return log_probs
-
-
 PROVIDERS: dict[str, dict[str, Provider]] = {
     LOSS: {
-        "gathered logits": _loss_of_gathered_logits,
-        "gathered head": _loss_of_gathered_head,
-        "liger_trainer": _our_loss,
+        "gathered logits": _mean_of_gathered_logits,
+        "gathered head": _fused(functional.linear_cross_entropy, whole_head=True),
+        "liger_trainer": _fused(functional.vocab_parallel_linear_cross_entropy),
     },
     LOG_PROBS: {
-        "gathered logits": _log_probs_of_gathered_logits,
-        "gathered head": _log_probs_of_gathered_head,
-        "liger-kernel": _ligers_log_probs,
-        "liger_trainer": _our_log_probs,
+        "gathered logits": _gathered_logits,
+        "gathered head": _fused(functional.linear_log_probs, whole_head=True),
+        "liger-kernel": _liger,
+        "liger_trainer": _fused(functional.vocab_parallel_linear_log_probs),
     },
 }
 
@@ -185,18 +162,14 @@ def measure(operation: str, case: Case, device: Device, rounds: int) -> list[Lin
             peak = device.peak_gibibytes(runner.step)
             line.gibibytes = None if peak is None else _largest([peak], device)[0]
             samples = [_largest(_sample(runner, device), device) for _ in range(rounds)]
-            line.forward, line.backward = (Timing.of(list(times)).median for times in zip(*samples))
+            line.forward, line.backward = (statistics.median(times) for times in zip(*samples))
         lines.append(line)
     return lines
 
 
 def table(lines: list[Line], title: str) -> Table:
     """A table of one operation."""
-    result = Table(title=title, title_justify="left")
-    result.add_column("provider", no_wrap=True)
-    for heading in ("forward ms", "backward ms", "both ms", "GiB", "error", "gradient error"):
-        result.add_column(heading, justify="right")
-    result.add_column("remark", overflow="fold")
+    result = make_table(title, "forward ms", "backward ms", "both ms", "GiB", "error", "gradient error")
     for line in lines:
         both = None if line.forward is None or line.backward is None else line.forward + line.backward
         gradients = max((error for key, error in line.errors.items() if key.startswith("d")), default=None)

@@ -141,9 +141,8 @@ def _judge(text: str, truth: str) -> float | None:
     if not expected:
         return None
     expected_value = _value(expected)
-    if (
-        expected_value is None and _marked(truth) is None and len(expected.split()) > 3
-    ):  # a sentence that contains the answer
+    is_sentence = expected_value is None and _marked(truth) is None and len(expected.split()) > 3
+    if is_sentence:  # which contains the answer
         numbers = _IN_TEXT.findall(expected)
         expected = numbers[-1] if numbers else expected
         expected_value = _value(expected)

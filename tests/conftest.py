@@ -1,8 +1,6 @@
 """Everything runs offline; a test marked `gpu` or `multigpu` is skipped, with the reason, where there is none."""
 
-import functools
 import gc
-import importlib.metadata
 import os
 import tempfile
 
@@ -10,8 +8,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# accelerate asks at every step whether DeepSpeed and PEFT are installed, and parses their metadata each time.
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tests of the width set their own
 
 from pathlib import Path
@@ -20,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import tests.less_work  # noqa: F401
 from tests.fast import holds_fast_tests, is_fast
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.

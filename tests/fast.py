@@ -88,7 +88,7 @@ SOME: dict[str, tuple[str, ...]] = {
         *("llama3_8b_orpo", "qwen3_30b_a3b_sft]"),
     ),
     "test_misspelt_key": (),
-    "test_values_that_no_run_can_mean": (),
+    "test_values_out_of_range": (),
     "test_columns_are_renamed": (),
     "test_columns_of_different_kinds": (),
 }

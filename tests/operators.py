@@ -141,6 +141,7 @@ def _experts(*operands: torch.Tensor) -> torch.Tensor:
 
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LOGITS, _HEAD = (leaf(5, 70), labels(70, 5)), (leaf(5, 16), leaf(70, 16), labels(70, 5))
+_CHUNK = 2 * 128 * 4  # bytes of two fp32 rows of logits, padded to 128 columns
 _SCORES = (leaf(1, 2, 9, 9), leaf(2, 2, 3, 3), leaf(2))
 
 _TEACHER = (table(5, 12), table(70, 12))
@@ -178,6 +179,7 @@ OPERATORS: dict[str, Operator] = {
     "cross_entropy, in place": Operator(_of_activations(ops.cross_entropy, inplace=True), _LOGITS, _CE),
     "linear_cross_entropy": Operator(ops.linear_cross_entropy, _HEAD, _LCE),
     "linear_cross_entropy, none": Operator(partial(ops.linear_cross_entropy, reduction="none"), _HEAD, _LCE),
+    "linear_cross_entropy, chunks": Operator(partial(ops.linear_cross_entropy, logits_memory=_CHUNK), _HEAD, _LCE),
     "fused_add_layer_norm": Operator(
         ops.fused_add_layer_norm, (leaf(6, 32), leaf(6, 32), leaf(32), leaf(32)), "fused_add_layer_norm"
     ),
@@ -275,12 +277,20 @@ OPERATORS: dict[str, Operator] = {
         lambda *tensors: _pair(ops.log_probs(*tensors, softcap=4.0, outputs=("entropy",))), _LOGITS, "log_probs"
     ),
     "linear_log_probs, recomputed": Operator(partial(ops.linear_log_probs, retain_memory=0), _HEAD, _LLP),
+    "linear_log_probs, frozen head": Operator(ops.linear_log_probs, (leaf(5, 16), table(70, 16), labels(70, 5)), _LLP),
+    "linear_log_probs, chunks": Operator(
+        lambda *head: _pair(ops.linear_log_probs(*head, outputs=("entropy",), logits_memory=_CHUNK)), _HEAD, _LLP
+    ),
     "linear_jsd": Operator(ops.linear_jsd, _HEADS, "linear_jsd"),
+    "linear_jsd, chunks": Operator(
+        partial(ops.linear_jsd, hard_weight=0.5, logits_memory=2 * _CHUNK), _HEADS, "linear_jsd"
+    ),
     "linear_kl": Operator(ops.linear_kl, _HEADS, "linear_kl"),
     "linear_kl_div": Operator(ops.linear_kl_div, (leaf(5, 16), leaf(70, 16), probabilities(5, 70)), "linear_kl_div"),
     "linear_cosine_distance": Operator(ops.linear_cosine_distance, _HEADS, "linear_cosine_distance"),
     "kl_div": Operator(ops.kl_div, (_LOG_Q, probabilities(5, 70)), "kl_div"),
     "jsd": Operator(ops.jsd, (_LOG_Q, _LOG_P), "jsd"),
+    "jsd, none": Operator(partial(ops.jsd, reduction="none"), (_LOG_Q, _LOG_P), "jsd"),
     "tvd": Operator(ops.tvd, (probabilities(5, 70, needs_gradient=True), probabilities(5, 70)), "tvd"),
     "fused_ce_tvd": Operator(ops.fused_ce_tvd, (leaf(5, 70), table(5, 70), labels(70, 5))),
     "grpo_loss": Operator(

@@ -56,7 +56,10 @@ def head_cases(data: Data, model: Model, tokens: int, upstream: bool = False) ->
 
 def head_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
     """Logits as models compute them, in float32 (or wider) after the matmul."""
-    logits = wide(hidden @ weight.T)
+    return soft_capped(wide(hidden @ weight.T), softcap)
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

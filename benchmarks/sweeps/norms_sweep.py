@@ -70,7 +70,7 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
         _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-6, x.dtype)
         return (
             lambda: ops.layer_norm(x, weight, bias, 1e-6, x.dtype)[:1],
-            lambda: ops.layer_norm_backward(dy, x, weight, mean, rstd, True, x.dtype, x.dtype),
+            lambda: ops.layer_norm_backward(dy, x, weight, bias, mean, rstd, [True] * 3),
             truth,
             ln,
             2 * tensor_bytes,
@@ -80,7 +80,7 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
         _, total, rstd = ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")
         return (
             lambda: ops.fused_add_rms_norm(x, other, weight, 1e-6, 0.0, "llama")[:1],
-            lambda: ops.fused_add_rms_norm_backward(dy, other, total, weight, rstd, 0.0, "llama", True, True),
+            lambda: ops.fused_add_rms_norm_backward(dy, other, total, weight, rstd, 0.0, "llama", [True, True]),
             truth,
             rms,
             4 * tensor_bytes,
@@ -89,7 +89,7 @@ def build(kind: str, rows: int, hidden_size: int) -> tuple[Callable, Callable, l
     _, rstd = ops.rms_norm(x, weight, 1e-6, 0.0, "llama")
     return (
         lambda: ops.rms_norm(x, weight, 1e-6, 0.0, "llama")[:1],
-        lambda: ops.rms_norm_backward(dy, x, weight, rstd, 0.0, "llama", True, True),
+        lambda: ops.rms_norm_backward(dy, x, weight, rstd, 0.0, "llama", [True, True]),
         truth,
         rms,
         2 * tensor_bytes,

@@ -30,8 +30,7 @@ def milliseconds(works: dict[str, Callable[[], object]], rounds: int = 8) -> dic
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
-            work()
-            times[name] += device.time(lambda _, work=work: work())
+            times[name].append(device.median(work, rounds=1))
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 

@@ -28,8 +28,8 @@ from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
+    check_logits,
     check_options,
-    check_target,
     checked_class_weights,
     inverse_normalizer,
 )
@@ -209,6 +209,22 @@ def with_outputs(
     return result
 
 
+def reduced(
+    losses: torch.Tensor,
+    stats: RowStats,
+    target: torch.Tensor,
+    options: RowOptions,
+    reduction: str,
+    num_items: int | torch.Tensor | None,
+    outputs: Sequence[str],
+) -> torch.Tensor | CrossEntropyOutput:
+    """The token `losses` `(N,)` reduced, alone or with the requested `outputs`."""
+    if reduction == "none":
+        return with_outputs(losses.view(target.shape), outputs, stats, target, options, None)
+    scale = inverse_normalizer(target, options.ignore_index, reduction, num_items, losses.dtype)
+    return with_outputs(losses.sum() * scale, outputs, stats, target, options, scale)
+
+
 def _may_overwrite(logits: torch.Tensor) -> bool:
     """Whether the memory of `logits` belongs to them alone: not to a leaf of autograd, and not expanded."""
     base = logits if logits._base is None else logits._base
@@ -274,39 +290,22 @@ def cross_entropy(
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
-    if logits.dim() < 1 or not logits.is_floating_point():
-        raise ValueError(f"`logits` has shape {tuple(logits.shape)} and dtype {logits.dtype}; give floats of (..., V).")
+    check_logits(logits, target)
     vocab_size = logits.shape[-1]
-    check_target(target, logits.shape[:-1], vocab_size, logits, "logits")
     check_labels_on_cpu(target, vocab_size, ignore_index)
     if not use_triton(logits):
-        return cross_entropy_reference(
-            logits,
-            target,
-            ignore_index,
-            reduction,
-            num_items,
-            label_smoothing,
-            z_loss,
-            softcap,
-            logit_scale,
-            temperature,
-            class_weights,
-            outputs,
-        )
+        return _in_torch(logits, target, options, reduction, num_items, class_weights, outputs)
     average = reduction == "mean" and num_items is None
     class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
     rows, labels = row_view(logits), target.reshape(-1).contiguous()
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     inplace = inplace and needs_gradient and not torch.compiler.is_compiling() and _may_overwrite(logits)
-    scale = None
-    if reduction != "none":
-        scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
-    if scale is None or not needs_gradient or not (rows.is_contiguous() if inplace else expected_grad is not None):
+    in_forward = needs_gradient and (rows.is_contiguous() if inplace else expected_grad is not None)
+    if reduction == "none" or not in_forward:
         stats = RowStats(*_forward(rows, labels, class_weights, *options, *extras, inplace))
-        loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale
-        return with_outputs(loss, outputs, stats, target, options, scale)
+        return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
+    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
     expected = expected_gradient(expected_grad, scale, logits.dtype, reduction == "mean" or num_items is not None)
     data = rows.detach()
     gradient = data if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -342,6 +341,23 @@ def _row_statistics(
     return RowStats(loss, nll.detach(), lse.detach(), entropy, predicted)
 
 
+def _in_torch(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    options: RowOptions,
+    reduction: str,
+    num_items: int | torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    outputs: Sequence[str],
+) -> torch.Tensor | CrossEntropyOutput:
+    """`cross_entropy` without a kernel."""
+    vocab_size = logits.shape[-1]
+    average = reduction == "mean" and num_items is None
+    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, options.ignore_index, average)
+    stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
+    return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
+
+
 def cross_entropy_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -358,11 +374,4 @@ def cross_entropy_reference(
 ) -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    vocab_size = logits.shape[-1]
-    average = reduction == "mean" and num_items is None
-    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
-    stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
-    if reduction == "none":
-        return with_outputs(stats.loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
-    return with_outputs(stats.loss.sum() * scale, outputs, stats, target, options, scale)
+    return _in_torch(logits, target, options, reduction, num_items, class_weights, outputs)

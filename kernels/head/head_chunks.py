@@ -23,6 +23,12 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
 
+    @classmethod
+    def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Needs:
+        """Those of the tensors that require one, none where gradients are disabled."""
+        enabled = torch.is_grad_enabled()
+        return cls(*(enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not less than `value`."""

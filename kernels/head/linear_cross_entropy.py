@@ -29,7 +29,12 @@ import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
-from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy_reference, with_outputs
+from liger_trainer.kernels.head.cross_entropy import (
+    CrossEntropyOutput,
+    cross_entropy_reference,
+    reduced,
+    with_outputs,
+)
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
 from liger_trainer.kernels.head.logits_in_weight_gradient import plan_panels, run_panels
@@ -346,20 +351,16 @@ def linear_cross_entropy(
     check_options(options, reduction, num_items, outputs)
     hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
-    vocab_size, dtype = weight.shape[0], compute_dtype(hidden)
+    vocab_size = weight.shape[0]
     average = reduction == "mean" and num_items is None
     class_weights = checked_class_weights(class_weights, vocab_size, hidden, target, ignore_index, average)
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
-    grad_enabled = torch.is_grad_enabled()
-    needs = [grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
-    scale = None
-    if reduction != "none":
-        scale = inverse_normalizer(labels, ignore_index, reduction, num_items, dtype)
-    if scale is None or not any(needs):
+    needs = Needs.of(hidden, weight, bias)
+    if reduction == "none" or not any(needs):
         stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, *options, logits_memory, *extras))
-        loss = stats.loss.view(target.shape) if scale is None else stats.loss.sum() * scale
-        return with_outputs(loss, outputs, stats, target, options, scale)
+        return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
+    scale = inverse_normalizer(labels, ignore_index, reduction, num_items, compute_dtype(hidden))
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = loss_and_gradients(

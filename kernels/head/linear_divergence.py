@@ -238,21 +238,9 @@ def reduced_divergence(
 ) -> torch.Tensor | DivergenceOutput:
     """The loss and outputs of any divergence; its public functions check the heads and call this.
 
-    Args:
-        student: Hidden states, head and bias, checked.
-        teacher: Those of the teacher, or probabilities `(..., V)`, None and None; no gradient.
-        labels: As in `linear_jsd`, like every argument that follows.
-        options: The token loss.
-        vocab_size: Classes that are compared.
-        reduction: "mean" or "sum".
-        num_items: The normaliser, instead of the number of valid tokens.
-        token_weights: Factors of the token losses.
-        outputs: Names of the outputs.
-        logits_memory: Bytes for the chunks.
-        expected_grad: The upstream gradient to expect.
-
-    Raises:
-        ValueError: For any of the arguments after `teacher`.
+    `student` holds hidden states, head and bias; `teacher` those of the teacher, or probabilities `(..., V)`, None and
+    None. Only the first `vocab_size` classes are compared. The other arguments are those of `linear_jsd`; this raises
+    its ValueErrors about them.
     """
     hidden, weight, bias = student
     if reduction not in ("mean", "sum"):
@@ -278,8 +266,7 @@ def reduced_divergence(
         num_items = flat.shape[0]
     counted = flat if labels is None else labels
     scale = inverse_normalizer(counted, options.ignore_index, reduction, num_items, dtype)
-    enabled = torch.is_grad_enabled()
-    needs = [enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
+    needs = Needs.of(hidden, weight, bias)
     teacher_weight, teacher_bias = (None if tensor is None else tensor.detach() for tensor in teacher[1:])
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, soft, nll, entropy = _linear_divergence(

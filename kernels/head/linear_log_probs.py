@@ -199,8 +199,7 @@ def linear_log_probs(
     check_linear(hidden, weight, target, bias, logits_memory)
     check_retain_memory(retain_memory)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
-    grad_enabled = torch.is_grad_enabled()
-    needs = Needs(*(grad_enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
+    needs = Needs.of(hidden, weight, bias)
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
     in_forward = any(needs) and not any(asked[2:]) and target.numel() > 0 and not torch.compiler.is_compiling()
     if expected_grad is not None and in_forward:

@@ -22,9 +22,9 @@ from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
+    check_logits,
     check_options,
     check_outputs,
-    check_target,
 )
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
 
@@ -147,9 +147,7 @@ def log_probs(
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
-    if logits.dim() < 1 or not logits.is_floating_point():
-        raise ValueError(f"`logits` has shape {tuple(logits.shape)} and dtype {logits.dtype}; give floats of (..., V).")
-    check_target(target, logits.shape[:-1], logits.shape[-1], logits, "logits")
+    check_logits(logits, target)
     check_labels_on_cpu(target, logits.shape[-1], ignore_index)
     labels = target.reshape(-1).contiguous()
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)

@@ -91,6 +91,13 @@ def check_target(target: torch.Tensor, shape: torch.Size, vocab_size: int, like:
         raise ValueError("The vocabulary is empty; there must be at least one class.")
 
 
+def check_logits(logits: torch.Tensor, target: torch.Tensor, name: str = "logits") -> None:
+    """Raises ValueError unless `logits`, the argument called `name`, are floats of (..., V) that `target` fits."""
+    if logits.dim() < 1 or not logits.is_floating_point():
+        raise ValueError(f"`{name}` has shape {tuple(logits.shape)} and dtype {logits.dtype}; give floats of (..., V).")
+    check_target(target, logits.shape[:-1], logits.shape[-1], logits, name)
+
+
 def check_tokens(name: str, tensor: torch.Tensor | None, hidden: torch.Tensor, integer: bool) -> None:
     """Raises ValueError unless `tensor`, called `name`, is None or holds one number for each token of `hidden`."""
     if tensor is None:

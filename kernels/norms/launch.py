@@ -8,6 +8,7 @@ written in memory order, without a copy, and results have the same layout.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -200,6 +201,24 @@ def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dty
         return torch.empty(like.shape, dtype=dtype, device=like.device)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return torch.empty([like.shape[dim] for dim in order], dtype=dtype, device=like.device).permute(inverse)
+
+
+def empty_gradients(
+    needed: Sequence[bool], x: torch.Tensor, *parameters: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """New gradients of `x`, in its memory order, and of the parameters; 0 where `x` is empty.
+
+    One that is not needed, or of a parameter that is None, has no elements.
+    """
+    dx = empty_in_order(x, memory_order(x), x.dtype) if needed[0] else x.new_empty(0)
+    make = torch.empty if x.numel() else torch.zeros
+    of_parameters = (
+        make(parameter.shape, dtype=parameter.dtype, device=x.device)
+        if need and parameter is not None
+        else x.new_empty(0)
+        for need, parameter in zip(needed[1:], parameters, strict=True)
+    )
+    return dx, *of_parameters
 
 
 def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tensor:

@@ -10,8 +10,8 @@ and, with g = dy * weight,
     dweight = sum over rows of dy * x_hat        dbias = sum over rows of dy
 
 Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, weight, and mean and rstd (fp32, one per row). Each program of a persistent grid sums its share of the
-gradients of weight and bias in fp32 registers, and a second, small kernel adds the shares, without atomics.
+backward: x, weight, bias, and mean and rstd (fp32, one per row). The gradients of weight and bias are summed as in
+`rms_norm`, without atomics.
 
 The kernels can also add a residual before the norm, which `fused_add_layer_norm` uses: they then read the residual too,
 write the sum, and in the backward add the gradient of the sum to dx.
@@ -31,6 +31,7 @@ from liger_trainer.kernels.norms.launch import (
     backward_tiles,
     check_arguments,
     column_sum,
+    empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
@@ -203,17 +204,16 @@ def launch_backward(
     total_grad: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    needs_dx: bool,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs the backward kernels and returns dx (with `total_grad` added), dweight and dbias, empty where not needed."""
+    """Runs the backward kernels and returns dx (with `total_grad` added), dweight and dbias; see `empty_gradients`."""
     hidden_size, order = x.shape[-1], memory_order(x)
-    dx, dweight, dbias = empty_gradients(x, needs_dx, dweight_dtype, dbias_dtype)
+    dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
     if x.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
+        return dx, dweight, dbias
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
     programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)
@@ -227,9 +227,9 @@ def launch_backward(
             weight if weight is None else weight.contiguous(),
             as_row_values(mean, order),
             as_row_values(rstd, order),
-            as_rows(dx, order) if needs_dx else None,
-            None if dweight_dtype is None else partial[0],
-            None if dbias_dtype is None else partial[-1],
+            as_rows(dx, order) if needed[0] else None,
+            partial[0] if dweight.numel() else None,
+            partial[-1] if dbias.numel() else None,
             dy_rows.stride(0),
             0 if total_grad_rows is None else total_grad_rows.stride(0),
             rows.stride(0),
@@ -238,18 +238,6 @@ def launch_backward(
         )
         if outputs:
             column_sum(partial, *outputs)
-    return dx, dweight, dbias
-
-
-def empty_gradients(
-    x: torch.Tensor, needs_dx: bool, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, weight and bias, empty where not needed."""
-    dx = empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0)
-    dweight, dbias = (
-        x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype or x.dtype)
-        for dtype in (dweight_dtype, dbias_dtype)
-    )
     return dx, dweight, dbias
 
 
@@ -276,39 +264,33 @@ def _layer_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    needs_dx: bool,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return launch_backward(dy, None, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
+    return launch_backward(dy, None, x, weight, bias, mean, rstd, needed)
 
 
 @_layer_norm_backward.register_fake
-def _(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype):
-    return empty_gradients(x, needs_dx, dweight_dtype, dbias_dtype)
+def _(dy, x, weight, bias, mean, rstd, needed):
+    return empty_gradients(needed, x, weight, bias)
 
 
 refuse_second_derivative(_layer_norm_backward, "layer_norm")
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, _, _ = inputs
-    _, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
     if dy is None:
         return None, None, None, None, None
-    needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-    x, weight, mean, rstd = ctx.saved_tensors
-    dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
-    gradients = _layer_norm_backward(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
-    return *where_needed(ctx.needs_input_grad, *gradients), None, None
+    needed = list(ctx.needs_input_grad[:3])
+    gradients = _layer_norm_backward(dy, *ctx.saved_tensors, needed)
+    return *where_needed(needed, *gradients), None, None
 
 
 _layer_norm.register_autograd(_backward, setup_context=_setup_context)

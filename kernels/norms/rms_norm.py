@@ -29,6 +29,7 @@ from liger_trainer.kernels.norms.launch import (
     backward_tiles,
     check_arguments,
     column_sum,
+    empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
@@ -229,18 +230,17 @@ def launch_backward(
     rstd: torch.Tensor,
     offset: float,
     casting: str,
-    needs_dx: bool,
-    needs_dweight: bool,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the backward kernels and returns dx (with `total_grad` added) and dweight, empty where not needed."""
+    """Runs the backward kernels and returns dx (with `total_grad` added) and dweight; see `empty_gradients`."""
     hidden_size, order = x.shape[-1], memory_order(x)
-    dx, dweight = empty_gradients(x, weight, needs_dx, needs_dweight)
+    dx, dweight = empty_gradients(needed, x, weight)
     if x.numel() == 0:
-        return dx, dweight.zero_()
+        return dx, dweight
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
     programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)
-    partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if needs_dweight else None
+    partial = x.new_empty(1, programs, hidden_size, dtype=torch.float32) if dweight.numel() else None
     with on_device(x):
         _rms_norm_backward_kernel[(programs,)](
             dy_rows,
@@ -248,7 +248,7 @@ def launch_backward(
             rows,
             weight if weight is None else weight.contiguous(),
             as_row_values(rstd, order),
-            as_rows(dx, order) if needs_dx else None,
+            as_rows(dx, order) if needed[0] else None,
             partial,
             dy_rows.stride(0),
             0 if total_grad_rows is None else total_grad_rows.stride(0),
@@ -261,14 +261,6 @@ def launch_backward(
         if partial is not None:
             column_sum(partial, dweight)
     return dx, dweight
-
-
-def empty_gradients(
-    x: torch.Tensor, weight: torch.Tensor | None, needs_dx: bool, needs_dweight: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x and weight, empty where not needed."""
-    dx = empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0)
-    return dx, weight.new_empty(weight.shape) if weight is not None and needs_dweight else x.new_empty(0)
 
 
 def check_casting(name: str, casting: str) -> None:
@@ -299,15 +291,14 @@ def _rms_norm_backward(
     rstd: torch.Tensor,
     offset: float,
     casting: str,
-    needs_dx: bool,
-    needs_dweight: bool,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_backward(dy, None, x, weight, rstd, offset, casting, needs_dx, needs_dweight)
+    return launch_backward(dy, None, x, weight, rstd, offset, casting, needed)
 
 
 @_rms_norm_backward.register_fake
-def _(dy, x, weight, rstd, offset, casting, needs_dx, needs_dweight):
-    return empty_gradients(x, weight, needs_dx, needs_dweight)
+def _(dy, x, weight, rstd, offset, casting, needed):
+    return empty_gradients(needed, x, weight)
 
 
 refuse_second_derivative(_rms_norm_backward, "rms_norm")
@@ -320,12 +311,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    needs_dx, needs_dweight = ctx.needs_input_grad[:2]
     if dy is None:
         return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    gradients = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight)
-    return *where_needed(ctx.needs_input_grad, *gradients), None, None, None
+    needed = list(ctx.needs_input_grad[:2])
+    gradients = _rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
+    return *where_needed(needed, *gradients), None, None, None
 
 
 _rms_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -10,9 +10,8 @@ and, with s = 1 - t^2 and sums over all rows,
     dalpha = sum over rows and columns of x * gamma_c * s * dy
 
 Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, alpha and gamma. tanh and s are computed from exp(-2 |alpha x|) without cancellation, and tanh near zero
-from its power series. Each program of a persistent grid sums its share of the parameters' gradients in fp32 registers,
-and a second, small kernel adds the shares, without atomics.
+backward: the inputs. tanh and s are computed from exp(-2 |alpha x|) without cancellation, and tanh near zero from its
+power series. The gradients of the parameters are summed as in `rms_norm`, without atomics.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from liger_trainer.kernels.norms.launch import (
     check_all_dtensors,
     check_arguments,
     column_sum,
+    empty_gradients,
     empty_in_order,
     memory_order,
 )
@@ -171,14 +171,12 @@ def _dyt_backward(
     x: torch.Tensor,
     alpha: torch.Tensor,
     gamma: torch.Tensor,
-    needs_dx: bool,
-    needs_dalpha: bool,
-    needs_dgamma: bool,
-    dbeta_dtype: torch.dtype | None,
+    beta: torch.Tensor | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dalpha, dgamma, dbeta = _gradients(x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype)
+    dx, dalpha, dgamma, dbeta = empty_gradients(needed, x, alpha, gamma, beta)
     if x.numel() == 0:
-        return dx, dalpha.zero_(), dgamma.zero_(), dbeta.zero_()
+        return dx, dalpha, dgamma, dbeta
     hidden_size, order = x.shape[-1], memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     block, config = _block(hidden_size), launch_config(hidden_size)
@@ -187,17 +185,17 @@ def _dyt_backward(
     programs = min(programs, cdiv(rows.shape[0], config.rows))
     sums = [tensor for tensor in (dgamma, dbeta) if tensor.numel()]
     partial = x.new_empty(len(sums), programs, hidden_size, dtype=torch.float32)
-    alpha_partial = x.new_empty(1, programs * columns, 1, dtype=torch.float32) if needs_dalpha else None
+    alpha_partial = x.new_empty(1, programs * columns, 1, dtype=torch.float32) if needed[1] else None
     with on_device(x):
         _dyt_backward_kernel[(programs, columns)](
             dy_rows,
             rows,
             alpha,
             gamma.contiguous(),
-            as_rows(dx, order) if needs_dx else None,
+            as_rows(dx, order) if needed[0] else None,
             alpha_partial,
-            partial[0] if needs_dgamma else None,
-            None if dbeta_dtype is None else partial[-1],
+            partial[0] if needed[2] else None,
+            partial[-1] if dbeta.numel() else None,
             dy_rows.stride(0),
             rows.stride(0),
             rows.shape[0],
@@ -215,46 +213,23 @@ def _dyt_backward(
 
 
 @_dyt_backward.register_fake
-def _(dy, x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype):
-    return _gradients(x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype)
+def _(dy, x, alpha, gamma, beta, needed):
+    return empty_gradients(needed, x, alpha, gamma, beta)
 
 
 refuse_second_derivative(_dyt_backward, "dyt")
 
 
-def _gradients(
-    x: torch.Tensor,
-    alpha: torch.Tensor,
-    gamma: torch.Tensor,
-    needs_dx: bool,
-    needs_dalpha: bool,
-    needs_dgamma: bool,
-    dbeta_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, alpha, gamma and beta, empty where not needed."""
-    return (
-        empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0),
-        alpha.new_empty(alpha.shape if needs_dalpha else 0),
-        gamma.new_empty(gamma.shape if needs_dgamma else 0),
-        x.new_empty(0 if dbeta_dtype is None else x.shape[-1], dtype=dbeta_dtype or x.dtype),
-    )
-
-
 def _setup_context(ctx, inputs, output):
-    x, alpha, gamma, beta = inputs
     ctx.set_materialize_grads(False)
-    ctx.beta_dtype = None if beta is None else beta.dtype
-    ctx.save_for_backward(x, alpha, gamma)
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx, dy):
     if dy is None:
         return None, None, None, None
-    needs_dx, needs_dalpha, needs_dgamma, needs_dbeta = ctx.needs_input_grad
-    x, alpha, gamma = ctx.saved_tensors
-    dbeta_dtype = ctx.beta_dtype if needs_dbeta else None
-    gradients = _dyt_backward(dy, x, alpha, gamma, needs_dx, needs_dalpha, needs_dgamma, dbeta_dtype)
-    return where_needed(ctx.needs_input_grad, *gradients)
+    needed = list(ctx.needs_input_grad)
+    return where_needed(needed, *_dyt_backward(dy, *ctx.saved_tensors, needed))
 
 
 _dyt.register_autograd(_backward, setup_context=_setup_context)

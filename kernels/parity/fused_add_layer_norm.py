@@ -7,8 +7,8 @@ Both results have gradients, and `x` and `residual` receive the same one:
     dx = dresidual = layer_norm_backward(dy) + dnew_residual
 
 In bf16, forward reads 4 and writes 4 bytes per element, backward reads 6 and writes 2; an addition and a norm apart
-move 10 and 8. Saved for backward: new_residual, weight, and mean and rstd (fp32, one per row). The kernels are those of
-`layer_norm`.
+move 10 and 8. Saved for backward: new_residual, weight, bias, and mean and rstd (fp32, one per row). The kernels are
+those of `layer_norm`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from liger_trainer.kernels.norms.launch import (
     autocast_dtype,
     check_arguments,
     check_residual,
+    empty_gradients,
     empty_in_order,
     empty_row_values,
     memory_order,
     runs_on_triton,
 )
 from liger_trainer.kernels.norms.layer_norm import (
-    empty_gradients,
     launch_backward,
     launch_forward,
     layer_norm_reference,
@@ -60,20 +60,17 @@ def _fused_add_layer_norm_backward(
     new_residual_grad: torch.Tensor | None,
     new_residual: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    needs_dx: bool,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return launch_backward(
-        dy, new_residual_grad, new_residual, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype
-    )
+    return launch_backward(dy, new_residual_grad, new_residual, weight, bias, mean, rstd, needed)
 
 
 @_fused_add_layer_norm_backward.register_fake
-def _(dy, new_residual_grad, new_residual, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype):
-    return empty_gradients(new_residual, needs_dx, dweight_dtype, dbias_dtype)
+def _(dy, new_residual_grad, new_residual, weight, bias, mean, rstd, needed):
+    return empty_gradients(needed, new_residual, weight, bias)
 
 
 refuse_second_derivative(_fused_add_layer_norm_backward, "fused_add_layer_norm")
@@ -83,8 +80,7 @@ def _setup_context(ctx, inputs, output):
     _, _, weight, bias, _, _ = inputs
     _, new_residual, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(new_residual, weight, mean, rstd)
+    ctx.save_for_backward(new_residual, weight, bias, mean, rstd)
 
 
 def _backward(ctx, dy, new_residual_grad, _mean_grad, _rstd_grad):
@@ -92,12 +88,8 @@ def _backward(ctx, dy, new_residual_grad, _mean_grad, _rstd_grad):
     if dy is None:  # only the sum was used
         dx, dweight, dbias = new_residual_grad, None, None
     else:
-        new_residual, weight, mean, rstd = ctx.saved_tensors
-        needs_dx = needs_x or needs_residual
-        dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
-        dx, dweight, dbias = _fused_add_layer_norm_backward(
-            dy, new_residual_grad, new_residual, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype
-        )
+        needed = [needs_x or needs_residual, needs_dweight, needs_dbias]
+        dx, dweight, dbias = _fused_add_layer_norm_backward(dy, new_residual_grad, *ctx.saved_tensors, needed)
     # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
     return *where_needed(ctx.needs_input_grad, dx, dx, dweight, dbias), None, None
 

@@ -19,6 +19,7 @@ from liger_trainer.kernels.autograd import refuse_second_derivative, where_neede
 from liger_trainer.kernels.norms.launch import (
     check_arguments,
     check_residual,
+    empty_gradients,
     empty_in_order,
     empty_row_values,
     memory_order,
@@ -26,7 +27,6 @@ from liger_trainer.kernels.norms.launch import (
 )
 from liger_trainer.kernels.norms.rms_norm import (
     check_casting,
-    empty_gradients,
     launch_backward,
     launch_forward,
     output_dtype,
@@ -59,15 +59,14 @@ def _fused_add_rms_norm_backward(
     rstd: torch.Tensor,
     offset: float,
     casting: str,
-    needs_dx: bool,
-    needs_dweight: bool,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_backward(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needs_dx, needs_dweight)
+    return launch_backward(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needed)
 
 
 @_fused_add_rms_norm_backward.register_fake
-def _(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needs_dx, needs_dweight):
-    return empty_gradients(new_residual, weight, needs_dx, needs_dweight)
+def _(dy, new_residual_grad, new_residual, weight, rstd, offset, casting, needed):
+    return empty_gradients(needed, new_residual, weight)
 
 
 refuse_second_derivative(_fused_add_rms_norm_backward, "fused_add_rms_norm")
@@ -85,10 +84,9 @@ def _backward(ctx, dy, new_residual_grad, _):
     if dy is None:  # only the sum was used
         dx, dweight = new_residual_grad, None
     else:
-        new_residual, weight, rstd = ctx.saved_tensors
-        needs_dx = needs_x or needs_residual
+        needed = [needs_x or needs_residual, needs_dweight]
         dx, dweight = _fused_add_rms_norm_backward(
-            dy, new_residual_grad, new_residual, weight, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight
+            dy, new_residual_grad, *ctx.saved_tensors, ctx.offset, ctx.casting, needed
         )
     # x and residual may share one gradient: autograd copies before it accumulates into a tensor that others hold.
     return *where_needed(ctx.needs_input_grad, dx, dx, dweight), None, None, None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_double_backward
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, row_start, row_view
 from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check_target
 from liger_trainer.kernels.head.row_statistics import compute_dtype
@@ -211,20 +211,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _backward(
     ctx: Any, ce_grad: torch.Tensor | None, tvd_grad: torch.Tensor | None, _: None
-) -> tuple[torch.Tensor | None, None, None, None]:
+) -> tuple[torch.Tensor | None, ...]:
     if ce_grad is None and tvd_grad is None:
-        return None, None, None, None
+        return input_gradients(ctx)
     refuse_double_backward("fused_ce_tvd")
     student, teacher, target, saved = ctx.saved_tensors
     zero = saved.new_zeros(saved.shape[1])
     ce_grad = zero if ce_grad is None else ce_grad
     tvd_grad = zero if tvd_grad is None else tvd_grad
-    return (
-        _fused_ce_tvd_backward(ce_grad, tvd_grad, student, teacher, target, saved, ctx.ignore_index),
-        None,
-        None,
-        None,
-    )
+    gradient = _fused_ce_tvd_backward(ce_grad, tvd_grad, student, teacher, target, saved, ctx.ignore_index)
+    return input_gradients(ctx, gradient)
 
 
 _fused_ce_tvd.register_autograd(_backward, setup_context=_setup_context)

@@ -11,8 +11,8 @@ and, with g = dy * weight_c,
 
 Where a group fits one program (32768 elements, 16384 in the backward), forward reads x and writes y (4 bytes per
 element in bf16) and backward reads x and dy and writes dx (6 bytes). A larger group is split over several programs and
-its inputs are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for backward: x, weight, and mean
-and rstd (fp32, one per group). No gradient uses atomics. The kernels are in `group_norm_kernels`.
+its inputs are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for backward: x, weight, bias, and
+mean and rstd (fp32, one per group). No gradient uses atomics. The kernels are in `group_norm_kernels`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
-from liger_trainer.kernels.norms.launch import NormConfig, autocast_dtype, column_sum, device_limits, fit_config
+from liger_trainer.kernels.norms.launch import (
+    NormConfig,
+    autocast_dtype,
+    column_sum,
+    device_limits,
+    empty_gradients,
+    fit_config,
+)
 from liger_trainer.kernels.parity.group_norm_kernels import (
     MAX_CHUNKS,
     channel_sums_kernel,
@@ -153,18 +160,14 @@ def _group_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    needs_dx: bool,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _gradients(x, needs_dx, dweight_dtype, dbias_dtype)
+    dx, dweight, dbias = empty_gradients(needed, x.contiguous(), weight, bias)
     if x.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
-        return gradients
-    dx, dweight, dbias = (gradient if gradient.numel() else None for gradient in gradients)
+        return dx, dweight, dbias
     dy, x, mean, rstd = _by_position(dy), _by_position(x), mean.contiguous(), rstd.contiguous()
     samples, channels, positions = x.shape
     num_groups = mean.shape[-1]
@@ -179,7 +182,7 @@ def _group_norm_backward(
         chunk_tiles = cdiv(chunk_tiles, min(chunk_tiles, cdiv(programs, sum_rows)))
         chunks = cdiv(cdiv(positions, tiles.positions), chunk_tiles)
         splits = min(tiles.per_row, cdiv(programs, rows))
-    sums = [tensor for tensor in (dweight, dbias) if tensor is not None]
+    sums = [tensor for tensor in (dweight, dbias) if tensor.numel()]
     partial = x.new_empty(2, samples * chunks, channels, dtype=torch.float32) if sums or not whole else None
     product, dy_sum = (None, None) if partial is None else (partial[0], partial[1])
     with on_device(x):
@@ -198,14 +201,14 @@ def _group_norm_backward(
                 chunk_tiles,
                 **tiles.constants,
             )
-        if dx is not None or whole:
+        if needed[0] or whole:
             group_norm_backward_kernel[(rows * splits,)](
                 dy,
                 x,
                 weight if weight is None else weight.contiguous(),
                 mean,
                 rstd,
-                dx,
+                dx if needed[0] else None,
                 product,
                 dy_sum,
                 positions,
@@ -220,44 +223,31 @@ def _group_norm_backward(
                 **tiles.constants,
             )
         if sums and partial is not None:
-            column_sum(partial if len(sums) == 2 else partial[:1] if dbias is None else partial[1:], *sums)
-    return gradients
+            column_sum(partial if len(sums) == 2 else partial[:1] if dweight.numel() else partial[1:], *sums)
+    return dx, dweight, dbias
 
 
 @_group_norm_backward.register_fake
-def _(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype):
-    return _gradients(x, needs_dx, dweight_dtype, dbias_dtype)
+def _(dy, x, weight, bias, mean, rstd, needed):
+    return empty_gradients(needed, x.contiguous(), weight, bias)
 
 
 refuse_second_derivative(_group_norm_backward, "group_norm")
 
 
-def _gradients(
-    x: torch.Tensor, needs_dx: bool, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, weight and bias, empty where not needed."""
-    dweight, dbias = (
-        x.new_empty(0 if dtype is None else x.shape[1], dtype=dtype or x.dtype)
-        for dtype in (dweight_dtype, dbias_dtype)
-    )
-    return torch.empty(x.shape if needs_dx else 0, dtype=x.dtype, device=x.device), dweight, dbias
-
-
 def _setup_context(ctx, inputs, output):
     x, _, weight, bias, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.save_for_backward(x, weight, bias, *output[1:])
 
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
     if dy is None:
         return None, None, None, None, None, None
     needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
-    x, weight, mean, rstd = ctx.saved_tensors
-    dweight_dtype, dbias_dtype = weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None
-    dx, dweight, dbias = _group_norm_backward(dy, x, weight, mean, rstd, needs_dx, dweight_dtype, dbias_dtype)
-    return *where_needed(ctx.needs_input_grad, dx, None, dweight, dbias), None, None
+    needed = [needs_dx, needs_dweight, needs_dbias]
+    dx, dweight, dbias = where_needed(needed, *_group_norm_backward(dy, *ctx.saved_tensors, needed))
+    return dx, None, dweight, dbias, None, None
 
 
 _group_norm.register_autograd(_backward, setup_context=_setup_context)

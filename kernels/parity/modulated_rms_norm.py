@@ -237,12 +237,10 @@ def _modulated_rms_norm_backward(
     rstd: torch.Tensor,
     offset: float,
     casting: str,
-    needs_dx: bool,
-    needs_dweight: bool,
-    needs_dscale: bool,
-    dshift_dtype: torch.dtype | None,
+    needed: list[bool],
+    shift_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype)
+    gradients = _gradients(x, weight, scale, needed, shift_dtype)
     if x.numel() == 0:
         for gradient in gradients:
             gradient.zero_()
@@ -294,8 +292,8 @@ def _modulated_rms_norm_backward(
 
 
 @_modulated_rms_norm_backward.register_fake
-def _(dy, x, weight, scale, rstd, offset, casting, needs_dx, needs_dweight, needs_dscale, dshift_dtype):
-    return _gradients(x, weight, scale, needs_dx, needs_dweight, needs_dscale, dshift_dtype)
+def _(dy, x, weight, scale, rstd, offset, casting, needed, shift_dtype):
+    return _gradients(x, weight, scale, needed, shift_dtype)
 
 
 refuse_second_derivative(_modulated_rms_norm_backward, "modulated_rms_norm")
@@ -305,17 +303,15 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     scale: torch.Tensor,
-    needs_dx: bool,
-    needs_dweight: bool,
-    needs_dscale: bool,
-    dshift_dtype: torch.dtype | None,
+    needed: list[bool],
+    shift_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, weight, scale and shift, empty where not needed."""
+    """Uninitialised gradients of x, weight, scale and, with its dtype, shift; empty where not needed."""
     return (
-        x.new_empty(x.shape if needs_dx else 0),
-        x.new_empty(0) if weight is None or not needs_dweight else weight.new_empty(weight.shape),
-        scale.new_empty(scale.shape if needs_dscale else 0),
-        x.new_empty(0) if dshift_dtype is None else x.new_empty(scale.shape, dtype=dshift_dtype),
+        x.new_empty(x.shape if needed[0] else 0),
+        x.new_empty(0) if weight is None or not needed[1] else weight.new_empty(weight.shape),
+        scale.new_empty(scale.shape if needed[2] else 0),
+        x.new_empty(0) if shift_dtype is None else x.new_empty(scale.shape, dtype=shift_dtype),
     )
 
 
@@ -330,13 +326,13 @@ def _backward(ctx, dy, _):
     if dy is None:
         return None, None, None, None, None, None, None
     x, weight, scale, rstd = ctx.saved_tensors
-    needs_dx, needs_dweight, needs_dscale, needs_dshift = ctx.needs_input_grad[:4]
-    shift_per_token = scale.shape[0] * scale.shape[1] == x.numel()  # its gradient is dy
-    dshift_dtype = ctx.shift_dtype if needs_dshift and not shift_per_token else None
+    *needed, needs_dshift = ctx.needs_input_grad[:4]
+    shift_per_token = scale.numel() == x.numel()  # its gradient is dy
+    shift_dtype = ctx.shift_dtype if needs_dshift and not shift_per_token else None
     dx = dweight = dscale = dshift = None
-    if needs_dx or needs_dweight or needs_dscale or dshift_dtype is not None:
+    if any(needed) or shift_dtype is not None:
         dx, dweight, dscale, dshift = _modulated_rms_norm_backward(
-            dy, x, weight, scale, rstd, ctx.offset, ctx.casting, needs_dx, needs_dweight, needs_dscale, dshift_dtype
+            dy, x, weight, scale, rstd, ctx.offset, ctx.casting, needed, shift_dtype
         )
     if shift_per_token and needs_dshift:
         dshift = dy.reshape(scale.shape).to(ctx.shift_dtype)

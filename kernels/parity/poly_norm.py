@@ -10,8 +10,8 @@ and, with S_p the sum over the row of dy * n_p,
     dw = sum over rows of S_p (in the order of the weights)        dbias = sum of dy
 
 Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
-backward: x, weight, bias and the three r_p of each row, in fp32. Each program of a persistent grid sums its share of
-the gradients of weight and bias in fp32, and a second, small kernel adds the shares, without atomics.
+backward: x, weight, bias and the three r_p of each row, in fp32. The gradients of weight and bias are summed as in
+`rms_norm`, without atomics.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from liger_trainer.kernels.norms.launch import (
     check_all_dtensors,
     check_arguments,
     column_sum,
+    empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
@@ -189,21 +190,20 @@ def _poly_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     rstd_3: torch.Tensor,
     rstd_2: torch.Tensor,
     rstd_1: torch.Tensor,
-    needs_dx: bool,
-    needs_dweight: bool,
-    bias_like: torch.Tensor | None,
+    needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dweight, dbias = _gradients(x, weight, needs_dx, needs_dweight, bias_like)
+    dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
     if x.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
+        return dx, dweight, dbias
     order = memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     programs, options = backward_tiles(backward_config(x.shape[-1]), rows, dy_rows)
-    weight_partial = x.new_empty(1, programs, 3, dtype=torch.float32) if needs_dweight else None
-    bias_partial = None if bias_like is None else x.new_empty(1, programs, 1, dtype=torch.float32)
+    weight_partial = x.new_empty(1, programs, 3, dtype=torch.float32) if needed[1] else None
+    bias_partial = x.new_empty(1, programs, 1, dtype=torch.float32) if dbias.numel() else None
     with on_device(x):
         _poly_norm_backward_kernel[(programs,)](
             dy_rows,
@@ -212,7 +212,7 @@ def _poly_norm_backward(
             as_row_values(rstd_3, order),
             as_row_values(rstd_2, order),
             as_row_values(rstd_1, order),
-            as_rows(dx, order) if needs_dx else None,
+            as_rows(dx, order) if needed[0] else None,
             weight_partial,
             bias_partial,
             dy_rows.stride(0),
@@ -228,39 +228,23 @@ def _poly_norm_backward(
 
 
 @_poly_norm_backward.register_fake
-def _(dy, x, weight, rstd_3, rstd_2, rstd_1, needs_dx, needs_dweight, bias_like):
-    return _gradients(x, weight, needs_dx, needs_dweight, bias_like)
+def _(dy, x, weight, bias, rstd_3, rstd_2, rstd_1, needed):
+    return empty_gradients(needed, x, weight, bias)
 
 
 refuse_second_derivative(_poly_norm_backward, "poly_norm")
 
 
-def _gradients(
-    x: torch.Tensor, weight: torch.Tensor, needs_dx: bool, needs_dweight: bool, bias_like: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, weight and bias, empty where not needed."""
-    return (
-        empty_in_order(x, memory_order(x), x.dtype) if needs_dx else x.new_empty(0),
-        weight.new_empty(weight.shape if needs_dweight else 0),
-        x.new_empty(0) if bias_like is None else bias_like.new_empty(bias_like.shape),
-    )
-
-
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, _ = inputs
-    _, rstd_3, rstd_2, rstd_1 = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, rstd_3, rstd_2, rstd_1)
+    ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _backward(ctx, dy, _rstd_3_grad, _rstd_2_grad, _rstd_1_grad):
     if dy is None:
         return None, None, None, None
-    x, weight, bias, rstd_3, rstd_2, rstd_1 = ctx.saved_tensors
-    needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-    bias_like = bias if needs_dbias else None
-    gradients = _poly_norm_backward(dy, x, weight, rstd_3, rstd_2, rstd_1, needs_dx, needs_dweight, bias_like)
-    return *where_needed(ctx.needs_input_grad, *gradients), None
+    needed = list(ctx.needs_input_grad[:3])
+    return *where_needed(needed, *_poly_norm_backward(dy, *ctx.saved_tensors, needed)), None
 
 
 _poly_norm.register_autograd(_backward, setup_context=_setup_context)

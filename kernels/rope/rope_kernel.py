@@ -245,7 +245,6 @@ def launch(
     q_out: torch.Tensor,
     k_out: torch.Tensor,
     transposed: bool,
-    config: tuple[int, int, int] | None = None,
     pairs: str = "halves",
     table: str = "halves",
     sections: Sequence[int] = (),
@@ -260,7 +259,7 @@ def launch(
         return
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
     block_half = next_power_of_2(max(half, 1))
-    block_tokens, splits, num_warps = config or launch_config(max(num_q_heads, num_k_heads), block_half)
+    block_tokens, splits, num_warps = launch_config(max(num_q_heads, num_k_heads), block_half)
     grid = (batch * cdiv(seq_len, block_tokens), splits)
     with on_device(q):
         rope_kernel[grid](

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from liger_trainer.benchmarks.device import Device
     from liger_trainer.benchmarks.records import Run
-    from liger_trainer.benchmarks.training_task import Task
+    from liger_trainer.benchmarks.training import Task
 
 _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 
@@ -54,8 +54,8 @@ def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[
 
 
 def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.report import make_console
-    from liger_trainer.benchmarks.training import line, run_lengths, sweep_table, table
+    from liger_trainer.benchmarks.report import line, make_console, sweep_table, training_table
+    from liger_trainer.benchmarks.training import run_lengths
 
     lengths = sorted(arguments.length or [task.length])
     before = len(run.training)
@@ -70,14 +70,14 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
                 run.write(arguments.output)
     found = sorted(run.training[before:], key=lambda record: (record.gpus, record.length))
     for _, records in itertools.groupby(found, key=lambda record: record.group):
-        make_console().print(table(list(records)))
+        make_console().print(training_table(list(records)))
     if len({record.group for record in found}) > 1:
         make_console().print(sweep_table(run.training[before:]))
 
 
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training_task import Task
+    from liger_trainer.benchmarks.training import Task
 
     searching = arguments.operations == ["longest"]
     trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)

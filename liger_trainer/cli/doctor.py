@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 from typing import Literal
@@ -172,20 +171,6 @@ def traps() -> list[Finding]:
         if importlib.util.find_spec("flash_attn") is None:
             text = "not installed: packed batches are right, but slower, through the masked attention of torch"
             found.append(("flash-attn", "note", text))
-        driver = driver_version()
-        if driver and driver < (525,):
-            text = f"{'.'.join(map(str, driver))} is old for CUDA {torch.version.cuda}; update it"
-            found.append(("driver", "warning", text))
     if os.environ.get("TRITON_INTERPRET") == "1":
         found.append(("TRITON_INTERPRET", "warning", "is 1: kernels run in Python and are very slow; unset it"))
     return [Finding(*line) for line in found or [("traps", "ok", "none of the known ones")]]
-
-
-def driver_version() -> tuple[int, ...] | None:
-    """The NVIDIA driver's version as Linux reports it; None elsewhere."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
-    return tuple(int(part) for part in found.group(1).split(".")) if found else None

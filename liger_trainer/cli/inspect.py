@@ -59,6 +59,6 @@ def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfi
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
         source = find_recipe(model)
-        values = {"trust_remote_code": trust_remote_code, **read_recipe(source)}
+        values = {**read_recipe(source), "trust_remote_code": trust_remote_code}
         return config_of_values(values, source, packaged=True)
     return published_config(model) or read_config(model, "The model", trust_remote_code=trust_remote_code)

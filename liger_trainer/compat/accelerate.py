@@ -6,10 +6,10 @@ from liger_trainer.compat.private import Feature, Private
 
 WRAPPED_OPTIMIZER = Feature(
     "reading the optimizer that accelerate has wrapped",
-    (Private("accelerate.optimizer:AcceleratedOptimizer.__init__", uses=("optimizer", "scaler")),),
+    Private("accelerate.optimizer:AcceleratedOptimizer.__init__", uses="optimizer, scaler"),
 )
 
 FSDP_PLUGIN = Feature(
     "refusing adapters that FSDP would not save or load",
-    (Private("accelerate.state:AcceleratorState.__init__", uses=("fsdp_plugin",)),),
+    Private("accelerate.state:AcceleratorState.__init__", uses="fsdp_plugin"),
 )

@@ -6,19 +6,17 @@ from liger_trainer.compat.private import Feature, Private
 
 PARTITIONED_PARAMETERS = Feature(
     "looking at the parameters that ZeRO-3 has partitioned",
-    (Private("deepspeed.runtime.zero.partition_parameters:Init._partition_param", uses=("ds_tensor", "ds_numel")),),
+    Private("deepspeed.runtime.zero.partition_parameters:Init._partition_param", uses="ds_tensor, ds_numel"),
 )
 
 PARTITIONED_HEAD = Feature(
     "reading an LM head that ZeRO-3 has partitioned",
-    (
-        Private(
-            "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
-            uses=("ds_id", "ds_status", "ds_shape", "AVAILABLE"),
-        ),
-        Private(
-            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
-            uses=("pre_bwd_fn", "PreBackwardFunctionForModule"),
-        ),
+    Private(
+        "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
+        uses="ds_id, ds_status, ds_shape, AVAILABLE",
+    ),
+    Private(
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
+        uses="pre_bwd_fn, PreBackwardFunctionForModule",
     ),
 )

@@ -6,57 +6,47 @@ from liger_trainer.compat.private import Feature, Private
 
 ADAPTERS_ON_FOUR_BITS = Feature(
     "adapters on experts in 4 bits",
-    (
-        Private("peft.tuners.tuners_utils:BaseTuner"),
-        Private("peft.tuners.lora.layer:ParamWrapper"),
-        Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", ("self", "active_adapters")),
-        Private("peft.tuners.lora.layer:ParamWrapper.forward", uses=("_activate_lora",)),
-        Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses=("parameter_name",)),
-        Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", ("self",)),
-        Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses=("_check_merge_allowed",)),
-        Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses=("_check_merge_allowed",)),
-    ),
+    Private("peft.tuners.tuners_utils:BaseTuner"),
+    Private("peft.tuners.lora.layer:ParamWrapper"),
+    Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", "self, active_adapters"),
+    Private("peft.tuners.lora.layer:ParamWrapper.forward", uses="_activate_lora"),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
+    Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
+    Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed"),
+    Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
 )
 
-ADAPTERS_ON_HEAD = Feature(
-    "adapters on the LM head of a student", (Private("peft.tuners.tuners_utils:BaseTunerLayer"),)
-)
+ADAPTERS_ON_HEAD = Feature("adapters on the LM head of a student", Private("peft.tuners.tuners_utils:BaseTunerLayer"))
 
 TIED_ADAPTERS = Feature(
     "noticing adapters on an LM head that is tied to the embedding",
-    (Private("peft.tuners.tuners_utils:BaseTunerLayer"),),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
     needed=False,
 )
 
 HEAD_COPIES = Feature(
     "training the LM head beside adapters (`modules_to_save`)",
-    (Private("peft.utils.other:ModulesToSaveWrapper.update", uses=("original_module", "modules_to_save")),),
+    Private("peft.utils.other:ModulesToSaveWrapper.update", uses="original_module, modules_to_save"),
 )
 
 LORA_LAYERS = Feature(
     "LoRA layers as one operator",
-    (
-        Private(
-            "peft.tuners.lora.layer:Linear.forward",
-            ("self", "x", "..."),
-            uses=(
-                *("disable_adapters", "merged", "active_adapters", "base_layer"),
-                *("lora_A", "lora_B", "lora_dropout", "scaling", "lora_variant"),
-            ),
-        ),
-        Private("peft.tuners.lora.layer:LoraLayer.__init__", uses=("cast_input_dtype_enabled", "lora_variant")),
-        Private("peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters"),
-        Private("peft.tuners.tuners_utils:BaseTunerLayer._active_adapter"),
-        Private("peft.tuners.tuners_utils:BaseTunerLayer.merged_adapters"),
+    Private(
+        "peft.tuners.lora.layer:Linear.forward",
+        "self, x, ...",
+        uses="disable_adapters, merged, active_adapters, base_layer, lora_A, lora_B, lora_dropout, scaling, "
+        "lora_variant",
     ),
+    Private("peft.tuners.lora.layer:LoraLayer.__init__", uses="cast_input_dtype_enabled, lora_variant"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer._active_adapter"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.merged_adapters"),
     needed=False,
 )
 
 LORA_EXPERTS = Feature(
     "adapters on experts in the operator of the experts",
-    (
-        Private("peft.tuners.lora.layer:ParamWrapper.get_delta_weight", ("self", "adapter_name", "...")),
-        Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses=("parameter_name", "_did_swap_in_out_features")),
-    ),
+    Private("peft.tuners.lora.layer:ParamWrapper.get_delta_weight", "self, adapter_name, ..."),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name, _did_swap_in_out_features"),
     needed=False,
 )

@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import itertools
 import logging
 import types
 from collections.abc import Iterator
@@ -34,16 +33,16 @@ class Private:
 
     Args:
         path: ``"module:function"``, ``"module:Class"`` or ``"module:Class.method"``.
-        parameters: Names of all parameters, in order; with ``"..."`` last, others may follow. None for any.
-        uses: Attributes, globals or strings that the body of the function must use: how an attribute that only
-            instances have, or a global that we replace, is checked.
+        parameters: All parameters, in order, such as ``"self, x"``; after ``"..."`` others may follow. None for any.
+        uses: Attributes, globals or strings that the body of the function must use, such as ``"weight, bias"``: how an
+            attribute that only instances have, or a global that we replace, is checked.
         unpacks: Local variables that the body must assign one after the other: the order of a tuple that we build.
     """
 
     path: str
-    parameters: tuple[str, ...] | None = None
-    uses: tuple[str, ...] = ()
-    unpacks: tuple[str, ...] = ()
+    parameters: str | None = None
+    uses: str = ""
+    unpacks: str = ""
 
     @property
     def library(self) -> str:
@@ -72,32 +71,30 @@ class Private:
         except (ImportError, AttributeError):
             return "is missing"
         if self.parameters is not None:
-            given = tuple(inspect.signature(found).parameters)
-            if not _matches(given, self.parameters):
-                return f"takes ({', '.join(given)}), not ({', '.join(self.parameters)})"
+            given = list(inspect.signature(found).parameters)
+            if not _matches(given, _split(self.parameters)):
+                return f"takes ({', '.join(given)}), not ({self.parameters})"
         codes = list(_codes(found)) if self.uses or self.unpacks else []
         mentioned = {name for code in codes for name in _names(code)}
-        unused = [name for name in self.uses if name not in mentioned]
+        unused = [name for name in _split(self.uses) if name not in mentioned]
         if unused:
             return f"no longer uses {', '.join(f'`{name}`' for name in unused)}"
-        if self.unpacks and not any(_follow(code.co_varnames, self.unpacks) for code in codes):
-            return f"no longer unpacks ({', '.join(self.unpacks)})"
+        if self.unpacks and not any(f", {self.unpacks}, " in f", {', '.join(code.co_varnames)}, " for code in codes):
+            return f"no longer unpacks ({self.unpacks})"
         return None
 
 
-@dataclasses.dataclass(frozen=True)
 class Feature:
     """A feature of ours, and the private names of one library without which it does not work.
 
     Args:
         text: What the feature is, for messages.
-        names: All from one library.
+        *names: All from one library.
         needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
     """
 
-    text: str
-    names: tuple[Private, ...]
-    needed: bool = True
+    def __init__(self, text: str, *names: Private, needed: bool = True) -> None:
+        self.text, self.names, self.needed = text, names, needed
 
     @property
     def library(self) -> str:
@@ -149,10 +146,14 @@ def _message(feature: Feature) -> str | None:
     )
 
 
-def _matches(given: tuple[str, ...], expected: tuple[str, ...]) -> bool:
+def _split(names: str) -> list[str]:
+    return names.split(", ") if names else []
+
+
+def _matches(given: list[str], expected: list[str]) -> bool:
     if {"args", "kwargs"} <= set(given) <= {"self", "args", "kwargs"}:  # a wrapper that passes on what it is given
         return True
-    if expected[-1:] == ("...",):
+    if expected[-1:] == ["..."]:
         return given[: len(expected) - 1] == expected[:-1]
     return given == expected
 
@@ -174,20 +175,11 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names and strings that `code` uses."""
-    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *_strings(code.co_consts))
-
-
-def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
-    """The strings among the constants of a function, tuples of them included."""
-    for constant in constants:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):
-            yield from _strings(constant)
-
-
-def _follow(names: tuple[str, ...], expected: tuple[str, ...]) -> bool:
-    """Whether `expected` is a contiguous part of `names`."""
-    starts = range(len(names) - len(expected) + 1)
-    return any(tuple(itertools.islice(names, start, start + len(expected))) == expected for start in starts)
+    """The names and strings that `code` uses, those in constant tuples included."""
+    pending: list[tuple[Any, ...]] = [code.co_names, code.co_varnames, code.co_freevars, code.co_consts]
+    while pending:
+        for item in pending.pop():
+            if isinstance(item, str):
+                yield item
+            elif isinstance(item, tuple):
+                pending.append(item)

@@ -6,135 +6,120 @@ from liger_trainer.compat.private import Feature, Private
 
 SAVED_AS_IS = Feature(
     "saving tensors past the hooks of activation offloading",
-    (Private("torch._C._autograd:_saved_tensors_hooks_is_enabled"),),
+    Private("torch._C._autograd:_saved_tensors_hooks_is_enabled"),
 )
 
 RELEASED_GRAPHS = Feature(
     "writing gradients over saved tensors that no later backward needs",
-    (Private("torch._C._autograd:_get_current_graph_task_keep_graph"),),
+    Private("torch._C._autograd:_get_current_graph_task_keep_graph"),
     needed=False,
 )
 
-DEVICE_ASSERTIONS = Feature("checking ids of experts without waiting for the device", (Private("torch:_assert_async"),))
+DEVICE_ASSERTIONS = Feature("checking ids of experts without waiting for the device", Private("torch:_assert_async"))
 
 SKIPPED_ON_DEVICE = Feature(
     "leaving out an update that is not finite without waiting for the device",
-    (
-        Private("torch.optim.adam:Adam.__init__", uses=("_step_supports_amp_scaling",)),
-        Private("torch.optim.adam:Adam.step", uses=("grad_scale", "found_inf")),
-    ),
+    Private("torch.optim.adam:Adam.__init__", uses="_step_supports_amp_scaling"),
+    Private("torch.optim.adam:Adam.step", uses="grad_scale, found_inf"),
     needed=False,
 )
 
-NORMS_OF_MANY = Feature("finding numbers that are not finite", (Private("torch:_foreach_norm"),))
+NORMS_OF_MANY = Feature("finding numbers that are not finite", Private("torch:_foreach_norm"))
 
 ROUTER_BALANCE = Feature(
-    "counting the tokens of each expert once under gradient checkpointing",
-    (Private("torch._C:_current_graph_task_id"),),
+    "counting the tokens of each expert once under gradient checkpointing", Private("torch._C:_current_graph_task_id")
 )
 
 PARTIAL_OFFLOADING = Feature(
     "offloading a fraction of the activations",
-    (Private("torch:Tensor._base"), Private("torch.utils.weak:WeakTensorKeyDictionary")),
+    Private("torch:Tensor._base"),
+    Private("torch.utils.weak:WeakTensorKeyDictionary"),
 )
 
-CHANGED_IN_PLACE = Feature("noticing tensors that were changed in place", (Private("torch:Tensor._version"),))
+CHANGED_IN_PLACE = Feature("noticing tensors that were changed in place", Private("torch:Tensor._version"))
 
 SAVED_IN_FOUR_BITS = Feature(
     "saving experts in 4 bits for the backward",
-    (Private("torch._C._autograd:_top_saved_tensors_default_hooks"),),
+    Private("torch._C._autograd:_top_saved_tensors_default_hooks"),
     needed=False,
 )
 
-FOUR_BIT_EXPERTS = Feature("experts in 4 bits", (Private("torch.nn:Module._apply", ("self", "fn", "recurse")),))
+FOUR_BIT_EXPERTS = Feature("experts in 4 bits", Private("torch.nn:Module._apply", "self, fn, recurse"))
+
+FOUR_BIT_WEIGHTS = Feature("reading the memory of weights in 4 bits", Private("torch._C:DisableTorchFunctionSubclass"))
 
 DEFERRED_LOGITS = Feature(
     "logits that are not built",
-    (
-        Private("torch:Tensor._make_wrapper_subclass"),
-        Private("torch:Tensor._version"),
-        Private("torch:Tensor._is_view"),
-        Private("torch:UntypedStorage._cdata"),
-        Private("torch._C:DisableTorchFunctionSubclass"),
-        Private("torch._C._nn:_parse_to"),
-        Private("torch._ops:OpOverload.__init__", uses=("_schema",)),
-    ),
+    Private("torch:Tensor._make_wrapper_subclass"),
+    Private("torch:Tensor._version"),
+    Private("torch:Tensor._is_view"),
+    Private("torch:UntypedStorage._cdata"),
+    Private("torch._C:DisableTorchFunctionSubclass"),
+    Private("torch._C._nn:_parse_to"),
+    Private("torch._ops:OpOverload.__init__", uses="_schema"),
 )
 
 NESTED_VALUES = Feature(
     "tensors that are computed on their first use",
-    (
-        Private("torch.utils._pytree:tree_map", ("func", "tree", "...")),
-        Private("torch.utils._pytree:tree_leaves", ("tree", "...")),
-    ),
+    Private("torch.utils._pytree:tree_map", "func, tree, ..."),
+    Private("torch.utils._pytree:tree_leaves", "tree, ..."),
 )
 
 COMPILED_HEAD = Feature(
     "training compiled models without building their logits",
-    (Private("torch._dynamo.eval_frame:set_eval_frame"), Private("torch._dynamo.eval_frame:skip_code")),
+    Private("torch._dynamo.eval_frame:set_eval_frame"),
+    Private("torch._dynamo.eval_frame:skip_code"),
     needed=False,
 )
 
 WHOLE_GRAPHS = Feature(
     "training compiled models without building their logits",
-    (
-        Private("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", ()),
-        Private(
-            "torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__",
-            uses=("one_graph", "error_on_graph_break"),
-        ),
+    Private("torch._dynamo.symbolic_convert:InstructionTranslator.current_tx", ""),
+    Private(
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__", uses="one_graph, error_on_graph_break"
     ),
     needed=False,
 )
 
 MODULE_CONTENTS = Feature(
     "reading the parameters, buffers and children of a module",
-    (Private("torch.nn:Module.__init__", uses=("_parameters", "_buffers", "_modules")),),
+    Private("torch.nn:Module.__init__", uses="_parameters, _buffers, _modules"),
 )
 
 MODULE_HOOKS = Feature(
     "running modules with hooks as they are",
-    (
-        Private("torch.nn.modules.module:_has_any_global_hook", ()),
-        Private("torch.nn.modules.module:_global_backward_hooks"),
-        Private("torch.nn.modules.module:_global_backward_pre_hooks"),
-        Private(
-            "torch.nn:Module._call_impl",
-            uses=("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-        ),
-        Private(
-            "torch.nn:Module.__init__",
-            uses=("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-        ),
+    Private("torch.nn.modules.module:_has_any_global_hook", ""),
+    Private("torch.nn.modules.module:_global_backward_hooks"),
+    Private("torch.nn.modules.module:_global_backward_pre_hooks"),
+    Private(
+        "torch.nn:Module._call_impl", uses="_forward_hooks, _forward_pre_hooks, _backward_hooks, _backward_pre_hooks"
+    ),
+    Private(
+        "torch.nn:Module.__init__",
+        uses="_forward_hooks_with_kwargs, _forward_hooks_always_called, _forward_pre_hooks_with_kwargs",
     ),
 )
 
 FSDP_HEAD = Feature(
     "reading the LM head of a model that FSDP shards",
-    (
-        Private("torch.distributed.fsdp:fully_shard", uses=("_is_fsdp_managed_module",)),
-        Private("torch.distributed.fsdp._dynamo_utils:_annotate_modules_for_dynamo", uses=("_is_fsdp_managed_module",)),
-    ),
+    Private("torch.distributed.fsdp:fully_shard", uses="_is_fsdp_managed_module"),
+    Private("torch.distributed.fsdp._dynamo_utils:_annotate_modules_for_dynamo", uses="_is_fsdp_managed_module"),
 )
 
 FSDP1_UNITS = Feature(
-    "refusing adapters that FSDP1 would not save",
-    (Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE"),),
+    "refusing adapters that FSDP1 would not save", Private("torch.distributed.fsdp._common_utils:FSDP_WRAPPED_MODULE")
 )
 
-BUSY_DEVICE = Feature(
-    "benchmarks without the time of the host", (Private("torch.cuda:_sleep", ("cycles",)),), needed=False
-)
+BUSY_DEVICE = Feature("benchmarks without the time of the host", Private("torch.cuda:_sleep", "cycles"), needed=False)
 
 COLLECTIVES = Feature(
     "operators over several processes",
-    tuple(
+    *(
         Private(f"torch:ops._c10d_functional.{name}")
         for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
     ),
 )
 
 SHARED_MEMORY = Feature(
-    "backwards that write over an activation",
-    (Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")),
+    "backwards that write over an activation", Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")
 )

@@ -8,186 +8,154 @@ _TRAINER = "transformers.trainer:Trainer"
 
 STOCK_TRAINER = Feature(
     "its kernels in the stock Trainer with `use_liger_kernel=True`",
-    (
-        Private("transformers.integrations.liger:apply_liger_kernel", ("model", "kernel_config")),
-        Private(f"{_TRAINER}.train", uses=("apply_liger_kernel", "liger_kernel_config")),
-    ),
+    Private("transformers.integrations.liger:apply_liger_kernel", "model, kernel_config"),
+    Private(f"{_TRAINER}.train", uses="apply_liger_kernel, liger_kernel_config"),
     needed=False,
 )
 
 WHOLE_CHECKPOINTS = Feature(
     "checkpoints that appear under their name only when they are complete",
-    (
-        Private(
-            "transformers.trainer_utils:rotate_checkpoints",
-            ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime", "..."),
-        ),
-        Private(f"{_TRAINER}._save_checkpoint", ("self", "model", "trial"), uses=("_get_output_dir",)),
-        Private(f"{_TRAINER}._get_output_dir", ("self", "trial")),
-        Private(f"{_TRAINER}._push_from_checkpoint", ("self", "checkpoint_folder")),
+    Private(
+        "transformers.trainer_utils:rotate_checkpoints",
+        "output_dir, save_total_limit, best_model_checkpoint, use_mtime, ...",
     ),
+    Private(f"{_TRAINER}._save_checkpoint", "self, model, trial", uses="_get_output_dir"),
+    Private(f"{_TRAINER}._get_output_dir", "self, trial"),
+    Private(f"{_TRAINER}._push_from_checkpoint", "self, checkpoint_folder"),
 )
 
 RESUMING = Feature(
     "checks of a checkpoint before a run resumes from it",
-    (
-        Private(f"{_TRAINER}._get_output_dir", ("self", "trial")),
-        Private(f"{_TRAINER}._load_from_checkpoint", ("self", "resume_from_checkpoint", "model")),
-        Private(f"{_TRAINER}._load_optimizer_and_scheduler", ("self", "checkpoint")),
-        Private(f"{_TRAINER}.train", ("self", "resume_from_checkpoint", "trial", "...")),
-        Private("transformers:TrainerState.compute_steps", ("self", "args", "max_steps")),
-    ),
+    Private(f"{_TRAINER}._get_output_dir", "self, trial"),
+    Private(f"{_TRAINER}._load_from_checkpoint", "self, resume_from_checkpoint, model"),
+    Private(f"{_TRAINER}._load_optimizer_and_scheduler", "self, checkpoint"),
+    Private(f"{_TRAINER}.train", "self, resume_from_checkpoint, trial, ..."),
+    Private("transformers:TrainerState.compute_steps", "self, args, max_steps"),
 )
 
 CONVERTED_CHECKPOINTS = Feature(
     "resuming mixtures of experts, and models that `from_pretrained` has split",
-    (
-        Private(f"{_TRAINER}._load_from_checkpoint", ("self", "resume_from_checkpoint", "model")),
-        Private(f"{_TRAINER}._load_best_model", ("self",)),
-        Private(f"{_TRAINER}._save_optimizer_and_scheduler", ("self", "output_dir")),
-        Private(f"{_TRAINER}._load_optimizer_and_scheduler", ("self", "checkpoint")),
-        Private(f"{_TRAINER}.__init__", uses=("is_distributed_loading_by_transformers",)),
-    ),
+    Private(f"{_TRAINER}._load_from_checkpoint", "self, resume_from_checkpoint, model"),
+    Private(f"{_TRAINER}._load_best_model", "self"),
+    Private(f"{_TRAINER}._save_optimizer_and_scheduler", "self, output_dir"),
+    Private(f"{_TRAINER}._load_optimizer_and_scheduler", "self, checkpoint"),
+    Private(f"{_TRAINER}.__init__", uses="is_distributed_loading_by_transformers"),
 )
 
 SPLIT_OPTIMIZER = Feature(
     "checkpoints of the optimizer of a model that `from_pretrained` has split",
-    (
-        Private("transformers.distributed:save_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
-        Private("transformers.distributed:load_optimizer_distributed", ("model", "optimizer", "checkpoint_dir")),
-    ),
+    Private("transformers.distributed:save_optimizer_distributed", "model, optimizer, checkpoint_dir"),
+    Private("transformers.distributed:load_optimizer_distributed", "model, optimizer, checkpoint_dir"),
 )
 
 NON_FINITE_GUARD = Feature(
     "finding numbers that are not finite before gradients are clipped and weights are saved",
-    (
-        Private(f"{_TRAINER}._clip_grad_norm", ("self", "model")),
-        Private(f"{_TRAINER}.save_model", ("self", "output_dir", "_internal_call")),
-    ),
+    Private(f"{_TRAINER}._clip_grad_norm", "self, model"),
+    Private(f"{_TRAINER}.save_model", "self, output_dir, _internal_call"),
 )
 
 LOSS_SCALE = Feature(
     "dividing auxiliary losses as the Trainer divides its own",
-    (
-        Private(
-            f"{_TRAINER}.training_step",
-            uses=(
-                *("loss_is_scaled_for_ga", "model_accepts_loss_kwargs", "compute_loss_func"),
-                "current_gradient_accumulation_steps",
-            ),
-        ),
-        Private(f"{_TRAINER}.compute_loss", uses=("average_tokens_across_devices", "num_processes", "get_tp_size")),
+    Private(
+        f"{_TRAINER}.training_step",
+        uses="loss_is_scaled_for_ga, model_accepts_loss_kwargs, compute_loss_func, current_gradient_accumulation_steps",
     ),
+    Private(f"{_TRAINER}.compute_loss", uses="average_tokens_across_devices, num_processes, get_tp_size"),
 )
 
 LABEL_SMOOTHING = Feature(
     "label smoothing without building the logits",
-    (
-        Private("transformers.trainer_pt_utils:LabelSmoother", ("epsilon", "ignore_index")),
-        Private(
-            "transformers.trainer_pt_utils:LabelSmoother.__call__",
-            ("self", "model_output", "labels", "shift_labels", "num_items_in_batch"),
-        ),
-        Private(f"{_TRAINER}.compute_loss", uses=("label_smoother",)),
+    Private("transformers.trainer_pt_utils:LabelSmoother", "epsilon, ignore_index"),
+    Private(
+        "transformers.trainer_pt_utils:LabelSmoother.__call__",
+        "self, model_output, labels, shift_labels, num_items_in_batch",
     ),
+    Private(f"{_TRAINER}.compute_loss", uses="label_smoother"),
 )
 
 META_WEIGHTS = Feature(
     "an error that names parameters without data (on the meta device)",
-    (Private(f"{_TRAINER}._move_model_to_device", ("self", "model", "...")),),
+    Private(f"{_TRAINER}._move_model_to_device", "self, model, ..."),
     needed=False,
 )
 
 BATCH_CHECKS = Feature(
     "checks of labels and token ids while a batch is on the CPU",
-    (Private(f"{_TRAINER}._get_dataloader", ("self", "...")),),
+    Private(f"{_TRAINER}._get_dataloader", "self, ..."),
     needed=False,
 )
 
 PROMPT_TOKENS = Feature(
     "`tokens_per_second` of trainers that generate",
-    (Private(f"{_TRAINER}._prepare_inputs", ("self", "inputs", "...")),),
+    Private(f"{_TRAINER}._prepare_inputs", "self, inputs, ..."),
     needed=False,
 )
 
 LOGGED_LOSS = Feature(
     "a logged loss that is finite again after a step whose loss was not",
-    (Private(f"{_TRAINER}._run_epoch", uses=("_tr_loss",)),),
+    Private(f"{_TRAINER}._run_epoch", uses="_tr_loss"),
     needed=False,
 )
 
 GATED_EXPERTS = Feature(
     "recognising the experts of a mixture of experts by `_apply_gate`",
-    (Private("transformers.integrations.moe:use_experts_implementation", uses=("_apply_gate",)),),
+    Private("transformers.integrations.moe:use_experts_implementation", uses="_apply_gate"),
 )
 
 EXPERTS = Feature(
     "the experts of a mixture of experts as one operator",
-    (
-        Private("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS"),
-        Private(
-            "transformers.integrations.moe:ExpertsInterface.get_interface", ("self", "experts_implementation", "...")
-        ),
-        Private(
-            "transformers.integrations.moe:use_experts_implementation",
-            uses=("_experts_implementation", "has_gate", "_is_expert_parallel", "_apply_gate"),
-        ),
+    Private("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS"),
+    Private("transformers.integrations.moe:ExpertsInterface.get_interface", "self, experts_implementation, ..."),
+    Private(
+        "transformers.integrations.moe:use_experts_implementation",
+        uses="_experts_implementation, has_gate, _is_expert_parallel, _apply_gate",
     ),
     needed=False,
 )
 
 EXPERT_EXCHANGE = Feature(
     "the exchange of tokens between processes that share experts",
-    (
-        Private("transformers.distributed.expert_parallel:AutoEP"),
-        Private("transformers.distributed.expert_parallel:AllToAllEP"),
-        Private("transformers.distributed.expert_parallel:MoEParamShard.shard_param", uses=("_is_expert_parallel",)),
-        Private(
-            "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
-            ("self", "module", "ep_mesh", "tp_mesh", "ep_implementation"),
-            uses=("implementation", "context_around_forward"),
-        ),
+    Private("transformers.distributed.expert_parallel:AutoEP"),
+    Private("transformers.distributed.expert_parallel:AllToAllEP"),
+    Private("transformers.distributed.expert_parallel:MoEParamShard.shard_param", uses="_is_expert_parallel"),
+    Private(
+        "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
+        "self, module, ep_mesh, tp_mesh, ep_implementation",
+        uses="implementation, context_around_forward",
     ),
     needed=False,
 )
 
 SPLIT_HEAD = Feature(
     "the loss of an LM head that tensor parallelism splits, without gathering its logits",
-    (
-        Private(
-            "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
-            ("self", "module", "mesh"),
-            uses=("original_forward",),
-        ),
-        Private(
-            "transformers.distributed.tensor_parallel:ColwiseParallel.__init__",
-            ("self", "input_layouts", "output_layouts", "use_local_output"),
-        ),
+    Private(
+        "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
+        "self, module, mesh",
+        uses="original_forward",
+    ),
+    Private(
+        "transformers.distributed.tensor_parallel:ColwiseParallel.__init__",
+        "self, input_layouts, output_layouts, use_local_output",
     ),
     needed=False,
 )
 
 LOAD_BALANCING = Feature(
     "the load-balancing loss as one operator",
-    (
-        Private(
-            "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
-            ("gate_logits", "num_experts", "top_k", "attention_mask"),
-        ),
-        Private(
-            "transformers.models.mixtral.modeling_mixtral:MixtralForCausalLM.forward",
-            uses=("load_balancing_loss_func",),
-        ),
+    Private(
+        "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
+        "gate_logits, num_experts, top_k, attention_mask",
     ),
+    Private("transformers.models.mixtral.modeling_mixtral:MixtralForCausalLM.forward", uses="load_balancing_loss_func"),
     needed=False,
 )
 
 PLANNED_ATTENTION = Feature(
     "a plan for the attention that a model runs",
-    (Private("transformers:PreTrainedConfig._attn_implementation"),),
+    Private("transformers:PreTrainedConfig._attn_implementation"),
     needed=False,
 )
 
 LOSS_OPTIONS = Feature(
-    "refusing options that a model's loss would ignore", (Private("transformers.loss.loss_utils:LOSS_MAPPING"),)
+    "refusing options that a model's loss would ignore", Private("transformers.loss.loss_utils:LOSS_MAPPING")
 )

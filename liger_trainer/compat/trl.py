@@ -6,15 +6,10 @@ from liger_trainer.compat.private import Feature, Private
 
 FUSED_HEAD = Feature(
     "the fused LM head of the trainers over TRL",
-    (
-        Private("trl.trainer.utils:add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs")),
-        Private(
-            "trl.trainer.utils:FusedCausalLMOutput",
-            (
-                *("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-                *("label_mask", "aux_loss"),
-            ),
-        ),
+    Private("trl.trainer.utils:add_fused_lm_head", "model, temperature, cast_lm_head_to_fp32, outputs"),
+    Private(
+        "trl.trainer.utils:FusedCausalLMOutput",
+        "loss, log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1, label_mask, aux_loss",
     ),
 )
 
@@ -22,9 +17,7 @@ FUSED_HEAD = Feature(
 def _head_of(name: str) -> Feature:
     """The two globals of a trainer's module that are ours while the trainer is built."""
     init = f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__"
-    return Feature(
-        f"the fused LM head of Liger{name}Trainer", (Private(init, uses=("add_fused_lm_head", "BaseTunerLayer")),)
-    )
+    return Feature(f"the fused LM head of Liger{name}Trainer", Private(init, uses="add_fused_lm_head, BaseTunerLayer"))
 
 
 SFT_HEAD = _head_of("SFT")
@@ -33,11 +26,11 @@ KTO_HEAD = _head_of("KTO")
 GRPO_HEAD = _head_of("GRPO")
 RLOO_HEAD = _head_of("RLOO")
 
-TRAINER_NAME = Feature("the default `output_dir`", (Private("trl.trainer.base_trainer:_BaseTrainer._name"),))
+TRAINER_NAME = Feature("the default `output_dir`", Private("trl.trainer.base_trainer:_BaseTrainer._name"))
 
 SFT_LOSS = Feature(
     "the loss of LigerSFTTrainer with label smoothing or a `compute_loss_func`",
-    (Private("trl:SFTTrainer.compute_loss", uses=("fused_lm_head", "labels", "shift_labels")),),
+    Private("trl:SFTTrainer.compute_loss", uses="fused_lm_head, labels, shift_labels"),
 )
 
 
@@ -45,12 +38,10 @@ def _generation_of(name: str) -> Feature:
     trainer = f"trl.trainer.{name.lower()}_trainer:{name}Trainer"
     return Feature(
         f"the checks of prompts, completions and rewards in Liger{name}Trainer",
-        (
-            Private(f"{trainer}._generate_single_turn", ("self", "prompt_ids", "...")),
-            Private(f"{trainer}._calculate_rewards", ("self", "..."), uses=("reward_funcs",)),
-            Private(f"{trainer}._get_train_sampler", ("self", "..."), uses=("batch_size",)),
-            Private("trl.trainer.utils:RepeatSampler.__iter__", uses=("batch_size",)),
-        ),
+        Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ..."),
+        Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs"),
+        Private(f"{trainer}._get_train_sampler", "self, ...", uses="batch_size"),
+        Private("trl.trainer.utils:RepeatSampler.__iter__", uses="batch_size"),
     )
 
 
@@ -59,86 +50,72 @@ RLOO_GENERATION = _generation_of("RLOO")
 
 REWARD_FUNCTIONS = Feature(
     "errors that name the reward function",
-    (
-        Private("trl.trainer.utils:get_callable_name", ("func",)),
-        Private("trl.trainer.utils:is_async_callable", ("func",)),
-    ),
+    Private("trl.trainer.utils:get_callable_name", "func"),
+    Private("trl.trainer.utils:is_async_callable", "func"),
 )
 
 DISTILLATION = Feature(
     "the divergence of LigerDistillationTrainer",
-    (
-        Private("trl.trainer.utils:create_model_from_path", ("model_id", "...")),
-        Private("trl:DistillationTrainer.__init__", uses=("create_model_from_path", "BaseTunerLayer")),
-        Private(
-            "trl:DistillationTrainer._compute_loss",
-            ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
-            uses=("_chunked_divergence_loss", "_get_last_hidden_state"),
-        ),
-        Private("trl:DistillationTrainer._get_last_hidden_state", ("self", "unwrapped_model", "...")),
-        Private(
-            "trl.trainer.distillation_trainer:_chunked_divergence_loss",
-            (
-                *("student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight"),
-                *("completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias"),
-                *("student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping"),
-                *("teacher_final_logit_softcapping", "temperature"),
-            ),
-        ),
+    Private("trl.trainer.utils:create_model_from_path", "model_id, ..."),
+    Private("trl:DistillationTrainer.__init__", uses="create_model_from_path, BaseTunerLayer"),
+    Private(
+        "trl:DistillationTrainer._compute_loss",
+        "self, unwrapped_student, inputs, num_items_in_batch",
+        uses="_chunked_divergence_loss, _get_last_hidden_state",
+    ),
+    Private("trl:DistillationTrainer._get_last_hidden_state", "self, unwrapped_model, ..."),
+    Private(
+        "trl.trainer.distillation_trainer:_chunked_divergence_loss",
+        "student_hidden_states, teacher_hidden_states, student_lm_head_weight, teacher_lm_head_weight, "
+        "completion_mask, beta, num_items_in_batch, student_lm_head_bias, teacher_lm_head_bias, student_logit_scale, "
+        "teacher_logit_scale, student_final_logit_softcapping, teacher_final_logit_softcapping, temperature",
     ),
 )
 
 GKD = Feature(
     "the divergence of LigerGKDTrainer",
-    (
-        Private("trl.models.utils:_ForwardRedirection", ()),
-        Private(
-            "trl.models.utils:_ForwardRedirection.__call__",
-            ("self", "wrapper_module", "original_module", "method", "args", "kwargs"),
-        ),
-        Private("trl.experimental.gkd:GKDTrainer.__init__", uses=("AutoModelForCausalLM",)),
-        Private(
-            "trl.experimental.gkd:GKDTrainer.compute_loss",
-            ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-            uses=("generalized_jsd_loss",),
-        ),
-        Private(
-            "trl.experimental.gkd:GKDTrainer.generalized_jsd_loss",
-            ("student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch"),
-        ),
+    Private("trl.models.utils:_ForwardRedirection", ""),
+    Private(
+        "trl.models.utils:_ForwardRedirection.__call__", "self, wrapper_module, original_module, method, args, kwargs"
+    ),
+    Private("trl.experimental.gkd:GKDTrainer.__init__", uses="AutoModelForCausalLM"),
+    Private(
+        "trl.experimental.gkd:GKDTrainer.compute_loss",
+        "self, model, inputs, return_outputs, num_items_in_batch",
+        uses="generalized_jsd_loss",
+    ),
+    Private(
+        "trl.experimental.gkd:GKDTrainer.generalized_jsd_loss",
+        "student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch",
     ),
 )
 
-_PAIR_RESULTS = (
-    *("policy_chosen_logps", "policy_rejected_logps", "policy_chosen_logits", "policy_rejected_logits"),
-    "policy_nll_loss",
-)
 
-
-def _pairs_of(name: str, uses: tuple[str, ...]) -> Feature:
+def _pairs_of(name: str, uses: str) -> Feature:
     trainer = f"trl.experimental.{name.lower()}:{name}Trainer"
     return Feature(
         f"the log-probabilities of Liger{name}Trainer",
-        (
-            Private(f"{trainer}.concatenated_forward", ("self", "model", "batch"), uses=("aux_loss_enabled", *uses)),
-            Private(f"{trainer}.concatenated_inputs", ("batch", "is_encoder_decoder", "padding_value", "device")),
-            Private(f"{trainer}.tokenize_row", ("self", "feature", "model")),
-            Private(f"{trainer}.get_batch_loss_metrics", uses=("concatenated_forward",), unpacks=_PAIR_RESULTS),
+        Private(f"{trainer}.concatenated_forward", "self, model, batch", uses=f"aux_loss_enabled, {uses}"),
+        Private(f"{trainer}.concatenated_inputs", "batch, is_encoder_decoder, padding_value, device"),
+        Private(f"{trainer}.tokenize_row", "self, feature, model"),
+        Private(
+            f"{trainer}.get_batch_loss_metrics",
+            uses="concatenated_forward",
+            unpacks="policy_chosen_logps, policy_rejected_logps, policy_chosen_logits, policy_rejected_logits, "
+            "policy_nll_loss",
         ),
     )
 
 
-ORPO_PAIRS = _pairs_of("ORPO", ("padding_value",))
-CPO_PAIRS = _pairs_of("CPO", ("pad_token_id", "cpo_alpha", "loss_type"))
+ORPO_PAIRS = _pairs_of("ORPO", "padding_value")
+CPO_PAIRS = _pairs_of("CPO", "pad_token_id, cpo_alpha, loss_type")
 
 OFFLOADING = Feature(
     "`activation_offloading`",
-    (
-        Private("trl.models.activation_offloading:get_act_offloading_ctx_manager", ("model", "...")),
-        Private("trl.models.activation_offloading:OffloadActivations.__init__", uses=("pack_tensor", "unpack_tensor")),
-        *(
-            Private(f"trl:{name}Trainer.__init__", uses=("maybe_activation_offload_context",))
-            for name in ("SFT", "DPO", "KTO", "Reward")
-        ),
+    Private("trl.models.activation_offloading:get_act_offloading_ctx_manager", "model, ..."),
+    Private("trl.models.activation_offloading:OffloadActivations.__init__", uses="pack_tensor, unpack_tensor"),
+    *(
+        Private(f"trl:{name}Trainer.__init__", uses="maybe_activation_offload_context")
+        for name in ("SFT", "DPO", "KTO", "Reward")
     ),
 )

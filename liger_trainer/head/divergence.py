@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,10 +59,11 @@ def divergence(
     labels, student, teacher = labels.to(student.device), without_owner(student), without_owner(teacher)
     if _fuses(student) and _fuses(teacher):
         return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
+    of_rows = functools.partial(_of_rows, beta=beta, temperature=temperature, ignore_index=ignore_index)
     if isinstance(student, DeferredLogits) and student.recordable:
-        tokens, entropy = _of_chunks(student, teacher, labels, beta, temperature, ignore_index)
+        tokens, entropy = _of_chunks(student, teacher, labels, of_rows)
     else:
-        tokens, entropy = _of_rows(build(student), build(teacher), labels, beta, temperature, ignore_index)
+        tokens, entropy = of_rows(build(student), labels, build(teacher))
     count = (labels != ignore_index).sum().clamp(min=1) if num_items is None else num_items
     return DivergenceOutput(tokens.sum() / count, entropy=entropy)
 
@@ -115,33 +118,28 @@ def _of_heads(
 
 
 def _of_chunks(
-    student: DeferredLogits,
-    teacher: torch.Tensor,
-    labels: torch.Tensor,
-    beta: float,
-    temperature: float,
-    ignore_index: int,
+    student: DeferredLogits, teacher: torch.Tensor, labels: torch.Tensor, of_rows: Callable[..., list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """As `_of_rows`, with the logits of one chunk of tokens in memory at a time."""
-    recorded = teacher.recorded if isinstance(teacher, DeferredLogits) and teacher.recordable else None
+    """`of_rows`, with the logits of one chunk of tokens in memory at a time."""
+    if not isinstance(teacher, DeferredLogits) or not teacher.recordable:
+        return chunked_rows(student, labels, of_rows, build(teacher).detach())
+    recorded = teacher.recorded
+    recorded.check()
+    with torch.no_grad():
+        product = recorded.call.gathered_product()
 
-    def of_rows(rows: torch.Tensor, labels: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
-        if recorded is not None:
-            with torch.no_grad():
-                given = recorded.chain.replay(product(given))
-        return _of_rows(rows, given, labels, beta, temperature, ignore_index)
-
-    if recorded is not None:
-        recorded.check()
+    def of_hidden(rows: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():
-            product = recorded.call.gathered_product()
-    return chunked_rows(student, labels, of_rows, (build(teacher) if recorded is None else recorded.hidden).detach())
+            teacher_rows = recorded.chain.replay(product(hidden))
+        return of_rows(rows, labels, teacher_rows)
+
+    return chunked_rows(student, labels, of_hidden, recorded.hidden.detach())
 
 
 def _of_rows(
     student: torch.Tensor,
-    teacher: torch.Tensor,
     labels: torch.Tensor,
+    teacher: torch.Tensor,
     beta: float,
     temperature: float,
     ignore_index: int,

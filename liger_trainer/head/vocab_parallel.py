@@ -123,13 +123,8 @@ def vocab_parallel_loss(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy over a split head, fused with it or on the logits of this process.
 
-    Args:
-        call: The call of the head.
-        hidden: `(..., H)`.
-        weight: The rows of this process, `(V_local, H)`.
-        bias: Likewise, `(V_local,)` or None.
-        target: `(...)` class ids.
-        options: Of `cross_entropy`, soft-cap and scale included.
+    `weight` `(V_local, H)` and `bias` `(V_local,)` are the rows of this process; `options` are those of
+    `cross_entropy`, soft-cap and scale included.
     """
     options |= call.group_options
     with saved_as_is():

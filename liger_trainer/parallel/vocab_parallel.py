@@ -22,9 +22,9 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, with_outputs
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, reduced
 from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
-from liger_trainer.kernels.head.head_chunks import logits_buffer, retained_rows
+from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer, retained_rows
 from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
 from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
 from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
@@ -33,11 +33,10 @@ from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.loss_arguments import (
     check_labels_on_cpu,
     check_linear,
+    check_logits,
     check_options,
     check_outputs,
     check_retain_memory,
-    check_target,
-    inverse_normalizer,
 )
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions
@@ -253,13 +252,8 @@ def vocab_parallel_cross_entropy(
     check_options(options, reduction, num_items, outputs)
     if smoothing_scope not in ("global", "partition"):
         raise ValueError(f"`smoothing_scope` is {smoothing_scope!r}; it must be 'global' or 'partition'.")
-    if logits_shard.dim() < 1 or not logits_shard.is_floating_point():
-        raise ValueError(
-            f"`logits_shard` has shape {tuple(logits_shard.shape)} and dtype {logits_shard.dtype}; "
-            "give floats of (..., V_local)."
-        )
+    check_logits(logits_shard, target, "logits_shard")
     columns = logits_shard.shape[-1]
-    check_target(target, logits_shard.shape[:-1], columns, logits_shard, "logits_shard")
     place = resolve_group(group, columns, vocab_start, vocab_size)
     check_labels_on_cpu(target, place.vocab_size, ignore_index)
     labels, rows = target.reshape(-1).contiguous(), row_view(logits_shard)
@@ -271,23 +265,7 @@ def vocab_parallel_cross_entropy(
     loss = stats.loss
     if torch.is_grad_enabled() and logits_shard.requires_grad:
         loss = attach_logits(loss, rows, labels, stats.nll, stats.lse, *options, *shard)
-    return _reduced(loss, stats, target, options, reduction, num_items, outputs)
-
-
-def _reduced(
-    loss: torch.Tensor,
-    stats: RowStats,
-    target: torch.Tensor,
-    options: RowOptions,
-    reduction: str,
-    num_items: int | torch.Tensor | None,
-    outputs: Sequence[str],
-) -> torch.Tensor | CrossEntropyOutput:
-    """The token losses reduced, alone or with the requested `outputs`."""
-    if reduction == "none":
-        return with_outputs(loss.view(target.shape), outputs, stats, target, options, None)
-    scale = inverse_normalizer(target, options.ignore_index, reduction, num_items, loss.dtype)
-    return with_outputs(loss.sum() * scale, outputs, stats, target, options, scale)
+    return reduced(loss, stats, target, options, reduction, num_items, outputs)
 
 
 def _linear_rows(
@@ -298,13 +276,18 @@ def _linear_rows(
     options: RowOptions,
     logits_memory: int,
     retain_memory: int | None,
-    place: VocabGroup,
+    group: ProcessGroup | None,
+    vocab_start: int | None,
+    vocab_size: int | None,
 ) -> tuple[RowStats, ExtraStats]:
-    """The statistics of all tokens; `loss` and `entropy` are differentiable."""
+    """Checks the operands and gives the statistics of all tokens; `loss` and `entropy` are differentiable."""
+    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
+    check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
+    check_retain_memory(retain_memory)
+    place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     shard = Shard(place.vocab_start, place.vocab_size)
-    tensors = (hidden, weight_shard, bias_shard)
-    trained = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    trained = any(Needs.of(hidden, weight_shard, bias_shard))
     retain = retained_rows(flat, weight_shard, logits_memory, retain_memory) if trained else 0
     with torch.no_grad():
         partials, retained = linear_partials(
@@ -375,12 +358,10 @@ def vocab_parallel_linear_cross_entropy(
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
-    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
-    check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
-    check_retain_memory(retain_memory)
-    place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
-    stats, _ = _linear_rows(hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, place)
-    return _reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
+    stats, _ = _linear_rows(
+        hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, group, vocab_start, vocab_size
+    )
+    return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
 
 
 def vocab_parallel_linear_log_probs(
@@ -431,11 +412,9 @@ def vocab_parallel_linear_log_probs(
     options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
-    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
-    check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
-    check_retain_memory(retain_memory)
-    place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
-    stats, extra = _linear_rows(hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, place)
+    stats, extra = _linear_rows(
+        hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, group, vocab_start, vocab_size
+    )
     labels = target.reshape(-1)
     return log_probs_with_outputs(
         0.0 - stats.loss, stats.entropy, stats.predicted, *extra, labels, ignore_index, outputs, target.shape

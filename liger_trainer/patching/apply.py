@@ -70,7 +70,6 @@ def apply_liger_kernel(
             "`model` is wrapped in nn.DataParallel, whose replicas would share the forwards of one device. Give the "
             "model itself, and train on several devices with DistributedDataParallel (`accelerate launch`, `torchrun`)."
         )
-    explicit = _explicit_keys(config)
     parsed = KernelConfig.parse(config)
     revert_liger_kernel(model)
 
@@ -87,7 +86,7 @@ def apply_liger_kernel(
             head = patch_head(model, fused=parsed.linear_cross_entropy, logits_memory=parsed.logits_memory)
             report_rows.append(head)
         if strict:
-            _check_strict(report_rows, explicit)
+            _check_strict(report_rows, _explicit_keys(config))
     except BaseException:
         revert_liger_kernel(model)
         raise
@@ -151,16 +150,12 @@ def _model_name(model: nn.Module) -> str:
 
 
 def _explicit_keys(config: KernelConfig | Mapping[str, Any] | str | None) -> set[str]:
-    """The keys that the user has explicitly set to true."""
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except json.JSONDecodeError:
-            return set()  # KernelConfig.parse raises the error
-    if not isinstance(config, Mapping):
+    """The keys that the user, in a valid `config`, has explicitly set to true."""
+    given = json.loads(config) if isinstance(config, str) else config
+    if not isinstance(given, Mapping):
         return set()
     aliases = {"fused_linear_cross_entropy": "linear_cross_entropy"}
-    return {aliases.get(key, key) for key, value in config.items() if value is True} & set(KERNEL_KEYS)
+    return {aliases.get(key, key) for key, value in given.items() if value is True} & set(KERNEL_KEYS)
 
 
 def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> None:

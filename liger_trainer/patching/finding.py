@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from liger_trainer.patching.binding import bind_forward, overriding_forward
+from liger_trainer.patching.probe import Proof
 from liger_trainer.patching.report import KernelReportRow
 
 
@@ -34,6 +35,12 @@ class Finding:
     error: float | None = None
     reason: str = ""
     bind: Callable[[nn.Module, Callable], None] = bind_forward
+
+
+def proved(component: str, target: str, module: nn.Module, proof: Proof) -> Finding:
+    """The finding for a candidate that the probe has looked at."""
+    kernel, forward, agreement = proof
+    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
 
 
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:

@@ -37,16 +37,18 @@ from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, reason_to_leave
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
-    Agreement,
     Probe,
+    Proof,
     dummy_module,
     identity,
     is_stateless,
+    no_formula,
     only_argument,
     projection,
+    refused,
 )
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
@@ -87,13 +89,11 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     reason = reason_to_leave(module, enabled("swiglu") or enabled("geglu"))
     if reason:
         return Finding(guess, target, module, reason=reason)
-    component, kernel, forward, agreement = probe.once(
-        identity(module), _probe_gated_mlp, module, names, probe, enabled
-    )
-    component = component or guess
+    proof = probe.once(identity(module), _probe_gated_mlp, module, names, probe, enabled)
+    component = next(name for name in ("swiglu", "geglu") if (proof.kernel or guess).startswith(name))
     if not enabled(component):
         return Finding(component, target, module, reason=SWITCHED_OFF)
-    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
+    return proved(component, target, module, proof)
 
 
 def _variants(module: nn.Module) -> tuple[_Variant, ...]:
@@ -107,20 +107,13 @@ def _variants(module: nn.Module) -> tuple[_Variant, ...]:
     return (*own, *_VARIANTS)
 
 
-def _probe_gated_mlp(
-    module: nn.Module, names: tuple[str, ...], probe: Probe, enabled: Callable[[str], bool]
-) -> tuple[str | None, str | None, Callable | None, Agreement]:
-    def refused(reason: str) -> tuple[None, None, None, Agreement]:
-        return None, None, None, Agreement(float("inf"), reason=reason)
-
+def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, enabled: Callable[[str], bool]) -> Proof:
     argument = only_argument(module)
     if argument is None:
         return refused("its forward takes more than the hidden states")
-    others = {name: child for name, child in module._modules.items() if child is not None and name not in names}
-    stateful = [name for name, child in others.items() if not is_stateless(child)]
-    own = [name for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None]
-    if stateful or own:
-        return refused(f"it has {', '.join(sorted(stateful + own))} besides a gated MLP's projections")
+    besides = state_besides(module, names)
+    if besides:
+        return refused(f"it has {', '.join(besides)} besides a gated MLP's projections")
 
     hidden, intermediate = _SIZES
     fused = len(names) == 2
@@ -128,32 +121,46 @@ def _probe_gated_mlp(
     shapes = [*first, (hidden, intermediate)]
     tensors = [probe.randn(4, 16, hidden), *(probe.randn(*shape) * 0.25 for shape in shapes)]
 
-    def on(forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-            children = {name: dummy_child(child) for name, child in others.items()}
-            children |= {name: projection(weight) for name, weight in zip(names, weights)}
-            return forward(dummy_module(module, {}, children), x)
-
-        return computation
-
+    original = on_projections(module, names, type(module).forward)
     # Again with gates and ups of 16 and more, since a clamp shows only where values reach it.
     large = [tensors[0] * 16, *tensors[1:]]
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
     for variant in _variants(module):
         forward = gated_mlp_forward(argument, names, variant, recompute, lora)
-        probed = in_tiles(forward, argument, _PROBED_TILES) if tiled else forward
-        agreement = probe.compare(on(type(module).forward), on(probed), tensors)
+        ours = on_projections(module, names, in_tiles(forward, argument, _PROBED_TILES) if tiled else forward)
+        agreement = probe.compare(original, ours, tensors)
         if agreement.equal:
-            agreement = probe.compare(on(type(module).forward), on(probed), large)
+            agreement = probe.compare(original, ours, large)
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
-            kernel += ("" if recompute else ", product kept") + (", in tiles" if tiled else "")
-            return variant.component, kernel, in_tiles(forward, argument) if tiled else forward, agreement
+            kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
+            return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement)
         failures.append(agreement)
-    nearest = min(failures, key=lambda agreement: agreement.error)
-    named = f" ({', '.join(type(child).__name__ for child in others.values())})" if others else ""
-    return None, None, None, nearest.explained(f"neither SiLU(gate) * up nor GELU(gate) * up{named}")
+    others = ", ".join(type(child).__name__ for child in _other_children(module, names).values())
+    return no_formula(failures, "neither SiLU(gate) * up nor GELU(gate) * up" + (f" ({others})" if others else ""))
+
+
+def _other_children(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    return {name: child for name, child in module._modules.items() if child is not None and name not in names}
+
+
+def state_besides(module: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """What an MLP has besides its projections `names` that may hold state; our forwards know no such thing."""
+    children = [name for name, child in _other_children(module, names).items() if not is_stateless(child)]
+    tensors = [name for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None]
+    return sorted(children + tensors)
+
+
+def on_projections(module: nn.Module, names: tuple[str, ...], forward: Callable) -> Callable:
+    """`forward` as a function of the input and the weights of the projections `names`, on a dummy of `module`."""
+
+    def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        children = {name: dummy_child(child) for name, child in _other_children(module, names).items()}
+        children |= {name: projection(weight) for name, weight in zip(names, weights)}
+        return forward(dummy_module(module, {}, children), x)
+
+    return computation
 
 
 def dummy_child(module: nn.Module) -> nn.Module:
@@ -165,7 +172,7 @@ def dummy_child(module: nn.Module) -> nn.Module:
 
 def has_hooks_between(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Whether a child other than the projections `names`, such as the activation, has a hook that would not run."""
-    return any(is_hooked(child) for name, child in module._modules.items() if child is not None and name not in names)
+    return any(is_hooked(child) for child in _other_children(module, names).values())
 
 
 @functools.cache

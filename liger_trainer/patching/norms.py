@@ -14,9 +14,19 @@ from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.finding import Finding, proved, reason_to_leave
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
-from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
+from liger_trainer.patching.probe import (
+    Agreement,
+    Probe,
+    Proof,
+    dummy_module,
+    full_shape,
+    identity,
+    no_formula,
+    only_argument,
+    refused,
+)
 
 # (casting, offset). In float32 most of these are the same function; the bfloat16 distance distinguishes them, and of
 # formulas that agree equally well the first is used.
@@ -48,33 +58,28 @@ def _find(module: nn.Module, component: str, enabled: Callable[[str], bool], pro
     reason = reason_to_leave(module, enabled(component))
     if reason:
         return Finding(component, target, module, reason=reason)
-    kernel, forward, agreement = probe.once(identity(module), prove, module, probe)
-    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
+    return proved(component, target, module, probe.once(identity(module), prove, module, probe))
 
 
-def _refused(reason: str) -> tuple[None, None, Agreement]:
-    return None, None, Agreement(float("inf"), reason=reason)
-
-
-def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
+def _probe_rms_norm(module: nn.Module, probe: Probe) -> Proof:
     present = {name: p for name, p in module._parameters.items() if p is not None}
     argument = only_argument(module)
     if argument is None:
-        return _refused("its forward takes more than the hidden states")
+        return refused("its forward takes more than the hidden states")
     others = sorted({*present, *(name for name, b in module._buffers.items() if b is not None)} - {"weight"})
     if others:
-        return _refused(f"it has {', '.join(others)} besides an RMSNorm's weight")
+        return refused(f"it has {', '.join(others)} besides an RMSNorm's weight")
     weighted = "weight" in present
     shape = full_shape(present["weight"]) if weighted else ()
     if weighted and len(shape) != 1:
-        return _refused(f"its weight has {len(shape)} dimensions; an RMSNorm's has one")
+        return refused(f"its weight has {len(shape)} dimensions; an RMSNorm's has one")
     original = type(module).forward
     size = _size(module, shape)
     tensors = [probe.randn(*_ROWS, size), *([probe.randn(size)] if weighted else [])]
     name = eps_name(module)
     assert name is not None
 
-    best: tuple[str, Callable, Agreement] | None = None
+    best: Proof | None = None
     failures: list[Agreement] = []
     formulas = RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]
     for casting, offset in formulas:
@@ -83,20 +88,17 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callab
         agreement = probe.compare(_on(module, original), _on(module, direct), tensors)
         if not agreement.equal:
             failures.append(agreement)
-        elif best is None or agreement.distance < best[2].distance:
+        elif best is None or agreement.distance < best.agreement.distance:
             mixed, autocast = _dtype_cases(probe, _on(module, original), _on(module, direct), tensors)
             kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
-            best = kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement
-    if best is not None:
-        return best
-    nearest = min(failures, key=lambda agreement: (agreement.error, agreement.distance))
-    return None, None, nearest.explained("none of the RMSNorm formulas")
+            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement)
+    return best or no_formula(failures, "none of the RMSNorm formulas")
 
 
-def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
+def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
     normalized_shape: Any = module.normalized_shape
     if len(normalized_shape) != 1:
-        return _refused(f"it normalises over {len(normalized_shape)} dimensions; the kernel's is the last one")
+        return refused(f"it normalises over {len(normalized_shape)} dimensions; the kernel's is the last one")
     (size,) = normalized_shape
     present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
@@ -104,9 +106,9 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> tuple[str | None, Call
     direct = layer_norm_forward(mixed=True, autocast=True)
     agreement = probe.compare(_on(module, original, present), _on(module, direct, present), tensors)
     if not agreement.equal:
-        return None, None, agreement
+        return Proof(None, None, agreement)
     mixed, autocast = _dtype_cases(probe, _on(module, original, present), _on(module, direct, present), tensors)
-    return "layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement
+    return Proof("layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement)
 
 
 def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:

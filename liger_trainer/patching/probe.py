@@ -12,8 +12,8 @@ import dataclasses
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ _HOOKS = (
 )
 
 Computation = Callable[..., Any]
-_Proof = TypeVar("_Proof")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,25 @@ class Agreement:
         return dataclasses.replace(self, reason=f"it computes {what} (relative difference {self.error:.1e})")
 
 
+class Proof(NamedTuple):
+    """What the probe of a candidate found: the kernel's name and our forward, None for neither, and the agreement."""
+
+    kernel: str | None
+    forward: Callable | None
+    agreement: Agreement
+
+
+def refused(reason: str) -> Proof:
+    """The proof of a candidate that cannot be probed."""
+    return Proof(None, None, Agreement(float("inf"), reason=reason))
+
+
+def no_formula(failures: Iterable[Agreement], what: str) -> Proof:
+    """The proof of a candidate that equals none of our formulas, because it computes `what`."""
+    nearest = min(failures, key=lambda agreement: (agreement.error, agreement.distance))
+    return Proof(None, None, nearest.explained(what))
+
+
 class Probe:
     """Random tensors from a generator of its own, and the comparison of two computations on them.
 
@@ -91,7 +110,7 @@ class Probe:
         values = torch.randn(shape, generator=self._generator, device="cpu", dtype=torch.float32)
         return values.to(torch.bfloat16).to(self.device, torch.float32)
 
-    def once(self, key: Any, prove: Callable[..., _Proof], *arguments: Any) -> _Proof:
+    def once(self, key: Any, prove: Callable[..., _Result], *arguments: Any) -> _Result:
         """The result of ``prove(*arguments)``, which runs once for each `key`."""
         if key not in self.cache:
             self.cache[key] = prove(*arguments)
@@ -208,6 +227,15 @@ def dummy_module(module: nn.Module, parameters: Mapping[str, Any], children: Map
     attributes.pop("forward", None)
     dummy.__dict__.update(attributes)
     return dummy
+
+
+def run_attention(
+    forward: Callable, module: nn.Module, children: Mapping[str, nn.Module], hidden: torch.Tensor, head_dim: int
+) -> None:
+    """Runs the `forward` of an attention on `hidden`, (1, length, size), and a dummy of `module` with `children`."""
+    table = torch.ones(1, hidden.shape[1], head_dim)
+    dummy = dummy_module(module, {}, children)
+    forward(dummy, hidden_states=hidden, position_embeddings=(table, table), attention_mask=None)
 
 
 class _Projection(nn.Linear):

@@ -20,7 +20,7 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
-from liger_trainer.patching.probe import Probe, dummy_module, full_shape
+from liger_trainer.patching.probe import Probe, full_shape, run_attention
 from liger_trainer.patching.rope import rotary_globals
 
 _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
@@ -105,15 +105,8 @@ def _run_to_rotary(
         for name, child in module._modules.items()
         if child is not None
     }
-    table = torch.ones(1, _LENGTH, head_dim)
-    hidden = torch.ones(1, _LENGTH, _HIDDEN_SIZE)
     try:
-        forward(
-            dummy_module(module, {}, children),
-            hidden_states=hidden,
-            position_embeddings=(table, table),
-            attention_mask=None,
-        )
+        run_attention(forward, module, children, torch.ones(1, _LENGTH, _HIDDEN_SIZE), head_dim)
     except _ArrivedError as arrived:
         q, k = arrived.q, arrived.k
         if isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and q.is_pending and k.is_pending:

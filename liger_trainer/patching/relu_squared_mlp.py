@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
@@ -13,16 +12,8 @@ from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave
-from liger_trainer.patching.gated_mlp import dummy_child, has_hooks_between
-from liger_trainer.patching.probe import (
-    Agreement,
-    Probe,
-    dummy_module,
-    identity,
-    is_stateless,
-    only_argument,
-    projection,
-)
+from liger_trainer.patching.gated_mlp import has_hooks_between, on_projections, state_besides
+from liger_trainer.patching.probe import Probe, identity, only_argument
 
 _NAMES = ("up_proj", "down_proj")
 _SIZES = (16, 24)  # hidden and intermediate size of the dummy module
@@ -33,38 +24,27 @@ def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], pro
     children = {name for name, child in module._modules.items() if child is not None}
     if not children.issuperset(_NAMES) or "gate_proj" in children:
         return None
-    key = identity(module)
-    forward, agreement = probe.once(key, _probe_mlp, module, probe)
+    forward, error = probe.once(identity(module), _probe_mlp, module, probe)
     if forward is None:
         return None
     target = type(module).__name__
     reason = reason_to_leave(module, enabled("relu_squared"))
     if reason:
         return Finding("relu_squared", target, module, reason=reason)
-    return Finding("relu_squared", target, module, "relu_squared", forward, agreement.error)
+    return Finding("relu_squared", target, module, "relu_squared", forward, error)
 
 
-def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, Agreement]:
-    failed = None, Agreement(float("inf"))
+def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]:
+    """Our forward and its error; None where the module computes something else."""
     argument = only_argument(module)
-    others = {name: child for name, child in module._modules.items() if child is not None and name not in _NAMES}
-    own = [tensor for tensor in {**module._parameters, **module._buffers}.values() if tensor is not None]
-    if argument is None or own or not all(is_stateless(child) for child in others.values()):
-        return failed
+    if argument is None or state_besides(module, _NAMES):
+        return None, float("inf")
     hidden, intermediate = _SIZES
     tensors = [probe.randn(4, 16, hidden), probe.randn(intermediate, hidden), probe.randn(hidden, intermediate)]
-
-    def on(forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-            children = {name: dummy_child(child) for name, child in others.items()}
-            children |= {name: projection(weight) for name, weight in zip(_NAMES, weights)}
-            return forward(dummy_module(module, {}, children), x)
-
-        return computation
-
     forward = relu_squared_mlp_forward(argument)
-    agreement = probe.compare(on(type(module).forward), on(forward), tensors)
-    return (forward, agreement) if agreement.equal else failed
+    original, ours = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
+    agreement = probe.compare(original, ours, tensors)
+    return forward if agreement.equal else None, agreement.error
 
 
 @functools.cache

@@ -18,30 +18,26 @@ from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import arguments_of, prove_rotation
 
+HIDDEN_CALL = "its forward is decorated in a way that hides the call"
+
 
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
     """The finding for every rotary function that `module`'s forward calls by a global name."""
-    forward = type(module).forward
-    patched = forward
-    functions: list[tuple[str, Callable]] = probe.once(("rope", forward), list, rotary_globals(forward))
+    patched = type(module).forward
+    functions: list[tuple[str, Callable]] = probe.once(("rope", patched), list, rotary_globals(patched))
     for name, function in functions:
         target = f"{name} in {type(module).__name__}"
         reason = reason_to_leave(module, enabled("rope"))
         if reason:
             yield Finding("rope", target, module, reason=reason)
             continue
-        proof = ("rope", name, function)
-        kernel, rotary, agreement = probe.once(proof, prove_rotation, function, probe)
-        if rotary is None:
-            yield Finding("rope", target, module, reason=agreement.reason)
-            continue
-        copy = forward_calling(patched, name, rotary)
+        kernel, rotary, agreement = probe.once(("rope", name, function), prove_rotation, function, probe)
+        copy = None if rotary is None else forward_calling(patched, name, rotary)
         if copy is None:
-            reason = "its forward is decorated in a way that hides the call"
-            yield Finding("rope", target, module, reason=reason)
-            continue
-        patched = copy  # with several functions, the forward that is bound last calls all of ours
-        yield Finding("rope", target, module, kernel, patched, agreement.error)
+            yield Finding("rope", target, module, reason=agreement.reason or HIDDEN_CALL)
+        else:
+            patched = copy  # with several functions, the forward that is bound last calls all of ours
+            yield Finding("rope", target, module, kernel, patched, agreement.error)
 
 
 def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:

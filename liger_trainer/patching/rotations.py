@@ -21,15 +21,12 @@ from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.pending_norm import PendingNorm
-from liger_trainer.patching.probe import Agreement, Probe
+from liger_trainer.patching.probe import Agreement, Probe, Proof, no_formula, refused
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
 
 # The layout of a call: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
 Layout = tuple[int, int, bool, bool]
-
-Proof = tuple[str | None, Callable | None, Agreement]
-"""The kernel's name, our function, and the agreement; the first two are None where the function is left alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +91,17 @@ def _call(function: Callable) -> Callable:
     return function.forward if isinstance(function, nn.Module) else function
 
 
-def _refused(reason: str) -> Proof:
-    return None, None, Agreement(float("inf"), reason=reason)
-
-
 def prove_rotation(function: Callable, probe: Probe) -> Proof:
     """The proof for a rotary function of q, k, cos and sin, or of q, k and complex factors."""
     arguments = arguments_of(function)
     if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
         return _prove_complex(function, arguments[2], probe)
     if arguments[:4] != ["q", "k", "cos", "sin"]:
-        return _refused(f"it takes ({', '.join(arguments)}), not (q, k, cos, sin)")
+        return refused(f"it takes ({', '.join(arguments)}), not (q, k, cos, sin)")
     parameters = inspect.signature(_call(function)).parameters
     needed = [p.name for p in list(parameters.values())[4:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if needed:
-        return _refused(f"it also takes {', '.join(needed)}")
+        return refused(f"it also takes {', '.join(needed)}")
     return _prove_tables(function, parameters, probe)
 
 
@@ -120,13 +113,13 @@ def prove_rotation(function: Callable, probe: Probe) -> Proof:
 def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
     has_dim = "unsqueeze_dim" in parameters
     default = parameters["unsqueeze_dim"].default if has_dim else None
-    nearest: list[Agreement] = []
+    failures: list[Agreement] = []
     for rotation in ROTATIONS:
         for precise in (False, True):
             usual = [layout for layout in _layouts() if _is_usual(layout, rotation, default)]
             agreements = {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in usual}
             if not any(agreement.equal for agreement in agreements.values()):
-                nearest += agreements.values()
+                failures += agreements.values()
                 continue
             others = [layout for layout in _layouts() if layout not in agreements]
             agreements |= {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in others}
@@ -136,9 +129,8 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
             position = list(parameters).index("unsqueeze_dim") - 4 if has_dim else None
             dim = used[1] if default is None else default
             ours = rotary_function(function, rotation, dim, position, frozenset(proven), mixed, precise)
-            return rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values()))
-    best = min(nearest, key=lambda agreement: agreement.error)
-    return None, None, best.explained("another rotation than those of q and k by pairs")
+            return Proof(rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values())))
+    return no_formula(failures, "another rotation than those of q and k by pairs")
 
 
 def _is_usual(layout: Layout, rotation: Rotation, default: int | None) -> bool:
@@ -175,15 +167,13 @@ def _compare(
     function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
 ) -> Agreement:
     q, k, cos, sin = _tensors(layout, probe)
-    dim = layout[1]
-
-    def original(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return function(q, k, cos, sin, unsqueeze_dim=dim) if has_dim else function(q, k, cos, sin)
-
-    def ours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return rotation(q, k, cos, sin, dim, precise)
-
+    original, ours = _at(function, has_dim, layout), functools.partial(rotation, dim=layout[1], keep_dtype=precise)
     return probe.compare(_fixed_tables(original, cos, sin), _fixed_tables(ours, cos, sin), [q, k])
+
+
+def _at(function: Callable, has_dim: bool, layout: Layout) -> Callable:
+    """`function` of q, k, cos and sin in this layout."""
+    return functools.partial(function, unsqueeze_dim=layout[1]) if has_dim else function
 
 
 def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> Callable:
@@ -194,18 +184,13 @@ def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> C
 def _mixed_result(
     function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
 ) -> str | None:
-    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"kept"`` (in the heads' dtype), or None for neither."""
+    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"rounded"`` to the heads' dtype, or None."""
     q, k, cos, sin = _tensors(layout, probe)
     half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
-
-    def original(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return function(q, k, cos, sin, unsqueeze_dim=layout[1]) if has_dim else function(q, k, cos, sin)
-
-    for mixed in ("promoted", "kept"):
-
-        def ours(q: torch.Tensor, k: torch.Tensor, keep: bool = precise or mixed == "kept") -> Any:
-            return rotation(q, k, cos, sin, layout[1], keep)
-
+    original = functools.partial(_at(function, has_dim, layout), cos=cos, sin=sin)
+    for mixed in ("promoted", "rounded"):
+        keep_dtype = precise or mixed == "rounded"
+        ours = functools.partial(rotation, cos=cos, sin=sin, dim=layout[1], keep_dtype=keep_dtype)
         if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
             return mixed
     return None
@@ -229,8 +214,8 @@ def rotary_function(
         default_dim: Its default for `unsqueeze_dim`.
         dim_position: Where `unsqueeze_dim` comes among the arguments after `sin`; None if there is no such argument.
         proven: The layouts on which the two agree.
-        mixed: The dtype of the result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"kept"``
-            for q's dtype, or None to run the original.
+        mixed: The result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"rounded"`` to q's
+            dtype, or None to run the original.
         precise: Compute in float32 and round once, as the original does. On an accelerator the kernel does so anyway,
             and this is tried only if the plain call does not agree.
     """
@@ -248,7 +233,7 @@ def rotary_function(
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
         if not as_probed or (mixed is None and cos.dtype != q.dtype):
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotation(q, k, cos, sin, dim, precise or (mixed == "kept" and cos.dtype != q.dtype))
+        return rotation(q, k, cos, sin, dim, precise or (mixed == "rounded" and cos.dtype != q.dtype))
 
     def of_pending(q, k, cos, sin, *args, **kwargs):
         """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""
@@ -275,7 +260,7 @@ _FACTORS = {"batch": (_BATCH, _LENGTH), "shared": (1, _LENGTH), "plain": (_LENGT
 
 
 def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
-    nearest: list[Agreement] = []
+    failures: list[Agreement] = []
     for dim in (2, 1):
         rows = [probe.randn(_BATCH, _LENGTH, heads, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
         rows = [row.transpose(1, 2) for row in rows] if dim == 1 else rows
@@ -286,10 +271,9 @@ def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
         proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
         if proven:
             ours = complex_rotary_function(function, name, dim, frozenset(proven))
-            return "rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values()))
-        nearest += agreements.values()
-    best = min(nearest, key=lambda agreement: agreement.error)
-    return None, None, best.explained("another rotation than complex factors of neighbours")
+            return Proof("rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values())))
+        failures += agreements.values()
+    return no_formula(failures, "another rotation than complex factors of neighbours")
 
 
 def _with(factors: torch.Tensor, function: Callable, *args: int) -> Callable:

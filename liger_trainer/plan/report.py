@@ -12,6 +12,7 @@ from liger_trainer.plan.choose import Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting
+from liger_trainer.recipe.schema import mapping
 
 if TYPE_CHECKING:
     from liger_trainer.plan.parameters import Parameters
@@ -161,7 +162,6 @@ def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
     if values["activation_offloading_fraction"] != 1:  # a plan offloads all or nothing
         keys["activation_offloading_fraction"] = 1.0
     if setting.tiled_mlp != kernels_of(values, inputs.source).tiled_mlp:
-        written = values["liger_kernel_config"] or {}
-        written = json.loads(written) if isinstance(written, str) else written
+        written = mapping("liger_kernel_config", values["liger_kernel_config"]) or {}
         keys["liger_kernel_config"] = {**written, "tiled_mlp": setting.tiled_mlp}
     return keys

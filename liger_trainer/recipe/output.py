@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
@@ -72,9 +73,10 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
 
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
-    resume = _resume(recipe, folder)
-    wanted = recipe.training.resume_from_checkpoint not in (None, False, "false", "False", "")
-    if not wanted and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
+    asked: Any = recipe.training.resume_from_checkpoint
+    asked = {"true": True, "false": None, "": None}.get(str(asked).lower(), asked)
+    resume = None if asked is None else _resume(asked, folder)
+    if asked is None and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
         if not recipe.recipe.overwrite_output_dir:
             raise RecipeError(
                 f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten. Add "
@@ -90,11 +92,8 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
     return resume
 
 
-def _resume(recipe: Recipe, folder: Path) -> str | None:
-    asked = recipe.training.resume_from_checkpoint
-    if asked in (None, False, "false", "False", ""):
-        return None
-    if asked in (True, "true", "True"):
+def _resume(asked: str | Literal[True], folder: Path) -> str | None:
+    if asked is True:
         found = complete_checkpoints(folder)
         if not found:
             logger.warning("There is no complete checkpoint in %s yet; the run starts from the beginning.", folder)

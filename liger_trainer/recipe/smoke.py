@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.schema import TRAINERS
+from liger_trainer.recipe.schema import TRAINERS, mapping
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -92,9 +92,9 @@ def _small_generation(values: Mapping[str, Any], given: set[str]) -> dict[str, A
     if "reward_funcs" not in values:
         return {}
     weights = values["reward_weights"] or [1.0] * len(values["reward_funcs"] or ())
-    kept = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
-    kept.append((f"{__name__}:{mean_token.__name__}", 1.0))
-    rewards = {"reward_funcs": [name for name, _ in kept], "reward_weights": [weight for _, weight in kept]}
+    pairs = [pair for pair in zip(values["reward_funcs"] or (), weights, strict=False) if ":" in pair[0]]
+    pairs.append((f"{__name__}:{mean_token.__name__}", 1.0))
+    rewards = {"reward_funcs": [name for name, _ in pairs], "reward_weights": [weight for _, weight in pairs]}
     return {
         **({} if given & set(rewards) else rewards),
         "num_generations": 2,
@@ -323,7 +323,10 @@ def family_of(values: Mapping[str, Any]) -> str:
     family, name = values.get("model_family"), values.get("model_name_or_path")
     config = values.get("model_config")
     if family is None and config:
-        family = (json.loads(config) if isinstance(config, str) else config).get("model_type")
+        try:
+            family = (mapping("model_config", config) or {}).get("model_type")
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     if family is None and name and (Path(name) / "config.json").is_file():
         file = Path(name) / "config.json"
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,14 +55,12 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     lines += measured(history)
     if metrics.get("train_runtime"):
         lines.append(("time", f"{metrics['train_runtime']:.0f} s"))
-    speeds = sorted(entry["tokens_per_second"] for entry in history if entry.get("tokens_per_second"))
-    if speeds:
-        lines.append(("tokens/s", f"{speeds[len(speeds) // 2]:,.0f}"))
-    mfu = sorted(entry["mfu"] for entry in history if entry.get("mfu"))
-    if mfu:
-        lines.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}"))
-    memory = max((entry["peak_memory_gib"] for entry in history if entry.get("peak_memory_gib")), default=None)
-    if memory is None:
+    for key, name, form in (("tokens_per_second", "tokens/s", ",.0f"), ("mfu", "MFU", ".1%")):
+        values = [value for value in _values(history, key) if value]
+        if values:
+            lines.append((name, f"{statistics.median_high(values):{form}}"))
+    memory = max(_values(history, "peak_memory_gib"), default=0.0)
+    if not memory:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))
@@ -117,25 +116,15 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
     prompts = recipe.recipe.sample_prompts
     if not prompts:
         return []
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
 
     set_seed(recipe.training.seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model = model.to(recipe.training.device).eval()
-    texts = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        with torch.no_grad():
-            output = model.generate(
-                **inputs,
-                max_new_tokens=recipe.recipe.sample_tokens,
-                do_sample=True,
-                temperature=0.7,
-                top_k=40,
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            )
-        new = output[0, inputs["input_ids"].shape[1] :]
-        texts.append((prompt, str(tokenizer.decode(new, skip_special_tokens=True))))
-    return texts
+    generate: Any = pipeline(
+        "text-generation",
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        device=recipe.training.device,
+    )
+    options = {"max_new_tokens": recipe.recipe.sample_tokens, "do_sample": True, "temperature": 0.7, "top_k": 40}
+    answers = (generate(prompt, return_full_text=False, **options) for prompt in prompts)
+    return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import DeviceLost, Plan, Timing, explain, measure, relative_error
+from liger_trainer.benchmarks.measure import DeviceLost, explain, measure, relative_error, summary
+from liger_trainer.benchmarks.records import Record
 from liger_trainer.benchmarks.registry import Case, Data, Floor
 
 CPU = Device(torch.device("cpu"))
@@ -22,8 +23,10 @@ def right(x, factor):
     return x * factor
 
 
-def measured(case, plan=None, exact=right, **providers):
-    return measure(case, providers, exact, CPU, plan or Plan(rounds=2))[0]
+def measured(case, exact=right, deadline=float("inf"), rounds=2, **providers):
+    records = {name: Record("multiply", "tiny", 4, "", case.shape, "float32", name) for name in providers}
+    measure(case, providers, records, exact, CPU, rounds, deadline)
+    return records
 
 
 def test_errors_are_distances_from_float64(case):
@@ -51,7 +54,7 @@ def test_a_failure_is_told_and_the_rest_goes_on(case):
     assert results["absent"].failure == "skipped: no_such_package_at_all is not installed"
     assert results["partly"].failure == "skipped: liger_trainer.functional has no no_such_function"
     assert results["right"].failure == ""
-    assert results["right"].both.median > 0
+    assert results["right"].both > 0
     assert results["fails"].both is None
 
 
@@ -129,12 +132,11 @@ def test_time_runs_out(case):
         time.sleep(0.05)
         return x * factor
 
-    plan = Plan(rounds=1000, deadline=time.monotonic() + 0.3)
     began = time.monotonic()
-    results = measured(case, plan, liger_trainer=slow, **{"torch.compile": slow})
+    results = measured(case, deadline=began + 0.3, rounds=1000, liger_trainer=slow, **{"torch.compile": slow})
     assert time.monotonic() - began < 5
-    assert results["liger_trainer"].both.median >= 50
-    late = measured(case, Plan(deadline=time.monotonic() - 1), right=right)
+    assert results["liger_trainer"].both >= 50
+    late = measured(case, deadline=time.monotonic() - 1, right=right)
     assert late["right"].failure == "skipped: no time left"
 
 
@@ -152,26 +154,16 @@ def test_out_of_memory_in_words():
     assert explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")) == "out of memory"
 
 
-def test_accuracy_can_be_left_out(case):
-    def unused(x, factor):
-        raise AssertionError
-
-    results = measured(case, Plan(rounds=1, accuracy=False), exact=unused, right=right)
-    assert results["right"].errors == {}
-    assert results["right"].both is not None
-
-
 def test_matmuls_are_timed_as_the_floor(case):
     calls = []
     case.floor = Floor(matmuls=lambda: calls.append(1))
-    _, floor = measure(case, {"right": right}, right, CPU, Plan(rounds=3))
+    assert measure(case, {}, {}, right, CPU, rounds=3) > 0
     assert len(calls) == 6  # each round once untimed
-    assert floor.median > 0
 
 
-def test_timing_is_median_and_middle_half():
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 2.0)
-    assert Timing.of([7.0]) == Timing(7.0, 0.0)
+def test_summary_is_median_and_middle_half():
+    assert summary([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, 2.0)
+    assert summary([7.0]) == (7.0, 0.0)
 
 
 def test_relative_error_in_slices(monkeypatch):

@@ -53,6 +53,12 @@ def test_torch_compile_runs():
     assert max(record.errors.values()) < 1e-6
 
 
+def test_accuracy_can_be_left_out():
+    (record, _) = run("rms_norm", ("torch",), accuracy=False)
+    assert record.errors == {}
+    assert record.both > 0
+
+
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs", "dpo_loss", "fused_grpo_loss"])
 def test_a_frozen_head_gets_no_gradient(name):
     records = run(name, ("torch",))

@@ -8,11 +8,15 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.trainer_setups import RandomTokens, Setup, completions
-from liger_trainer.benchmarks.training_process import reason
-from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
+from liger_trainer.benchmarks.training import Task, reason
+from liger_trainer.benchmarks.training_providers import (
+    TRAINING_PROVIDERS,
+    RandomTokens,
+    Setup,
+    completions,
+    find_training_provider,
+)
 from liger_trainer.benchmarks.training_step import run
-from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.cli import main
 from tests.quantised import library
 

@@ -6,10 +6,9 @@ import pytest
 
 from liger_trainer.benchmarks.records import Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.training import sweep
-from liger_trainer.benchmarks.training_process import OUT_OF_MEMORY, ProcessError, TrainingProcess, launch_command
+from liger_trainer.benchmarks.report import sweep
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY, ProcessError, Task, TrainingProcess, launch_command
 from liger_trainer.benchmarks.training_step import run
-from liger_trainer.benchmarks.training_task import Task
 from liger_trainer.cli import main
 from liger_trainer.recipe.file import shipped_configs
 

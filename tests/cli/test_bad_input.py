@@ -16,11 +16,6 @@ from tests.cli.runs import TINY, message_of, refused, rows, state
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "test_split_size": 0.2}
 
 
-def test_a_valid_recipe_trains(recipe):
-    assert main(["train", recipe()]) == 0
-    assert Path("run/model.safetensors").is_file()
-
-
 def test_misspelt_key(recipe, capsys):
     assert "unknown key `max_stepz`" in refused(capsys, recipe(max_stepz=3))
 
@@ -78,7 +73,7 @@ def test_keys_and_values_that_are_refused(recipe, capsys, changes, words):
     assert not Path("run/model.safetensors").exists()
 
 
-def test_values_that_no_run_can_mean(recipe, capsys):
+def test_values_out_of_range(recipe, capsys):
     for key, value, allowed in (
         ("seed", -1, "from 0 to 4294967295"),
         ("data_seed", -1, "from 0 to 4294967295"),

@@ -1,4 +1,4 @@
-"""`liger-trainer plan` on shipped recipes, offline, and what it says to mistakes."""
+"""`liger-trainer plan` on shipped recipes, offline, and its messages for mistakes."""
 
 import socket
 
@@ -130,14 +130,13 @@ def test_mistakes_are_named(capsys, recipe, options, words):
 
 def test_a_length_is_needed(capsys, tmp_path):
     recipe = tmp_path / "endless.yaml"
-    shipped = find_recipe("quickstart_dpo").read_text(encoding="utf-8")
-    recipe.write_text(f"{shipped}\nmax_length: null\n", encoding="utf-8")
+    recipe.write_text(f"{find_recipe('quickstart_dpo').read_text()}\nmax_length: null\n")
     code, _, err = run(capsys, str(recipe), "--gpus", "1", "--gpu_memory", "80GB")
     assert code == 2
     assert "`max_length` is not set" in err
 
 
-def test_what_fits_nowhere_says_what_would(capsys):
+def test_a_model_that_fits_nowhere(capsys):
     code, out, err = run(capsys, "quickstart", "--gpus", "1", "--gpu_memory", "1MB", "--model_config", SMALL)
     assert code == 2
     assert "too big" in out

@@ -1,4 +1,4 @@
-"""`load_in_4bit` of a recipe for a mixture of experts: trains, resumes, loads again; and what it is refused with."""
+"""`load_in_4bit` of a recipe for a mixture of experts: trains, resumes, loads again, or is refused."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_trains_in_4_bits(folder, trainer):
 
 
 def test_resumes_to_the_same_weights(folder):
-    """As exact as bf16, in which TRL keeps adapters on 4 bits; PEFT brings those of a checkpoint back in fp32."""
+    """As exact as bf16, to which TRL casts adapters on 4 bits; PEFT loads those of a checkpoint in fp32."""
     whole = run(folder)
     wanted = {name: value.clone() for name, value in whole.model.state_dict().items() if "lora_" in name}
     again = run(folder, resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
@@ -112,7 +112,7 @@ def test_resumes_to_the_same_weights(folder):
         ),
     ],
 )
-def test_what_is_refused(folder, changes, message):
+def test_refused(folder, changes, message):
     with pytest.raises(RecipeError, match=message):
         run(folder, **changes)
 

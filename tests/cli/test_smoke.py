@@ -20,7 +20,7 @@ _SPREAD = {name for name in shipped_recipes() if name.endswith(("_fsdp2", "_zero
 
 
 @pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - _SPREAD))
-def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
+def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
     folder, experts, native = tmp_path / "run", set(), experts_formula.moe_experts
 
     def noted(hidden, *others, **options):
@@ -32,6 +32,8 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
     assert main(["train", name, "--smoke", "--output_dir", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "training loss" in shown
+    assert shown.count("liger_trainer kernels in") == 1  # of a warm start too
+    assert "lora_target_modules" not in caplog.text
     given = read_recipe(find_recipe(name))
     assert ("evaluation loss" in shown) == (given.get("eval_strategy", "no") != "no")
     assert {"grpo": "mean reward", "kto": "reward margin", "sft": "", "causal_lm": ""}.get(
@@ -66,6 +68,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, monkeypatch):
             ["--router_balance", "true"],
             "`router_balance` is true, but LlamaForCausalLM has no experts",
         ),
+        ("quickstart", ["--model_config", "{bad"], "`model_config` is '{bad', which is not JSON"),
     ],
 )
 def test_smoke_runs_that_are_refused(recipe, options, words, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """What a run shows: each thing once, no noise of libraries, and no more columns than the terminal has."""
 
-import json
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from liger_trainer.cli import main
 from liger_trainer.cli.run_recipe import prepare_environment
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from tests.cli.runs import MODEL, ROOT, environment, message_of, state
+from tests.cli.runs import MODEL, ROOT, environment, message_of, state, write_recipe
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -32,19 +31,22 @@ def in_a_process(folder, *arguments, **variables):
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="libgomp shows its settings")
-@pytest.mark.parametrize("command", [("train", "quickstart"), (ROOT / "recipes" / "quickstart.yaml",)])
-def test_waiting_threads_do_not_spin(tmp_path, command):
-    """Set before OpenMP is loaded; the run ends at its wrong option, with the exit code of a mistake."""
-    done = in_a_process(tmp_path, *command, "--max_steps", "0", OMP_DISPLAY_ENV="VERBOSE")
+def waits_passively(stderr):
+    """Whether OpenMP was loaded after its variables were set; libgomp shows them, which Linux has."""
+    shown = dict(re.findall(r"(OMP_WAIT_POLICY|GOMP_SPINCOUNT) = '(\w+)'", stderr))
+    return sys.platform != "linux" or shown == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+def test_a_mistake_in_a_process(tmp_path):
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    done = in_a_process(tmp_path, recipe, "--max_steps", "0", OMP_DISPLAY_ENV="VERBOSE")
     assert done.returncode == 2
     assert "`max_steps` is 0" in message_of(done.stderr)
-    shown = dict(re.findall(r"(OMP_WAIT_POLICY|GOMP_SPINCOUNT) = '(\w+)'", done.stderr))
-    assert shown == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    assert waits_passively(done.stderr)
 
 
 @pytest.mark.parametrize("name", [None, *OPENMP])
-def test_what_the_user_says_of_waiting_threads_counts(name, monkeypatch):
+def test_the_users_settings_of_waiting_threads_win(name, monkeypatch):
     monkeypatch.setattr(os, "environ", {} if name is None else {name: "77"})
     prepare_environment()
     assert {key: value for key, value in os.environ.items() if key in OPENMP} == {
@@ -57,29 +59,18 @@ def recipe(tmp_path):
     values = {"trainer": "causal_lm", "model_config": MODEL, "tokenizer_vocab_size": 300, "max_length": 32}
     values |= {"dataset_name": "pydoc_topics", "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1}
     values |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "report_to": "none"}
-    path = tmp_path / "mine.yaml"
-    path.write_text(json.dumps(values))
-    return path
+    return write_recipe(tmp_path / "mine.yaml", {**values, "sample_prompts": ["The class"], "sample_tokens": 4})
 
 
 def test_each_thing_is_shown_once(recipe, tmp_path):
-    done = in_a_process(tmp_path, "train", recipe)
+    done = in_a_process(tmp_path, "train", recipe, OMP_DISPLAY_ENV="VERBOSE")
     assert done.returncode == 0, done.stderr
+    assert waits_passively(done.stderr)
     assert done.stdout.count("liger_trainer kernels in") == 1
-    assert done.stdout.count("\nResult\n") == 1
+    assert done.stdout.count("\nResult\n") == done.stdout.count("\nThe class") == 1
     for noise in ("Setting accelerator to CPU", "Warning"):
         assert noise not in done.stderr
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
-
-
-def test_a_warm_start_reports_its_kernels_with_the_rest(tmp_path, capsys):
-    assert main(["train", "quickstart_dpo", "--smoke", "--output_dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("liger_trainer kernels in") == 1
-
-
-def test_a_shipped_recipe_does_not_warn_about_itself(tmp_path, caplog):
-    assert main(["train", "llama3_8b_sft", "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
-    assert "lora_target_modules" not in caplog.text
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])

@@ -33,26 +33,30 @@ def is_private(name):
     return bool(re.match("_(?!_)", name))
 
 
+def private_part(path):
+    """A dotted path from its first private name on: what is inside of something private is private too."""
+    words = re.split(r"[.:]", path)
+    return words[next((place for place, word in enumerate(words) if is_private(word)), len(words)) :]
+
+
 def names_in(declared):
-    """The private names in the paths, the strings and the local variables that a feature declares."""
-    words = re.split(r"[.:]", declared.path)
-    return {word for word in (*words, *declared.uses) if is_private(word)}
+    """The private names that a declaration checks."""
+    return {*private_part(declared.path), *filter(is_private, declared.uses.split(", "))}
 
 
 def read_in(tree):
     """The private attributes that a file reads, and the private names or modules that it imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            found = [node.attr]
+            path = ast.unparse(node)
+            of_library = re.fullmatch(r"(\w+)(\.\w+)+", path) and path.split(".")[0] in TESTED
+            yield from private_part(path if of_library else node.attr)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_NAME:
-            found = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+            yield from private_part(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ()
         elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in TESTED:
-            found = [word for alias in node.names for word in f"{node.module}.{alias.name}".split(".")]
+            yield from (word for alias in node.names for word in private_part(f"{node.module}.{alias.name}"))
         elif isinstance(node, ast.Import):
-            found = [word for alias in node.names for word in alias.name.split(".")]
-        else:
-            found = []
-        yield from (name for name in found if is_private(name))
+            yield from (word for alias in node.names for word in private_part(alias.name))
 
 
 def own_attributes(tree):
@@ -101,7 +105,7 @@ def test_private_names_are_declared_and_checked(name):
 
 
 def test_what_is_found():
-    source = "import torch._a\nfrom torch.b import _c\nx._d\nhasattr(x, '_e')\nx.f\nx.__g__\n"
-    assert set(read_in(ast.parse(source))) == {"_a", "_c", "_d", "_e"}
+    source = "import torch._a\nfrom torch.b import _c\nx._d.y\nhasattr(x, '_e')\nx.f\nx.__g__\ntorch._h.i(j)\n"
+    assert set(read_in(ast.parse(source))) == {"_a", "_c", "_d", "_e", "_h", "i"}
     source = "class A:\n    _a: int = 1\n    _b = 2\n    def _c(self):\n        self._d = x._e\n        x._f = 3\n"
     assert set(own_attributes(ast.parse(source))) == {"_a", "_b", "_c", "_d"}

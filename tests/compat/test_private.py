@@ -30,7 +30,7 @@ def owner_of(name):
 
 
 def message_of(feature, caplog):
-    """What a user is told: the error of a needed feature, the one warning of another."""
+    """The message for the user: the error of a needed feature, the one warning of another."""
     if feature.needed:
         with pytest.raises(ImportError) as raised:
             require(feature)
@@ -105,7 +105,7 @@ def test_changed(feature, name, monkeypatch, caplog):
     owner, last = owner_of(name)
     if name.parameters is not None:
         monkeypatch.setattr(owner, last, lambda another: None)
-        expected = f"takes (another), not ({', '.join(name.parameters)})"
+        expected = f"takes (another), not ({name.parameters})"
     elif name.uses:
         monkeypatch.setattr(owner, last, lambda *args, **kwargs: None)
         expected = "no longer uses "
@@ -122,13 +122,13 @@ def sample(self, args=None, namespace=None):
 @pytest.mark.parametrize(
     ("expected", "problem"),
     [
-        (Private("m:f", ("self", "args", "namespace")), None),
-        (Private("m:f", ("self", "...")), None),
-        (Private("m:f", ("self", "args")), "takes (self, args, namespace), not (self, args)"),
-        (Private("m:f", uses=("parse_known_args",)), None),
-        (Private("m:f", uses=("parse_args", "other")), "no longer uses `parse_args`, `other`"),
-        (Private("m:f", unpacks=("first", "second")), None),
-        (Private("m:f", unpacks=("second", "first")), "no longer unpacks (second, first)"),
+        (Private("m:f", "self, args, namespace"), None),
+        (Private("m:f", "self, ..."), None),
+        (Private("m:f", "self, args"), "takes (self, args, namespace), not (self, args)"),
+        (Private("m:f", uses="parse_known_args"), None),
+        (Private("m:f", uses="parse_args, other"), "no longer uses `parse_args`, `other`"),
+        (Private("m:f", unpacks="first, second"), None),
+        (Private("m:f", unpacks="second, first"), "no longer unpacks (second, first)"),
     ],
 )
 def test_what_is_compared(expected, problem, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_wrapper_that_passes_everything_on_is_fine(monkeypatch):
         return sample(*args, **kwargs)
 
     monkeypatch.setattr(Private, "find", lambda self: wrapper)
-    assert Private("m:f", ("self", "model")).problem() is None
+    assert Private("m:f", "self, model").problem() is None
 
 
 def checks():

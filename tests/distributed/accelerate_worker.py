@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
 from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
-from tests.distributed.accelerate_on_cpu import shard_on_cpu
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
 from tests.distributed.matrix_models import build_model
 from tests.trainers import parity
@@ -146,6 +146,19 @@ def reported(path: Path, work: Callable[[], Found]) -> None:
         os._exit(1)  # the group's own end would wait for the others too
 
 
+def _shard_on_cpu() -> None:
+    """Makes accelerate take this gloo process for one with a GPU of its own.
+
+    accelerate looks at FSDP only where there is an accelerator; on CPUs it knows DDP alone. What follows that question
+    (its plugins, its wrapping, its checkpoints) asks torch, which shards on any device.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP has no device index
+    PartialState._prepare_backend = lambda self, *args: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+
+
 def prepare_process() -> None:
     """What every process does first."""
     torch.set_num_threads(1)
@@ -153,7 +166,7 @@ def prepare_process() -> None:
         spare_compilation()
         split_everything()
     if not torch.accelerator.is_available():
-        shard_on_cpu()
+        _shard_on_cpu()
 
 
 def main(folder: str, *names: str) -> None:

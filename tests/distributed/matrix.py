@@ -1,6 +1,6 @@
 """Every way to spread a model x what trains x precision x loss: two processes have to train as one.
 
-A cell trains a patched model for three steps of SGD. Losses, gradients after their reduction and the parameters at the
+A cell trains a patched model for some steps of SGD. Losses, gradients after their reduction and the parameters at the
 end have to be those of one process that runs the unpatched model in fp32 on the concatenated batch, on whole logits.
 """
 
@@ -27,9 +27,9 @@ from tests.distributed.matrix_wrappings import (
     trained_weights,
     without_sync,
 )
+from tests.distributed.tensor_parallel import counted_logits
 from tests.distributed.two_processes import WORLD
 
-STEPS = 3
 LEARNING_RATE = 0.05
 CHUNK = 8 * SIZES["vocab_size"] * 4  # bytes: 8 tokens, so that the ranks have other numbers of chunks
 
@@ -114,22 +114,30 @@ WHOLE_LOGITS: dict[tuple[str, str], str] = {
 """(wrapping, parameters) that train right, on whole logits, and why."""
 
 
-def _cells() -> list[Cell]:
-    """Every wrapping with all parameters; and with every precision and kind of batches, of a model whose head trains.
+HEADS = ("full", "tied head", "lora with head", "dora with head", "modules to save")
+"""Parameters with a head that trains and is fused with its loss."""
 
-    The losses take turns so that every wrapping has each of them in fp32 with a head that trains: one with "full", the
-    first of the parameters, and three with the other kinds of batches, which come last.
+
+def _cells() -> list[Cell]:
+    """Every wrapping with all parameters; and with every precision, loss and kind of batches, and a head that trains.
+
+    Losses and batches take turns among the heads that a wrapping can train; where these are too few, "full" is trained
+    several times. What trains no head, or runs on logits built for it, takes the losses in turn.
     """
-    losses, cells = list(LOSSES), []
-    variants = [(name, "unequal") for name in list(PRECISIONS)[1:]] + [("fp32", name) for name in list(BATCHES)[1:]]
+    losses, kinds, cells = list(LOSSES), list(BATCHES), []
     for first, wrapping in enumerate(WRAPPINGS):
         trained = [name for name in PARAMETERS if (wrapping, name) not in LEFT_OUT]
-        for turn, name in enumerate(trained, first + len(variants)):
+        heads = [name for name in HEADS if name in trained]
+        heads += ["full"] * (max(len(losses), len(kinds)) - len(heads))
+        for turn, name in enumerate(heads):
+            loss, batches = losses[(first + turn) % len(losses)], kinds[(first // len(losses) + turn) % len(kinds)]
+            cells.append(Cell(wrapping, name, "fp32", loss, batches))
+        for turn, name in enumerate((name for name in trained if name not in HEADS), first):
             cells.append(Cell(wrapping, name, "fp32", losses[turn % len(losses)]))
-        heads = [name for name in ("full", "lora with head") if name in trained]
-        for turn, (precision, batches) in enumerate(variants):
-            name, loss = heads[turn % len(heads)], losses[(first + turn) % len(losses)]
-            cells.append(Cell(wrapping, name, precision, loss, batches))
+        alternately = [name for name in ("full", "lora with head") if name in trained]
+        for turn, precision in enumerate(list(PRECISIONS)[1:]):
+            name, loss = alternately[turn % len(alternately)], losses[(first + turn) % len(losses)]
+            cells.append(Cell(wrapping, name, precision, loss))
     return [cell for cell in cells if (cell.wrapping, cell.precision) not in LEFT_OUT]
 
 
@@ -157,11 +165,11 @@ def start_of(parameters: str, weights: torch.dtype) -> Weights:
 
 
 @functools.cache
-def expected_training(parameters: str, weights: torch.dtype, loss_name: str, batches: str) -> Training:
+def expected_training(parameters: str, weights: torch.dtype, loss_name: str, batches: str, steps: int) -> Training:
     """One process, unpatched, in fp32 on weights that `weights` can hold, on whole logits."""
     model, loss = copy.deepcopy(_unpatched(parameters)).to(weights).float(), LOSSES[loss_name]
     optimizer, found = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), Training()
-    for step in range(STEPS):
+    for step in range(steps):
         batch = concatenated(list(itertools.chain(*BATCHES[batches](step))))
         value = naive_loss(model, batch, loss, loss.count([batch]))
         value.backward()
@@ -181,6 +189,7 @@ def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
     report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": fused})
     head = next(row for row in report if row.component in ("linear_cross_entropy", "cross_entropy"))
     assert head.applied, head
+    assert any(row.component == "lora" for row in report.applied) or not parameters.startswith("lora")
     return model
 
 
@@ -201,7 +210,7 @@ def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
     wrapped = wrapping.wrap(model, precision.sharded)
     steps, found = Steps(wrapped, LEARNING_RATE, precision.scaled), Training()
     weights = start_of(cell.parameters, precision.weights)
-    for step in range(STEPS):
+    for step in range(wrapping.steps):
         ranks = BATCHES[cell.batches](step)
         items = loss.count(list(itertools.chain(*ranks)))
         together = [concatenated(list(batches)) for batches in zip(*ranks)]
@@ -244,22 +253,20 @@ def run_cell(cell: Cell, rank: int) -> None:
     Raises:
         AssertionError: where the training is not that of one process, or whole logits were built unexpectedly.
     """
-    from liger_trainer.head import DeferredLogits
-
-    precision = PRECISIONS[cell.precision]
+    precision, wrapping = PRECISIONS[cell.precision], WRAPPINGS[cell.wrapping]
     before = start_of(cell.parameters, precision.weights)
-    expected = expected_training(cell.parameters, precision.weights, cell.loss, cell.batches)
+    expected = expected_training(cell.parameters, precision.weights, cell.loss, cell.batches, wrapping.steps)
     model = patched_model(cell)
-    with _watched(DeferredLogits) as seen:
+    with counted_logits() as seen:
         ours = _train(model, cell, rank)
-    tolerance, keeps = precision.tolerance, WRAPPINGS[cell.wrapping].keeps_parameters
+    tolerance, keeps = precision.tolerance, wrapping.keeps_parameters
 
     def known(name: str) -> float:
         """What a gradient is known to, read from a step, over the tolerance."""
         rounding = torch.finfo(precision.weights).eps * before[name].norm().item()
         return 0.0 if keeps else rounding / LEARNING_RATE / tolerance
 
-    for step in range(STEPS):
+    for step in range(wrapping.steps):
         value, wanted = (torch.tensor(losses[step]) for losses in (ours.losses, expected.losses))
         _check(f"the loss of step {step}", value, wanted, tolerance, 0.0)
         gradients, wanted_gradients = ours.gradients[step], expected.gradients[step]
@@ -269,29 +276,8 @@ def run_cell(cell: Cell, rank: int) -> None:
             _check(f"step {step}: gradient of {name}", gradients[name], wanted, tolerance, floor + known(name))
     for name, after in expected.after.items():
         # A step is known as well as the weights can hold it.
-        held = torch.finfo(precision.weights).eps * STEPS * after.norm().item()
+        held = torch.finfo(precision.weights).eps * wrapping.steps * after.norm().item()
         step_size = (after - before[name]).norm().item()
         _check(f"{name} at the end", ours.after[name], after, 1.0, tolerance * step_size + held)
     whole = seen["built"] > 0 or seen["deferred"] == 0
     assert whole == ((cell.wrapping, cell.parameters) in WHOLE_LOGITS), f"whole logits: {whole}, {seen}"
-
-
-@contextlib.contextmanager
-def _watched(deferred_logits: Any) -> Any:
-    """Counts the logits that are deferred, and built, in this process."""
-    seen = {"deferred": 0, "built": 0}
-    create, compute = deferred_logits.create, deferred_logits._compute
-
-    def counted_create(*args: Any) -> Any:
-        seen["deferred"] += 1
-        return create(*args)
-
-    def counted_compute(self: Any) -> Any:
-        seen["built"] += 1
-        return compute(self)
-
-    deferred_logits.create, deferred_logits._compute = staticmethod(counted_create), counted_compute
-    try:
-        yield seen
-    finally:
-        deferred_logits.create, deferred_logits._compute = staticmethod(create), compute

@@ -48,9 +48,9 @@ def _accumulated(step: int) -> list[list[Batch]]:
 
 
 def _short_last(step: int) -> list[list[Batch]]:
-    """The last step has fewer rows on one rank."""
+    """From the second step on, one rank has fewer rows."""
     ranks = _unequal(step)
-    return [ranks[0], [{name: value[:2] for name, value in ranks[1][0].items()}]] if step == 2 else ranks
+    return [ranks[0], [{name: value[:2] for name, value in ranks[1][0].items()}]] if step else ranks
 
 
 BATCHES: dict[str, Callable[[int], list[list[Batch]]]] = {

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP1,
-)
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -40,11 +34,13 @@ class Wrapping:
         splits_batch: Whether every rank has rows of its own, and gradients are means over the ranks.
         keeps_parameters: Whether the parameters keep their gradients apart; else they are only known by what an
             optimizer step of SGD does.
+        steps: How many steps are trained.
     """
 
     wrap: Callable[[nn.Module, torch.dtype | None], nn.Module]
     splits_batch: bool = True
     keeps_parameters: bool = True
+    steps: int = 2
 
 
 def _ddp(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -136,7 +132,8 @@ WRAPPINGS: dict[str, Wrapping] = {
     "tp with head": Wrapping(partial(_tensor_parallel, head=True), splits_batch=False),
 }
 if HAS_DEEPSPEED:
-    WRAPPINGS |= {f"zero{stage}": Wrapping(partial(zero, stage=stage)) for stage in (2, 3)}
+    # ZeRO-3 learns the order of its gathers in the first two steps.
+    WRAPPINGS |= {f"zero{stage}": Wrapping(partial(zero, stage=stage), steps=stage) for stage in (2, 3)}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.distributed.matrix import CELLS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS, run_cell
+from tests.distributed.matrix import CELLS, HEADS, LEFT_OUT, PRECISIONS, WHOLE_LOGITS, run_cell
 from tests.distributed.matrix_batches import BATCHES, LOSSES
 from tests.distributed.matrix_models import PARAMETERS
 from tests.distributed.matrix_wrappings import WRAPPINGS
@@ -35,7 +35,7 @@ def test_every_pair_runs_or_has_a_reason() -> None:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_every_loss_precision_and_kind_of_batches_trains_a_head(wrapping: str) -> None:
     cells = [cell for cell in CELLS.values() if cell.wrapping == wrapping]
-    cells = [cell for cell in cells if cell.parameters in ("full", "lora with head")]
+    cells = [cell for cell in cells if cell.parameters in HEADS]
     assert {cell.loss for cell in cells if cell.precision == "fp32"} == LOSSES.keys()
     assert {cell.batches for cell in cells if cell.precision == "fp32"} == BATCHES.keys()
     left_out = {name for name in PRECISIONS if (wrapping, name) in LEFT_OUT}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.tensor_parallel import gradients
 from tests.distributed.two_processes import WORLD
 
 HIDDEN, INTERMEDIATE, LAYERS = 8, 12, 2
@@ -45,10 +49,7 @@ def _batch() -> torch.Tensor:
 def _check(model: nn.Module) -> None:
     single = _model(tiled=False)
     single(_batch()).square().mean().backward()
-    for name, parameter in single.named_parameters():
-        ours = model.get_parameter(name).grad
-        ours = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-        torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(model), gradients(single), rtol=1e-5, atol=1e-6)
 
 
 def _ddp(rank: int) -> None:
@@ -65,13 +66,9 @@ def _ddp(rank: int) -> None:
 
 
 def _fsdp2(rank: int, reshard: bool, checkpointed: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = _model(tiled=True, checkpointed=checkpointed), init_device_mesh("cpu", (WORLD,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    model = _model(tiled=True, checkpointed=checkpointed)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=reshard)
     for _ in range(2):
         model.zero_grad()
         model(_batch().chunk(WORLD)[rank]).square().mean().backward()
@@ -93,16 +90,15 @@ def _patched(rank: int) -> None:
         model.zero_grad()
         mine = ids.chunk(WORLD)[rank]
         wrapped(input_ids=mine, labels=mine).loss.backward()
-        for name, parameter in single.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients(model), gradients(single), rtol=1e-4, atol=1e-5)
 
 
 CASES = {
     "ddp": _ddp,
     "a patched model under ddp, its layers checkpointed": _patched,
-    "fsdp2": lambda rank: _fsdp2(rank, reshard=False, checkpointed=False),
-    "fsdp2, resharded": lambda rank: _fsdp2(rank, reshard=True, checkpointed=False),
-    "fsdp2, resharded, in a checkpointed layer": lambda rank: _fsdp2(rank, reshard=True, checkpointed=True),
+    "fsdp2": partial(_fsdp2, reshard=False, checkpointed=False),
+    "fsdp2, resharded": partial(_fsdp2, reshard=True, checkpointed=False),
+    "fsdp2, resharded, in a checkpointed layer": partial(_fsdp2, reshard=True, checkpointed=True),
 }
 
 

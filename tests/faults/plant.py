@@ -117,14 +117,12 @@ def planted(fault: Fault, tree: Path) -> tuple[Path, str]:
     else:
         for path in _python_files(tree, SOURCES):
             text = path.read_text(encoding="utf-8")
-            names = [name.split(".") for name in fault.where.split("|")]
-            if not any(name[-1] in text for name in names):
+            if fault.where.split(".")[-1] not in text:
                 continue
             starts = [0]
             for line in text.splitlines(keepends=True):
                 starts.append(starts[-1] + len(line))
-            body = ast.parse(text)
-            for first, last in {span for name in names for span in _spans(body, name)}:
+            for first, last in set(_spans(ast.parse(text), fault.where.split("."))):
                 matches = re.compile(fault.old, re.MULTILINE).finditer(text, starts[first - 1], starts[last])
                 found.extend((path, _replaced(fault, text, match)) for match in matches)
     if len(found) != 1:
@@ -137,12 +135,10 @@ def _replaced(fault: Fault, text: str, match: re.Match[str]) -> str:
 
 
 def selected(tests: Sequence[str], tree: Path) -> list[str]:
-    """The tests ``part_of_the_path::function``, or ``part_of_the_path::function[part_of_the_id]``, as pytest has them.
-
-    Those that are not there are passed over: a test may have another name in another version of the tree.
+    """The tests ``part_of_the_path::function`` as pytest has them.
 
     Raises:
-        PlantingError: if none is there.
+        PlantingError: if one is not there.
     """
     selection: list[str] = []
     for test in tests:
@@ -150,9 +146,9 @@ def selected(tests: Sequence[str], tree: Path) -> list[str]:
         paths = [path for path in _python_files(tree, ["tests"]) if part in str(path.relative_to(tree / "tests"))]
         pattern = re.compile(rf"^def {re.escape(function)}\(", re.MULTILINE)
         names = [f"{path.relative_to(tree)}::{function}" for path in paths if pattern.search(path.read_text())]
-        selection.extend(name for name in names if name not in selection)
-    if not selection:
-        raise PlantingError(f"none of the tests {', '.join(tests)}")
+        if not names:
+            raise PlantingError(f"no test {test}")
+        selection += names
     return selection
 
 
@@ -216,7 +212,7 @@ def found(fault: Fault, tree: Path) -> Outcome:
     """Whether `fault` and its tests are in `tree`."""
     try:
         path, _ = planted(fault, tree)
-        selected(fault.tests, tree)
+        selected(fault.tests.split(), tree)
     except PlantingError as error:
         return Outcome(fault, "NOT FOUND", 0.0, str(error))
     return Outcome(fault, "found", 0.0, str(path.relative_to(tree)))
@@ -227,7 +223,7 @@ def tried(fault: Fault, tree: Path, fast: bool, clean: bool) -> Outcome:
     start = time.monotonic()
     try:
         path, text = planted(fault, tree)
-        selection = [*selected(fault.tests, tree), *(["--fast"] if fast else [])]
+        selection = [*selected(fault.tests.split(), tree), *(["--fast"] if fast else [])]
     except PlantingError as error:
         return Outcome(fault, "NOT PLANTED", 0.0, str(error))
     expression = "" if fast else fault.expression  # `make fast` has parameter sets of its own

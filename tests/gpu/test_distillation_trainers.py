@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from liger_trainer.head.divergence import divergence
+from tests.device import no_waiting, one_gpu
 from tests.head.deferring import B, H, S, V, defer
+from tests.memory import peak_memory
 from tests.trainers.test_parity_distillation import TRAINERS, build, capped, gradients, granite, masked_batch, student
 
-pytestmark = [
-    pytest.mark.gpu,
-    # One process that sees several is refused, which is tested elsewhere.
-    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, one_gpu]
 
 
 def on_device(batch):
@@ -55,12 +53,7 @@ def test_peak_of_gkd_is_far_below_whole_logits(tmp_path):
         )
         ids = torch.randint(3, vocab, (rows, length), device="cuda")
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        gradients(trainer, dict(batch))  # kernels are compiled here
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        gradients(trainer, dict(batch))
-        return torch.cuda.max_memory_allocated() - before
+        return peak_memory(lambda: gradients(trainer, dict(batch)))
 
     of_all_logits = rows * length * vocab * 4
     assert peak(True) < of_all_logits / 2
@@ -78,9 +71,5 @@ def test_the_divergence_does_not_wait_for_the_device():
         divergence(*logits, labels, 0.5, 1.0, items).loss.backward()
 
     step()  # kernels are compiled here
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

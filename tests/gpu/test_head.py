@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from liger_trainer.head import DeferredLogits
 from liger_trainer.patching.head import patch_head
+from tests.device import no_waiting
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu
@@ -44,20 +47,9 @@ def test_step_neither_synchronises_nor_builds_logits(device):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     hidden = model.model(inputs["input_ids"]).last_hidden_state
-    model.model.forward = lambda *args, **kwargs: type(
-        "Outputs",
-        (),
-        {
-            "last_hidden_state": hidden,
-            "past_key_values": None,
-            "hidden_states": None,
-            "attentions": None,
-        },
-    )()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    outputs = {"last_hidden_state": hidden, "past_key_values": None, "hidden_states": None, "attentions": None}
+    model.model.forward = lambda *args, **kwargs: SimpleNamespace(**outputs)
+    with no_waiting():
         model(**inputs, num_items_in_batch=items).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     bf16_logits = 4 * 1024 * 64000 * 2
     assert torch.cuda.max_memory_allocated() - before < bf16_logits / 2

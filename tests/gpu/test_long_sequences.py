@@ -16,12 +16,11 @@ from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.device import one_gpu
+from tests.memory import peak_memory
 from tests.trainers.tiny import COMMON, SIZES, WORDS, llama, text_dataset, token_rows, tokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, one_gpu]
 
 ON_DEVICE = {**COMMON, "use_cpu": False, "bf16": False, "gradient_checkpointing": True}
 LONG = {"activation_offloading": True, "liger_kernel_config": {"tiled_mlp": True}}
@@ -82,15 +81,13 @@ def peak(tokens, offload=0.0, **kernels):
     apply_liger_kernel(model, kernels)
     model.train().activation_checkpointing_enable()
     ids = torch.randint(3, 120, (1, tokens), device="cuda")
-    with offloading():
-        model(input_ids=ids, labels=ids).loss.backward()  # gradients exist from here on
-        torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with offloading():
-        model(input_ids=ids, labels=ids).loss.backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+
+    def step():
+        with offloading():
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.cuda.synchronize()
+
+    return peak_memory(step)  # gradients exist after the first step
 
 
 def test_memory_of_a_long_sequence():

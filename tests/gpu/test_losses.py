@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +10,13 @@ import torch
 
 from liger_trainer import losses
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
+from tests.device import captured, no_waiting
+from tests.memory import peak_memory
 
 pytestmark = pytest.mark.gpu
 
 IGNORE = -100
 MIB = 2**20
-
-
-@pytest.fixture
-def _no_synchronisation() -> Iterator[None]:
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 class Case:
@@ -90,7 +86,6 @@ EVERY: list[Loss] = [_dpo, _aot, _orpo, _simpo, _kto, _grpo, _gspo]
 @pytest.mark.parametrize("memory", [1 * MIB, 4 * MIB, 512 * MIB], ids=["none-fits", "one-pair", "everything"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("loss", EVERY)
-@pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(loss: Loss, trained: bool, memory: int) -> None:
     case = Case(6, 200, 256, 5003)  # a pair's logits take 3.9 MiB
     case.weight.requires_grad_(trained)
@@ -99,9 +94,8 @@ def test_nothing_synchronises(loss: Loss, trained: bool, memory: int) -> None:
         torch.autograd.grad(loss(case, logits_memory=memory), case.leaves)
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
+    with no_waiting():
+        step()
 
 
 @pytest.mark.parametrize("loss", EVERY)
@@ -113,18 +107,11 @@ def test_cuda_graph_replays_on_new_inputs(loss: Loss) -> None:
         gradients = torch.autograd.grad(value, case.leaves)
         return torch.stack([value.detach(), *(gradient.float().norm() for gradient in gradients)])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         case.hidden.mul_(0.9)
     graph.replay()
-    torch.testing.assert_close(captured, step())
+    torch.testing.assert_close(results, step())
 
 
 def _eager_pairs(case: Case, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -176,12 +163,6 @@ def test_peak_memory_is_one_chunk_and_the_gradients(loss: Loss) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(loss(case, logits_memory=512 * MIB), case.leaves)
 
-    step()  # workspaces and compiled kernels
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    peak = torch.cuda.max_memory_allocated() - before
     row, d_hidden, d_weight = 2 * 128256, 2 * case.hidden.numel(), 2 * case.weight.numel()
     # 2048 tokens' logits, dX, dW with the exponents of its sum, and for pairs the hidden states in their order.
-    assert peak <= 2048 * row + 2 * d_hidden + d_weight * 65 // 64 + 8 * MIB
+    assert peak_memory(step) <= 2048 * row + 2 * d_hidden + d_weight * 65 // 64 + 8 * MIB

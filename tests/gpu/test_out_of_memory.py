@@ -8,13 +8,10 @@ import torch
 
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.device import one_gpu
 from tests.trainers.tiny import COMMON, llama, token_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    # One process that sees several is refused, which is tested elsewhere.
-    pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, one_gpu]
 
 LIMIT = 1.5 * 2**30
 # 31 M parameters, 0.5 GiB with gradients and moments; 8 rows of 2048 tokens keep more than 2 GiB for the backward.

@@ -4,16 +4,12 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from tests.device import no_waiting, one_gpu
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs
 from tests.trainers.tiny import logged, tokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),
-    # One process that sees several is refused, which is tested elsewhere.
-    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), one_gpu]
 
 KINDS = pytest.mark.parametrize("kind", [ORPO, CPO], ids=["orpo", "cpo"])
 
@@ -67,12 +63,8 @@ def test_the_forward_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
         return chosen_logits.detach().mean() + rejected_logits.detach().mean()
 
     step()  # kernels are compiled here
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @KINDS

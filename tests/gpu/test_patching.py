@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from tests.patching.test_families import (
-    EXPECTED,
-    LAYERS,
-    families,
-    kernels,
-    loss_and_gradients,
-    relative,
-    total_error,
-)
+from tests.device import no_waiting
+from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
+from tests.patching.test_families import EXPECTED, families, kernels
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu
@@ -77,12 +71,8 @@ def test_no_synchronisation(family, device):
         output.sum().backward()
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_by_inductor(device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -14,13 +13,13 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.lora import nf4
+from tests.device import captured, no_waiting, one_gpu
 from tests.quantised import library, quantise
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-one_gpu = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one GPU; run with CUDA_VISIBLE_DEVICES=0")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TOKENS, HIDDEN, INTERMEDIATE, RANK = 2048, 2048, 5632, 16
 
@@ -138,10 +137,7 @@ def test_a_step_does_not_wait_for_the_device(device):
             model(x).sum().backward()
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.cuda.set_sync_debug_mode, "default")
+    with no_waiting():
         step()
 
 
@@ -167,13 +163,7 @@ def test_a_captured_graph_keeps_its_own_memory(device):
     x, other = (torch.randn(TOKENS, HIDDEN, device=device).bfloat16() for _ in range(2))
     with torch.no_grad():
         expected = model(other).clone()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            y = model(x)
+        graph, y = captured(lambda: model(x))
         nf4.free_buffers()
         x.copy_(other)
         graph.replay()

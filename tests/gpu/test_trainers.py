@@ -1,6 +1,5 @@
 """The trainers on an accelerator: parity with stock, no host syncs of ours, updates left out on the device."""
 
-import contextlib
 import math
 
 import pytest
@@ -13,13 +12,10 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.device import no_waiting, one_gpu
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    # One process that sees several is refused, which is tested elsewhere.
-    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, one_gpu]
 
 ON_DEVICE = {**COMMON, "use_cpu": False}
 
@@ -119,16 +115,7 @@ def test_a_training_step_does_not_wait_for_the_device(tmp_path, monkeypatch):
     num_items = trainer._get_num_items_in_batch([batch], args.device)
     trainer.training_step(trainer.model, dict(batch), num_items)  # kernels are compiled here
 
-    @contextlib.contextmanager
-    def no_sync():
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    with no_sync():
+    with no_waiting():
         trainer._throughput.count([batch])
         trainer.training_step(trainer.model, dict(batch), num_items)
         trainer._clip_grad_norm(trainer.model)

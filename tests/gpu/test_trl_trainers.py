@@ -1,7 +1,5 @@
 """The trainers over TRL on an accelerator: parity with TRL, no host syncs of ours, the memory of a chunk."""
 
-import contextlib
-
 import peft
 import pytest
 import torch
@@ -10,14 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics
+from tests.device import no_waiting, one_gpu
 from tests.trainers.parity import KINDS, build, logged, lora, save_models
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),
-    # One process that sees several is refused, which is tested elsewhere.
-    pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one visible GPU; run with CUDA_VISIBLE_DEVICES=0"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), one_gpu]
 MIB = 2**20
 HEADS = {"plain": None, "lora": lora("q_proj"), "lora on the head": lora("q_proj", "lm_head")}
 
@@ -27,22 +21,13 @@ def folders(tmp_path_factory):
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])  # what is drawn by sampling differs by a rounding
-def test_logs_are_those_of_trl(kind, tmp_path, folders):
+# What is drawn by sampling differs by a rounding.
+@pytest.mark.parametrize(("kind", "compiled"), [("SFT", False), ("DPO", False), ("KTO", False), ("DPO", True)])
+def test_logs_are_those_of_trl(kind, compiled, tmp_path, folders):
     logs = []
     for ours in (False, True):
-        trainer = build(kind, ours, tmp_path / str(ours), folders["llama"], use_cpu=False)
-        trainer.train()
-        logs.append(logged(trainer))
-    for left, right in zip(*logs, strict=True):
-        assert left == pytest.approx(right, abs=2e-3, rel=2e-3)
-
-
-def test_compiled_logs_are_those_of_trl(tmp_path, folders):
-    logs = []
-    for ours in (False, True):
-        options = {"torch_compile": True} if ours else {}
-        trainer = build("DPO", ours, tmp_path / str(ours), folders["llama"], use_cpu=False, **options)
+        options = {"torch_compile": True} if ours and compiled else {}
+        trainer = build(kind, ours, tmp_path / str(ours), folders["llama"], use_cpu=False, **options)
         trainer.train()
         logs.append(logged(trainer))
     for left, right in zip(*logs, strict=True):
@@ -84,10 +69,7 @@ def test_a_step_does_not_wait_for_the_device(head, monkeypatch):
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     model, ids = _model(head), torch.randint(0, 32768, (2, 300), device="cuda")
     _step(model, ids)  # kernels are compiled here
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.cuda.set_sync_debug_mode, "default")
+    with no_waiting():
         _step(model, ids)
 
 

@@ -40,6 +40,12 @@ def gradients(loss: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
+def model_loss(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The model's own loss and the gradients of its parameters."""
+    loss = model(**inputs).loss
+    return [loss.detach(), *gradients(loss, model)]
+
+
 def assert_close(ours, native):
     for left, right in zip(ours, native, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
@@ -81,7 +87,7 @@ def test_cross_entropy_of_chunks(reduction, use_dora, chunks):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_log_probs_of_chunks(family, chunks):
-    """Gemma 2 has a soft-cap behind its head, which each chunk goes through."""
+    """Gemma 2 has a soft-cap after its head, which each chunk goes through."""
     native, ours = adapted(False, family), adapted(True, family)
     inputs = tiny_batch(family, native)
     target = inputs.pop("labels")
@@ -114,7 +120,7 @@ def test_without_gradients_the_head_runs_once(chunks):
 
 
 def test_dropout_is_the_same_in_the_backward(monkeypatch):
-    """The gradients are those of the logits of the forward, though these are made a second time."""
+    """The gradients are those of the logits of the forward, though these are computed a second time."""
     model = adapted(True, lora_dropout=0.5)
     inputs = tiny_batch("llama", model)
     results = []
@@ -122,8 +128,7 @@ def test_dropout_is_the_same_in_the_backward(monkeypatch):
         if not checkpointed:
             monkeypatch.setattr(chunked_module, "checkpoint", lambda run, *args, use_reentrant: run(*args))
         torch.manual_seed(7)
-        loss = model(**inputs).loss
-        results.append([loss.detach(), *gradients(loss, model)])
+        results.append(model_loss(model, inputs))
     assert all(map(torch.equal, *results))
     torch.manual_seed(8)
     assert not torch.equal(model(**inputs).loss, results[0][0])
@@ -140,7 +145,7 @@ def test_built_logits_are_those_of_the_module():
     assert_close(*results)
 
 
-def test_past_torch_function_the_adapter_gets_its_gradient():
+def test_the_adapter_gets_its_gradient_past_torch_function():
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logits):
@@ -180,7 +185,7 @@ def test_under_checkpointing_of_the_model(use_reentrant):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         loss = model(**tiny_batch("llama", model)).loss
-        loss.backward()
+        loss.backward()  # torch.autograd.grad refuses reentrant checkpoints
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
     assert_close(*results)
 
@@ -228,9 +233,8 @@ def test_a_copy_is_a_patched_model():
     assert copied(**inputs).loss != model(**inputs).loss
 
 
-def test_an_adapter_around_a_head_that_is_patched(monkeypatch):
+def test_an_adapter_around_a_head_that_is_patched(never_built):
     """The linear inside would defer its logits, too."""
-    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
     native = adapted(False, "llama")
     torch.manual_seed(3)
     inner = TINY_MODELS["llama"]().train()
@@ -239,11 +243,7 @@ def test_an_adapter_around_a_head_that_is_patched(monkeypatch):
     ours.load_state_dict(native.state_dict())
     patch_head(ours, fused=True, logits_memory=MEMORY)
     inputs = tiny_batch("llama", native)
-    results = []
-    for model in (native, ours):
-        loss = model(**inputs).loss
-        results.append([loss.detach(), *gradients(loss, model)])
-    assert_close(*results)
+    assert_close(model_loss(ours, inputs), model_loss(native, inputs))
 
 
 class Quantised(nn.Linear):
@@ -261,11 +261,6 @@ def test_another_kind_of_linear(chunks):
     ours = copy.deepcopy(native)
     assert "Quantised" in patch_head(ours, fused=True, logits_memory=MEMORY).kernel
     inputs = tiny_batch("llama", native)
-    results = []
-    for model in (native, ours):
-        loss = model(**inputs).loss
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert_close(*results)
+    assert_close(model_loss(ours, inputs), model_loss(native, inputs))
     assert max(chunks) == ROWS
     assert not patch_head(ours, fused=False, logits_memory=MEMORY).applied

@@ -24,7 +24,7 @@ def _fresh_compiler():
 
 
 class Counting:
-    """A backend that keeps the graphs it is given."""
+    """A backend that records its graphs."""
 
     def __init__(self, backend: str) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -61,14 +61,6 @@ def assert_same_gradients(ours: nn.Module, native: nn.Module) -> None:
             torch.testing.assert_close(
                 mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
             )
-
-
-@pytest.fixture
-def never_built(monkeypatch):
-    def fail(self):
-        raise AssertionError("the logits were built")
-
-    monkeypatch.setattr(DeferredLogits, "_compute", fail)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

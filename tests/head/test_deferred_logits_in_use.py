@@ -179,7 +179,7 @@ def test_target_elsewhere_and_wrong_shapes(head, hidden):
         lambda x: F.cross_entropy(x[MASK], torch.zeros(int(MASK.sum()), dtype=torch.long)),
     ],
 )
-def test_logits_of_what_has_been_changed_since_are_refused(changed, use, head, hidden):
+def test_logits_are_refused_after_their_inputs_have_changed(changed, use, head, hidden):
     """As after an optimizer step; native logits would still be those of the forward."""
     hidden = hidden * 1
     logits, read_before = defer(head, hidden), defer(head, hidden)
@@ -207,14 +207,14 @@ def test_inference_tensors_have_no_versions_to_compare(head, hidden):
 
 def test_functional_call_keeps_the_parameters_of_the_call(head, hidden):
     bind_forward(head, make_head_forward(True, 2**20))
-    lent = {name: (2 * parameter).detach().requires_grad_() for name, parameter in head.named_parameters()}
+    given = {name: (2 * parameter).detach().requires_grad_() for name, parameter in head.named_parameters()}
     with forward_context(ForwardContext(has_labels=True)):
-        logits = torch.func.functional_call(head, lent, (hidden,))
+        logits = torch.func.functional_call(head, given, (hidden,))
     assert type(logits) is DeferredLogits
     target = torch.zeros(B * S, dtype=torch.long)
-    native = F.linear(hidden, lent["weight"], lent["bias"])
+    native = F.linear(hidden, given["weight"], given["bias"])
     losses = [F.cross_entropy(x.view(-1, V), target) for x in (logits, native)]
-    leaves = [hidden, *lent.values()]
+    leaves = [hidden, *given.values()]
     torch.testing.assert_close(*(torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses))
     torch.testing.assert_close(logits.detach().build(), native.detach())
 

@@ -91,61 +91,20 @@ class Attention(nn.Module):
         return q * self.scale, k
 
 
-class SeqFirst(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_seq_first(q, k, cos, sin)
+def calling(forward):
+    """A module with this forward, which calls a rotary function by its global name."""
+    return type("Calling", (nn.Module,), {"forward": forward})
 
 
-class InFloat(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_in_float(q, k, cos, sin)
-
-
-class Interleaved(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_interleaved(q, k, cos, sin)
-
-
-class Repeated(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_repeated(q, k, cos, sin)
-
-
-class Split(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_split(q, k, cos, sin)
-
-
-class Narrow(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_narrow(q, k, cos, sin)
-
-
-class SwappedPairs(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_swapped_pairs(q, k, cos, sin)
-
-
-class Complex(nn.Module):
-    def forward(self, q, k, factors):
-        return apply_rotary_complex(q, k, factors)
-
-
-class ComplexColumn(nn.Module):
-    def forward(self, q, k, factors):
-        return apply_rotary_complex_column(q, k, freqs_ci=factors)
-
-
-class OtherWayRound(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_other_way_round(q, k, cos, sin)
-
-
-class Sections(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_sections(q, k, cos, sin, [1])
-
-
-class OneByOne(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_one(q, cos, sin), apply_rotary_one(k, cos, sin)
+SeqFirst = calling(lambda self, q, k, cos, sin: apply_rotary_seq_first(q, k, cos, sin))
+InFloat = calling(lambda self, q, k, cos, sin: apply_rotary_in_float(q, k, cos, sin))
+Interleaved = calling(lambda self, q, k, cos, sin: apply_rotary_interleaved(q, k, cos, sin))
+Repeated = calling(lambda self, q, k, cos, sin: apply_rotary_repeated(q, k, cos, sin))
+Split = calling(lambda self, q, k, cos, sin: apply_rotary_split(q, k, cos, sin))
+Narrow = calling(lambda self, q, k, cos, sin: apply_rotary_narrow(q, k, cos, sin))
+SwappedPairs = calling(lambda self, q, k, cos, sin: apply_rotary_swapped_pairs(q, k, cos, sin))
+Complex = calling(lambda self, q, k, factors: apply_rotary_complex(q, k, factors))
+ComplexColumn = calling(lambda self, q, k, factors: apply_rotary_complex_column(q, k, freqs_ci=factors))
+OtherWayRound = calling(lambda self, q, k, cos, sin: apply_rotary_other_way_round(q, k, cos, sin))
+Sections = calling(lambda self, q, k, cos, sin: apply_rotary_sections(q, k, cos, sin, [1]))
+OneByOne = calling(lambda self, q, k, cos, sin: (apply_rotary_one(q, cos, sin), apply_rotary_one(k, cos, sin)))

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from liger_trainer import KernelConfig, apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.binding import bound_modules, is_bound_by_us
+from liger_trainer.patching.probe import Probe
 from tests.patching import toys
-from tests.patching.test_families import LAYERS, loss_and_gradients, relative
+from tests.patching.comparisons import LAYERS, assert_same, loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 
@@ -77,7 +78,7 @@ def test_groups_and_batches_are_no_row_norms():
     assert len(apply_liger_kernel(toys.Toy(a=nn.BatchNorm1d(8), b=nn.GroupNorm(2, 8)), LAYERS)) == 0
 
 
-def test_instances_of_one_class_are_told_apart():
+def test_instances_of_one_class_are_judged_one_by_one():
     model = toys.Toy(a=toys.MLP(act=F.silu), b=toys.MLP(act=F.relu), c=toys.MLP(act=F.silu))
     rows = apply_liger_kernel(model, LAYERS).rows
     assert [(row.kernel, row.count) for row in rows] == [("swiglu", 2), (None, 1)]
@@ -116,12 +117,8 @@ def test_callers_mode_does_not_matter(mode):
         assert apply_liger_kernel(TINY_MODELS["phi3"](), LAYERS) == expected
 
 
-def test_thirty_two_layers_are_probed_once(monkeypatch):
-    from liger_trainer.patching.probe import Probe
-
-    runs = []
-    original = Probe.compare
-    monkeypatch.setattr(Probe, "compare", lambda self, *args: runs.append(1) or original(self, *args))
+def test_thirty_two_layers_are_probed_once(calls_of):
+    runs = calls_of(Probe, "compare")
     apply_liger_kernel(TINY_MODELS["llama"](num_hidden_layers=1), LAYERS)
     one_layer = len(runs)
     apply_liger_kernel(TINY_MODELS["llama"](num_hidden_layers=32), LAYERS)
@@ -196,9 +193,7 @@ def test_wrapper_with_the_forward_of_the_model_inside_keeps_it():
     truth = loss_and_gradients(adapted[0], batch)
     assert apply_liger_kernel(adapted[1]).applied
     for _ in range(2):
-        found = loss_and_gradients(adapted[1], batch)
-        assert found.keys() == truth.keys()
-        assert all(relative(value, found[name]) < 1e-5 for name, value in truth.items())
+        assert_same(loss_and_gradients(adapted[1], batch), truth)
         revert_liger_kernel(adapted[1])
 
 
@@ -311,8 +306,7 @@ def test_gradient_checkpointing(use_reentrant):
     expected = loss_and_gradients(model, batch)
     apply_liger_kernel(model, LAYERS)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    got = loss_and_gradients(model, batch)
-    assert all(relative(value, got[name]) <= 1e-5 for name, value in expected.items())
+    assert_same(loss_and_gradients(model, batch), expected)
 
 
 @pytest.mark.parametrize("applied_first", [True, False])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.patching.moe import experts_formula
+from tests.patching import comparisons
 from tests.tiny_models import COMMON, TINY_MODELS, VOCAB, _build
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True}
@@ -82,18 +83,12 @@ def batch():
     return {"input_ids": ids, "labels": ids}
 
 
-def loss_and_gradients(model, inputs=None):
-    model.zero_grad(set_to_none=True)
-    loss = model(**(inputs or batch())).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+def loss_and_gradients(model):
+    return comparisons.loss_and_gradients(model, batch())
 
 
 def assert_same(ours, expected):
-    assert ours.keys() == expected.keys()
-    floor = 1e-7 * max(float(value.norm()) for value in expected.values())
-    for name, value in expected.items():
-        assert (ours[name] - value).norm() <= 1e-5 * value.norm() + floor, name
+    comparisons.assert_same(ours, expected, floor=1e-7 * max(float(value.norm()) for value in expected.values()))
 
 
 @models
@@ -124,10 +119,8 @@ def test_shared_experts_and_dense_layers_are_gated_mlps_and_counted_once(name):
     assert all(row.kernel == "swiglu" for row in rows)
 
 
-def test_ours_runs_and_the_switch_turns_it_off(monkeypatch):
-    calls = []
-    original = experts_formula.moe_experts
-    monkeypatch.setattr(experts_formula, "moe_experts", lambda *a, **k: calls.append(1) or original(*a, **k))
+def test_ours_runs_and_the_switch_turns_it_off(calls_of):
+    calls = calls_of(experts_formula, "moe_experts")
     model = TINY_MODELS["qwen3_moe"]()
     apply_liger_kernel(model, EXPERTS)
     calls.clear()

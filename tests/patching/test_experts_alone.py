@@ -46,6 +46,12 @@ def filled(experts):
     return experts
 
 
+def row_of(module):
+    """The row of the report for the experts of `module`, which is patched."""
+    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([module]), EXPERTS) if row.component == "experts")
+    return row
+
+
 def normed(experts):
     """With a norm that nothing says is one."""
     experts.post_expert_norm = nn.LayerNorm(8)
@@ -66,11 +72,11 @@ ALONE = {
         "moe_experts (the class's activation, without gate)",
     ),
     "an activation of gate and up": (lambda: Inkling2Experts(Config()), "moe_experts (the class's activation)"),
-    "a limit behind the activation": (
+    "a limit after the activation": (
         lambda: Step3p7Experts(Config(), swiglu_limit=0.5),
         "moe_experts (the class's activation)",
     ),
-    "a norm behind": (lambda: MuseSparkExperts(Config()), "moe_experts (silu, normed)"),
+    "a norm after the experts": (lambda: MuseSparkExperts(Config()), "moe_experts (silu, normed)"),
 }
 
 
@@ -127,7 +133,7 @@ def test_every_class_of_transformers_computes_and_learns_as_its_own_loop(module,
 
     expected = results()
     experts.config._experts_implementation = "grouped_mm"  # what transformers chooses
-    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([experts]), EXPERTS) if row.component == "experts")
+    row = row_of(experts)
     assert row.kernel == f"moe_experts ({KERNELS.get(name, 'silu')})", row.reason
     for ours, its_own in zip(results(), expected):
         assert (ours - its_own).norm() <= 1e-6 * its_own.norm()
@@ -139,7 +145,7 @@ def test_recognised_alone(kind):
     experts = filled(build())
     inputs = torch.randn(9, 8), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
     expected = experts(*inputs)
-    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([experts]), EXPERTS) if row.component == "experts")
+    row = row_of(experts)
     assert row.kernel == kernel
     torch.testing.assert_close(experts(*inputs), expected)
 
@@ -160,7 +166,7 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("kind", LEFT_ALONE)
 def test_left_alone_with_a_reason(kind):
     build, reason = LEFT_ALONE[kind]
-    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([build()]), EXPERTS) if row.component == "experts")
+    row = row_of(build())
     assert not row.applied
     assert reason in row.reason
     with pytest.raises(ValueError, match="experts: 1 x"):
@@ -174,7 +180,7 @@ def test_a_block_that_chooses_in_another_way_is_left_alone(change):
         block.register_buffer("offset", torch.zeros(4))
     else:
         block.router.bias = nn.Parameter(torch.zeros(4))
-    (row,) = (row for row in apply_liger_kernel(nn.ModuleList([block]), EXPERTS) if row.component == "experts")
+    row = row_of(block)
     assert not row.applied
     assert row.reason == f"its Llama4TextMoe has {'offset' if change == 'buffer' else 'bias'} to choose with"
 
@@ -182,8 +188,7 @@ def test_a_block_that_chooses_in_another_way_is_left_alone(change):
 def test_a_forward_of_the_users_stays():
     experts = MixtralExperts(Config())
     experts.forward = lambda hidden, index, weights: hidden
-    (row,) = apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
-    assert "already overridden" in row.reason
+    assert "already overridden" in row_of(experts).reason
 
 
 def test_experts_elsewhere_add_nothing():

@@ -9,9 +9,8 @@ import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.binding import bound_modules
+from tests.patching.comparisons import LAYERS, apply_unchanged, assert_same, loss_and_gradients, relative, total_error
 from tests.tiny_models import TINY_MODELS, tiny_batch
-
-LAYERS = {"linear_cross_entropy": False, "cross_entropy": False}  # the head has tests of its own
 
 LLAMA, OLMO2, GEMMA = "rms_norm (casting=llama)", "rms_norm (casting=olmo2)", "rms_norm (casting=gemma, 1 + weight)"
 SWIGLU, FUSED, GEGLU = "swiglu", "swiglu on fused gate_up", "geglu (tanh)"
@@ -57,28 +56,6 @@ def kernels(report) -> dict[str, set[str | None]]:
     return found
 
 
-def loss_and_gradients(model, batch) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
-
-
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    scale = one.double().norm().clamp_min(1e-30)
-    return float((one.double() - other.double()).norm() / scale)
-
-
-def total_error(truth: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
-    """Over all gradients together, as single tensors of a tiny model are few samples of the rounding noise.
-
-    Gradients that are nothing but noise are left out: a key's bias, which a softmax does not see.
-    """
-    largest = max(float(value.norm()) for value in truth.values())
-    return sum(relative(v, got[name]) ** 2 for name, v in truth.items() if float(v.norm()) > 1e-5 * largest) ** 0.5
-
-
 @families
 def test_report(family):
     report = apply_liger_kernel(TINY_MODELS[family](), LAYERS)
@@ -101,12 +78,7 @@ def test_every_norm_and_mlp_is_counted():
 def test_fp32_loss_and_gradients_equal(family):
     model = TINY_MODELS[family]()
     batch = tiny_batch(family, model)
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, LAYERS)
-    got = loss_and_gradients(model, batch)
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert relative(value, got[name]) <= 1e-5, name
+    apply_unchanged(model, batch, LAYERS)
 
 
 SCALINGS = {
@@ -230,13 +202,10 @@ def test_vision_inputs(family):
     batch |= {"input_ids": ids, "labels": ids.masked_fill(ids >= 120, -100), "attention_mask": torch.ones_like(ids)}
     expected = loss_and_gradients(model, batch)
     apply_liger_kernel(model, LAYERS)
-    got = loss_and_gradients(model, batch)
-    vision = [name for name in got if "vis" in name]
-    assert vision
-    for name in expected:
-        # Biases of keys have no gradient but rounding noise, as a softmax does not see them.
-        floor = 1e-6 * max(float(value.norm()) for value in expected.values())
-        assert float((expected[name] - got[name]).norm()) <= 1e-5 * float(expected[name].norm()) + floor, name
+    assert any("vis" in name for name in expected)
+    # Biases of keys have no gradient but rounding noise, as a softmax does not see them.
+    floor = 1e-6 * max(float(value.norm()) for value in expected.values())
+    assert_same(loss_and_gradients(model, batch), expected, floor=floor)
 
 
 @families
@@ -246,10 +215,7 @@ def test_layers_and_head_together(family):
     expected = loss_and_gradients(model, batch)
     report = apply_liger_kernel(model)
     assert "linear_cross_entropy" in {row.component for row in report.applied}
-    got = loss_and_gradients(model, batch)
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert relative(value, got[name]) <= 1e-5, name
+    assert_same(loss_and_gradients(model, batch), expected)
     assert apply_liger_kernel(model) == report
     revert_liger_kernel(model)
     again = loss_and_gradients(model, batch)

@@ -38,15 +38,13 @@ def row_of(report):
 
 @pytest.mark.parametrize("config", [ALONE, None], ids=["alone", "all kernels"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_gives_the_same_losses_and_gradients(name, config, monkeypatch):
+def test_a_model_gives_the_same_losses_and_gradients(name, config, calls_of):
     model = build(name)
     loss, aux_loss, gradients = step(model)
     row = row_of(apply_liger_kernel(model, config))
     assert row.applied
     assert row.probe_error < 1e-6
-    calls = []
-    stock = load_balancing.router_losses
-    monkeypatch.setattr(load_balancing, "router_losses", lambda *a, **k: calls.append(a) or stock(*a, **k))
+    calls = calls_of(load_balancing, "router_losses")
     ours = step(model)
     assert len(calls) == 1
     torch.testing.assert_close(ours[:2], (loss, aux_loss), rtol=1e-5, atol=1e-6)

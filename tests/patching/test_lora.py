@@ -15,27 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.head import warn_once
-from liger_trainer.kernels.lora import lora as operators
+from tests.patching import comparisons
+from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 NONE = dict.fromkeys(KERNEL_KEYS, False)
 LORA = {**NONE, "lora": True}
 MLPS = {**LORA, "swiglu": True, "geglu": True}
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """The numbers of layers of the operator's calls, but for those of the probe, whose sizes nothing else has."""
-    calls = []
-    native = operators._lora_linears
-
-    def counting(x, weights, *rest):
-        if x.shape[:-1] != (4, 16):
-            calls.append(len(weights))
-        return native(x, weights, *rest)
-
-    monkeypatch.setattr(operators, "_lora_linears", counting)
-    return calls
+assert_same = functools.partial(comparisons.assert_same, tolerance=2e-5, floor=1e-8)
+apply_unchanged = functools.partial(comparisons.apply_unchanged, tolerance=2e-5, floor=1e-8)
 
 
 class Projection(nn.Module):
@@ -213,28 +201,28 @@ def test_half_precision_is_as_exact_as_under_autocast(fused, autocast, dtype):
         assert error <= max(1.1 * allowed, 2**-9), name
 
 
-def kept_by(model, x):
-    """Memories kept for the backward that are no parameter's."""
+def saved_by(model, x):
+    """The tensors saved for the backward that are no parameter's, one for each memory."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         model(x).sum()
-    return kept.values()
+    return saved.values()
 
 
-def test_no_copy_of_an_activation_is_kept():
+def test_no_copy_of_an_activation_is_saved():
     model = layer(dtype=torch.bfloat16)
     assert model.base_model.model.proj.lora_A["default"].weight.dtype == torch.float32
     x = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
-    assert max(tensor.element_size() for tensor in kept_by(model, x)) == 4
+    assert max(tensor.element_size() for tensor in saved_by(model, x)) == 4
     apply_liger_kernel(model, LORA)
-    assert sum(tensor.nbytes for tensor in kept_by(model, x)) == x.nbytes + 40 * 4 * 2  # and z, of rank 4
+    assert sum(tensor.nbytes for tensor in saved_by(model, x)) == x.nbytes + 40 * 4 * 2  # and z, of rank 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,25 +230,11 @@ def test_no_copy_of_an_activation_is_kept():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def loss_and_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
 def adapted(family, **options):
     torch.manual_seed(0)
     model = TINY_MODELS[family]()
     config = LoraConfig(**{"target_modules": "all-linear", "init_lora_weights": False, **options})
     return get_peft_model(model, config).train(), tiny_batch(family, model)
-
-
-def assert_same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (got[name] - value).norm() <= 2e-5 * value.norm() + 1e-8, name
 
 
 @pytest.mark.parametrize("config", [LORA, MLPS, {}], ids=["layers", "MLPs", "all"])
@@ -307,9 +281,7 @@ def test_an_attention_that_gives_its_projections_other_tensors(fused):
 @pytest.mark.parametrize("targets", [["gate_proj"], ["up_proj", "q_proj"], ["down_proj"], ["gate_proj", "down_proj"]])
 def test_adapters_on_a_part_of_the_mlp(targets):
     model, batch = adapted("llama", target_modules=targets, lora_dropout=0.1)
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, MLPS)
-    assert_same(loss_and_gradients(model, batch), expected)
+    apply_unchanged(model, batch, MLPS)
 
 
 @pytest.mark.parametrize("change", ["lora_variant", "scaling", "subclass"])

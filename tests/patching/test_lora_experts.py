@@ -16,6 +16,7 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels.moe import expert_layers, expert_lora
 from liger_trainer.patching.moe import experts_formula
+from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True, "lora": True}
@@ -59,12 +60,7 @@ def runs(monkeypatch):
 
 
 def results(model):
-    """The loss and all gradients."""
-    model.zero_grad(set_to_none=True)
-    loss = model(**tiny_batch("qwen3_moe", model)).loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    return loss_and_gradients(model, tiny_batch("qwen3_moe", model))
 
 
 def assert_close(got, expected, tolerance=1e-5):
@@ -186,7 +182,7 @@ def test_compiles_to_one_graph(runs):
 
 
 def trained(model):
-    """The model behind a few steps."""
+    """The model after a few steps."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
         results(model)

@@ -12,13 +12,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels.lora import lora as operators
 from liger_trainer.kernels.lora import nf4
+from tests.patching.comparisons import loss_and_gradients
+from tests.patching.test_lora import LORA, apply_unchanged, assert_same
 from tests.quantised import library, quantise
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
-LORA = {**dict.fromkeys(KERNEL_KEYS, False), "lora": True}
 # bitsandbytes' CPU code wants rows of whole blocks of 64.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3")
@@ -30,40 +29,11 @@ def installed():
     nf4.free_buffers()
 
 
-@pytest.fixture
-def fused(monkeypatch):
-    """The numbers of layers of the operator's calls on models, whose hidden size nothing else has."""
-    calls = []
-    native = operators._lora_linears
-
-    def counting(x, weights, *rest):
-        if x.shape[-1] >= 64:
-            calls.append(len(weights))
-        return native(x, weights, *rest)
-
-    monkeypatch.setattr(operators, "_lora_linears", counting)
-    return calls
-
-
 def adapted(family="llama", kind="nf4", dtype=torch.float32, lora=None, **options):
     model = quantise(TINY_MODELS[family](**SIZES).to(dtype), kind, **options)
     torch.manual_seed(0)
     config = LoraConfig(**{"target_modules": "all-linear", "init_lora_weights": False, **(lora or {})})
     return get_peft_model(model, config).train(), tiny_batch(family, model)
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_same(got, expected, tolerance=2e-5):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (got[name] - value).norm() <= tolerance * value.norm() + 1e-8, name
 
 
 def lora_row(report):
@@ -109,9 +79,7 @@ def test_other_layouts(fused, options):
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "down_proj"]])
 def test_adapters_on_some_layers_beside_others_in_4_bits(targets):
     model, batch = adapted(lora={"target_modules": targets})
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model)
-    assert_same(loss_and_gradients(model, batch), expected)
+    apply_unchanged(model, batch)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -145,9 +113,7 @@ def test_half_precision_is_as_exact(fused, autocast):
 def test_another_compute_dtype_is_the_layer_s_business(fused):
     """Products in fp32 of activations in bf16, which is bitsandbytes' default."""
     model, batch = adapted(dtype=torch.bfloat16, compute_dtype=torch.float32)
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, LORA)
-    assert_same(loss_and_gradients(model, batch), expected)
+    apply_unchanged(model, batch, LORA)
     assert fused == []
 
 
@@ -156,9 +122,7 @@ def test_checkpointing(reentrant):
     model, batch = adapted(lora={"lora_dropout": 0.1})
     model.enable_input_require_grads()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model)
-    assert_same(loss_and_gradients(model, batch), expected)
+    apply_unchanged(model, batch)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
@@ -178,16 +142,16 @@ def test_compiled_in_one_graph(fused, storage):
     assert fused
 
 
-def test_nothing_floating_of_a_base_is_kept_and_the_buffer_goes_with_the_model():
+def test_no_dequantised_base_is_saved_and_the_buffer_goes_with_the_model():
     model, batch = adapted()
     apply_liger_kernel(model)
-    largest, kept = SIZES["hidden_size"] * SIZES["intermediate_size"], []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+    largest, saved = SIZES["hidden_size"] * SIZES["intermediate_size"], []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
         loss = model(**batch).loss
     loss.backward()
     (buffer,) = nf4._buffers.values()
     assert buffer.memory.numel() == largest
-    assert largest not in kept  # which activations and adapters do not have either
+    assert largest not in saved  # which activations and adapters do not have either
     del model, loss, buffer
     gc.collect()
     assert not nf4._buffers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers as tf
@@ -13,7 +15,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.patching import gated_mlp
-from tests.patching import toys
+from tests.patching import comparisons, toys
+from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
 
 MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True, "relu_squared": True}
@@ -33,6 +36,8 @@ FAMILIES = {
     "arcee": (lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**COMMON, hidden_act="relu2")), "relu_squared"),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
+assert_same = functools.partial(comparisons.assert_same, floor=1e-8)
+apply_unchanged = functools.partial(comparisons.apply_unchanged, floor=1e-8)
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +51,6 @@ def built(family):
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # biases too, which start at zero
     return model
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_same(ours, expected):
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (ours[name] - value).norm() <= 1e-5 * value.norm() + 1e-8, name
 
 
 @families
@@ -80,9 +72,7 @@ def test_a_hook_on_the_activation_is_called(family):
     mlp = next(module for module in model.modules() if hasattr(module, "down_proj"))
     seen = []
     mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(module) or 1.5 * output + 0.1)
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, MLPS)
-    assert_same(loss_and_gradients(model, batch), expected)
+    apply_unchanged(model, batch, MLPS)
     assert len(seen) == 2
 
 
@@ -135,12 +125,9 @@ def test_two_projections_with_another_activation_are_no_candidate():
 
 
 @pytest.fixture
-def used(monkeypatch):
+def used(calls_of):
     """How often a down projection joined its activation."""
-    calls = []
-    for name in ("swiglu_down", "geglu_down"):
-        original = getattr(gated_mlp, name)
-        monkeypatch.setattr(gated_mlp, name, lambda *a, _f=original, **k: calls.append(1) or _f(*a, **k))
+    calls = calls_of(gated_mlp, "swiglu_down", "geglu_down")
     gated_mlp.gated_mlp_forward.cache_clear()
     yield calls
     gated_mlp.gated_mlp_forward.cache_clear()
@@ -168,11 +155,11 @@ def test_recompute_with_multipliers(family, used):
     assert len(used) == (2 if family == "falcon_h1" else 0)  # the multiplier does not scale a bias
 
 
-def test_the_product_is_kept_where_recompute_is_off(used):
+def test_the_product_is_saved_where_recompute_is_off(used):
     model = TINY_MODELS["llama"]()
     (row,) = apply_liger_kernel(model, {**MLPS, "recompute_mlp": False}).applied
     model(**tiny_batch("llama", model))
-    assert row.kernel == "swiglu, product kept"
+    assert row.kernel == "swiglu, product saved"
     assert not used
 
 

@@ -86,7 +86,7 @@ def test_projection_is_a_linear_layer():
     torch.testing.assert_close(layer(x), x @ weight.T)
 
 
-def test_identity_tells_attributes_and_activations_apart():
+def test_identity_differs_by_attributes_and_activations():
     assert identity(toys.Norm()) == identity(toys.Norm())
     assert identity(toys.Norm()) != identity(toys.Norm(eps=1e-3))
     assert identity(toys.MLP(act=nn.SiLU())) == identity(toys.MLP(act=nn.SiLU()))

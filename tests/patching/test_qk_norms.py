@@ -16,7 +16,7 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.patching import rotations
 from liger_trainer.patching.pending_norm import PendingNorm
-from tests.patching.test_families import LAYERS, loss_and_gradients, relative
+from tests.patching.comparisons import LAYERS, apply_unchanged, assert_same, loss_and_gradients, relative
 from tests.patching.test_rope import apply_rotary_pos_emb
 from tests.patching.toys import Norm
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -25,22 +25,8 @@ FUSED = "rope with the norms of q and k"
 
 
 @pytest.fixture
-def fused_calls(monkeypatch):
-    seen = []
-    original = rotations.qk_norm_rope
-
-    def counted(*args, **kwargs):
-        seen.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(rotations, "qk_norm_rope", counted)
-    return seen
-
-
-def assert_same(expected, got):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert relative(value, got[name]) <= 1e-5, name
+def fused_calls(calls_of):
+    return calls_of(rotations, "qk_norm_rope")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
@@ -51,9 +37,7 @@ def test_every_layer_is_fused(family, checkpointing, fused_calls):
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, LAYERS)
-    assert_same(expected, loss_and_gradients(model, batch))
+    apply_unchanged(model, batch, LAYERS)
     assert len(fused_calls) == (2 if checkpointing is None else 4)
 
 
@@ -70,7 +54,7 @@ def test_autocast(fused_calls):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_compiled_as_one_graph(family, fused_calls):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = TINY_MODELS[family]()
     batch = tiny_batch(family, model)
     batch.pop("labels")
@@ -96,15 +80,12 @@ def test_hooks_see_the_normalised_tensor(fused_calls):
     norm.register_forward_hook(lambda module, args, output: seen.append(output))
     expected = loss_and_gradients(model, batch)
     apply_liger_kernel(model, LAYERS)
-    assert_same(expected, loss_and_gradients(model, batch))
+    assert_same(loss_and_gradients(model, batch), expected)
     assert len(fused_calls) == 1  # the other layer's
     assert type(seen[1]) is torch.Tensor
     torch.testing.assert_close(seen[1], seen[0])
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    try:
-        assert_same(expected, loss_and_gradients(model, batch))
-    finally:
-        handle.remove()
+    with nn.modules.module.register_module_forward_hook(lambda module, args, output: None):
+        assert_same(loss_and_gradients(model, batch), expected)
     assert len(fused_calls) == 1
 
 
@@ -116,13 +97,13 @@ def test_lora_and_trained_norms(fused_calls):
     expected = loss_and_gradients(model, batch)
     apply_liger_kernel(model, LAYERS)
     assert any("k_norm" in name for name in expected)
-    assert_same(expected, loss_and_gradients(model, batch))
+    assert_same(loss_and_gradients(model, batch), expected)
     revert_liger_kernel(model)
     plain = TINY_MODELS["qwen3"]()
     apply_liger_kernel(plain, LAYERS)
     torch.manual_seed(0)
     fused_calls.clear()
-    assert_same(expected, loss_and_gradients(peft.get_peft_model(plain, config), batch))
+    assert_same(loss_and_gradients(peft.get_peft_model(plain, config), batch), expected)
 
 
 def test_copies_use_their_own_weights(fused_calls):
@@ -149,7 +130,7 @@ def test_nothing_is_fused_without_either(switched_off, fused_calls):
     expected = loss_and_gradients(model, batch)
     report = apply_liger_kernel(model, {**LAYERS, switched_off: False})
     assert FUSED not in {row.kernel for row in report}
-    assert_same(expected, loss_and_gradients(model, batch))
+    assert_same(loss_and_gradients(model, batch), expected)
     assert not fused_calls
 
 
@@ -172,10 +153,8 @@ def test_frozen_norms():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_norm" not in name)
     batch = tiny_batch("qwen3", model)
-    expected = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, LAYERS)
-    assert_same(expected, loss_and_gradients(model, batch))
-    assert not any("q_norm" in name for name in expected)
+    apply_unchanged(model, batch, LAYERS)
+    assert not any("q_norm" in name for name in loss_and_gradients(model, batch))
 
 
 class Attention(nn.Module):
@@ -229,10 +208,10 @@ def test_attention_of_another_shape(between, kernel, fused, fused_calls):
     expected = run(module)
     report = apply_liger_kernel(module, LAYERS)
     assert {row.kernel for row in report if row.component == "rope"} == {kernel}
-    assert_same(expected, run(module))
+    assert_same(run(module), expected)
     assert len(fused_calls) == fused
     revert_liger_kernel(module)
-    assert_same(expected, run(module))
+    assert_same(run(module), expected)
 
 
 def test_pending_norm_is_the_tensor():

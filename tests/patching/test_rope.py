@@ -13,6 +13,7 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.compat.rebound import called_global, forward_calling, rebound
 from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
+from tests.patching.comparisons import LAYERS
 from tests.patching.rotary_toys import (
     Attention,
     Complex,
@@ -28,8 +29,8 @@ from tests.patching.rotary_toys import (
     Split,
     SwappedPairs,
     apply_rotary_pos_emb,
+    calling,
 )
-from tests.patching.test_families import LAYERS
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 
@@ -43,17 +44,9 @@ def tensors(batch=2, length=5, width=8, seq_first=False, dtype=torch.float32, ta
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often our kernel ran outside of the probe."""
-    seen = []
-    original = rotations.rope
-
-    def counted(*args, **kwargs):
-        seen.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(rotations, "rope", counted)
-    return seen
+def calls(calls_of):
+    """The calls of our rotation."""
+    return calls_of(rotations, "rope")
 
 
 def patched(module, calls):
@@ -139,20 +132,13 @@ def test_other_rotations(module, kernel, width, dtype, calls):
 @pytest.mark.parametrize(
     ("module", "shape"), [(Complex(), (2, 5, 4)), (Complex(), (1, 5, 4)), (ComplexColumn(), (5, 1, 4))]
 )
-def test_complex_factors(module, shape, monkeypatch):
+def test_complex_factors(module, shape, calls_of):
     q, k, *_ = tensors(seq_first=True)
     factors = torch.randn(shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
     expected = module(q, k, factors)
     (row,) = apply_liger_kernel(module, LAYERS)
     assert row.kernel == "rope (complex)"
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        return original(*args)
-
-    original = rotations.rope_complex
-    monkeypatch.setattr(rotations, "rope_complex", counted)
+    calls = calls_of(rotations, "rope_complex")
     got = module(q, k, factors)
     assert len(calls) == 1
     torch.testing.assert_close(got, expected)
@@ -203,17 +189,13 @@ def test_nothing_outside_of_the_instance_changes():
     assert attention.forward.__func__ is model.model.layers[1].self_attn.forward.__func__
 
 
-def test_later_changes_of_the_modelling_module_are_seen(monkeypatch):
+def test_later_changes_of_the_modelling_module_are_seen(calls_of):
     from transformers.models.llama import modeling_llama
 
     model = TINY_MODELS["llama"]()
     model.config._attn_implementation = "eager"
     apply_liger_kernel(model, LAYERS)
-    called = []
-    eager = modeling_llama.eager_attention_forward
-    monkeypatch.setattr(
-        modeling_llama, "eager_attention_forward", lambda *args, **kwargs: called.append(1) or eager(*args, **kwargs)
-    )
+    called = calls_of(modeling_llama, "eager_attention_forward")
     model(input_ids=torch.tensor([[1, 2, 3]]))
     assert len(called) == len(model.model.layers)
 
@@ -252,14 +234,6 @@ class Decorated(Attention):
     def forward(self, q, k, cos, sin, *, unsqueeze_dim=1):
         assert __class__ is Decorated  # a closure of its own
         return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
-class HidingDecorator:
-    def __init__(self, forward):
-        functools.update_wrapper(self, forward)
-
-    def __get__(self, instance, owner=None):
-        return functools.partial(self.__wrapped__, instance)
 
 
 def test_decorated_forward_is_rebuilt(calls):
@@ -330,7 +304,7 @@ def test_packed_rows_equal_separate_ones(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_compiled_equals_and_holds_our_operators(family, calls):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = TINY_MODELS[family]()
     batch = tiny_batch(family, model)
     batch.pop("labels")
@@ -360,13 +334,8 @@ class AsModule(nn.Module):
 apply_rotary_as_module = AsModule()
 
 
-class CallsModule(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_as_module(q, k, cos, sin)
-
-
 def test_function_that_is_a_module(calls):
-    module = CallsModule()
+    module = calling(lambda self, q, k, cos, sin: apply_rotary_as_module(q, k, cos, sin))()
     arguments = tensors()
     expected = module(*arguments)
     torch.testing.assert_close(patched(module, calls)(*arguments), expected)

@@ -10,7 +10,7 @@ import transformers as tf
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching import rotations
-from tests.patching.test_families import LAYERS, loss_and_gradients, relative, total_error
+from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -105,12 +105,9 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @families
-def test_loss_and_every_gradient(family, monkeypatch):
+def test_loss_and_every_gradient(family, calls_of):
     build, batch_of, kernels = FAMILIES[family]
-    calls = []
-    for name in ("rope", "rope_complex", "qk_norm_rope"):
-        original = getattr(rotations, name)
-        monkeypatch.setattr(rotations, name, lambda *a, _run=original, **k: calls.append(1) or _run(*a, **k))
+    calls = calls_of(rotations, "rope", "rope_complex", "qk_norm_rope")
     model = build()
     batch = batch_of(model)
     expected = loss_and_gradients(model, batch)

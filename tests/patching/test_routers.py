@@ -23,7 +23,7 @@ FLATTENING = {"qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "glm4
 
 
 class Router(nn.Module):
-    """As Mixtral's, of a family nobody has seen."""
+    """As Mixtral's, of no known family."""
 
     def __init__(self):
         super().__init__()

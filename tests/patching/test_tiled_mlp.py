@@ -14,6 +14,8 @@ from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.patching import gated_mlp
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 from tests.patching import toys
+from tests.patching.comparisons import loss_and_gradients
+from tests.patching.test_mlps import assert_same
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True}
@@ -26,20 +28,6 @@ def several_tiles(monkeypatch):
     """Tiny models fit into one tile; these get three."""
     monkeypatch.setattr(gated_mlp, "tiled_mlp", lambda forward, module, x, _: tiled_mlp(forward, module, x, TILES))
     torch.manual_seed(0)
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)  # of dropout
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_same(ours, expected):
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (ours[name] - value).norm() <= 1e-5 * value.norm() + 1e-8, name
 
 
 def with_adapters(model, **options):
@@ -65,7 +53,7 @@ def test_it_is_off_by_default_and_follows_the_component():
     assert [row.kernel for row in apply_liger_kernel(model, MLPS).applied] == ["swiglu"]
     assert not apply_liger_kernel(model, {**TILED, "swiglu": False}).applied
     (row,) = apply_liger_kernel(model, {**TILED, "recompute_mlp": False}).applied
-    assert row.kernel == "swiglu, product kept, in tiles"
+    assert row.kernel == "swiglu, product saved, in tiles"
 
 
 def test_what_is_no_gated_mlp_is_left_alone():

@@ -1,4 +1,4 @@
-"""Small modules of families nobody has seen, right and subtly different ones."""
+"""Small modules of no known family: some with a formula that there is a kernel for, some subtly different."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ import functools
 import torch
 
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.trainer_setups import Setup
-from liger_trainer.benchmarks.training_task import Task
+from liger_trainer.benchmarks.training import Task
+from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.estimate import moments
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters

@@ -11,8 +11,8 @@ from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.operations.moe import cases, grouped_mm, ours
 from liger_trainer.benchmarks.registry import Data
-from liger_trainer.benchmarks.trainer_setups import Setup
-from liger_trainer.benchmarks.training_task import Task
+from liger_trainer.benchmarks.training import Task
+from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.inputs import read_inputs

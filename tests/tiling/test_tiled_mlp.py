@@ -60,6 +60,10 @@ def in_tiles(num_tiles, **options):
     return lambda module, x: tiled_mlp(MLP.forward, module, x, num_tiles, **options)
 
 
+def assert_same_in_tiles(mlp, x, run=None):
+    torch.testing.assert_close(gradients(run or in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 4), (1, 1), (0,)])
 @pytest.mark.parametrize("num_tiles", [1, 2, 3, 100])
 def test_equals_the_mlp_itself(shape, num_tiles):
@@ -79,8 +83,7 @@ def test_gradcheck():
 
 
 def test_any_layout():
-    mlp, x = MLP(), torch.randn(HIDDEN, 4, 3).permute(1, 2, 0).requires_grad_()
-    torch.testing.assert_close(gradients(in_tiles(5), mlp, x), gradients(MLP.forward, mlp, x))
+    assert_same_in_tiles(MLP(), torch.randn(HIDDEN, 4, 3).permute(1, 2, 0).requires_grad_())
 
 
 @pytest.mark.parametrize("frozen", ["x", "gate_proj", "everything but x", "all"])
@@ -93,7 +96,7 @@ def test_frozen_inputs_get_nothing(frozen):
     if frozen == "all":
         assert not tiled_mlp(MLP.forward, mlp, x, 3).requires_grad
     else:
-        torch.testing.assert_close(gradients(in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
+        assert_same_in_tiles(mlp, x)
     assert x.grad is None
 
 
@@ -108,14 +111,14 @@ def test_a_parameter_without_use():
 def test_tied_parameters():
     mlp, x = MLP(), torch.randn(7, HIDDEN, requires_grad=True)
     mlp.up_proj.weight = mlp.gate_proj.weight
-    torch.testing.assert_close(gradients(in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
+    assert_same_in_tiles(mlp, x)
 
 
 def test_a_layer_under_two_names():
     mlp, x = MLP(), torch.randn(7, HIDDEN, requires_grad=True)
     mlp.up_proj = mlp.gate_proj
     parameters = list(mlp.parameters())
-    torch.testing.assert_close(gradients(in_tiles(3), mlp, x), gradients(MLP.forward, mlp, x))
+    assert_same_in_tiles(mlp, x)
     assert all(ours is theirs for ours, theirs in zip(mlp.parameters(), parameters, strict=True))
 
 
@@ -374,23 +377,27 @@ def test_without_gradients_one_tile_is_a_plain_call():
         torch.testing.assert_close(tiled_mlp(MLP.forward, mlp, x, 3), mlp(x))
 
 
-def test_errors():
-    mlp, x = MLP(), torch.randn(7, HIDDEN)
-    with pytest.raises(ValueError, match=r"`x` is \(6,\)"):
-        tiled_mlp(MLP.forward, mlp, x[0])
-    with pytest.raises(ValueError, match="`num_tiles` is 0"):
-        tiled_mlp(MLP.forward, mlp, x, 0)
-    with pytest.raises(ValueError, match="`tile_memory` is 0"):
-        tiled_mlp(MLP.forward, mlp, x, tile_memory=0)
-    with pytest.raises(ValueError, match="give `num_tiles`"):
-        tiled_mlp(lambda module, x: x, nn.Identity(), x)
-    with pytest.raises(ValueError, match=r"`mlp_forward` returned \(7,\) for \(7, 6\)"):
-        tiled_mlp(lambda module, x: x.sum(-1), mlp, x, 1)
-    with pytest.raises(ValueError, match="`mlp_forward` returned tuple"):
-        tiled_mlp(lambda module, x: (x, x), mlp, x, 1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": torch.randn(HIDDEN)}, r"`x` is \(6,\)"),
+        ({"num_tiles": 0}, "`num_tiles` is 0"),
+        ({"tile_memory": 0}, "`tile_memory` is 0"),
+        ({"module": nn.Identity()}, "give `num_tiles`"),
+        ({"mlp_forward": lambda module, x: x.sum(-1), "num_tiles": 1}, r"`mlp_forward` returned \(7,\) for \(7, 6\)"),
+        ({"mlp_forward": lambda module, x: (x, x), "num_tiles": 1}, "`mlp_forward` returned tuple"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiled_mlp(**{"mlp_forward": MLP.forward, "module": MLP(), "x": torch.randn(7, HIDDEN), **options})
+
+
+def test_partitioned_parameters_are_refused():
+    mlp = MLP()
     mlp.up_proj.weight.ds_id = 1
     with pytest.raises(ValueError, match="DeepSpeed ZeRO-3"):
-        tiled_mlp(MLP.forward, mlp, x, 1)
+        tiled_mlp(MLP.forward, mlp, torch.randn(7, HIDDEN), 1)
 
 
 def test_inference_mode():
@@ -403,7 +410,7 @@ def test_compiles_fullgraph():
     torch.compiler.reset()
     mlp, x = MLP(), torch.randn(2, 7, HIDDEN, requires_grad=True)
     compiled = torch.compile(in_tiles(3), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled, mlp, x), gradients(MLP.forward, mlp, x))
+    assert_same_in_tiles(mlp, x, compiled)
 
 
 @pytest.mark.gpu

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from datasets import Dataset
 from transformers import TrainingArguments
 from trl import SFTConfig
 
+from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.tiny import COMMON, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer
 
 FURTHER = (
     *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "model_init"),
@@ -35,6 +38,16 @@ def sft(folder: Any, model: Any = None, trainer_class: Any = LigerSFTTrainer, da
     further = {"processing_class": tokenizer(), **{name: options.pop(name) for name in FURTHER if name in options}}
     args = args_class(str(folder), **{**COMMON, "bf16": False, "gradient_checkpointing": False, **options})
     return trainer_class(model or llama(), args, train_dataset=text_dataset() if data is None else data, **further)
+
+
+def dpo(folder: Any, model: Any, reference: Any = None, **options: Any) -> Any:
+    """Our trainer for DPO on pairs; the reference of an adapted model is that without the adapter."""
+    rows = [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
+    args = LigerDPOConfig(str(folder), **{**COMMON, "bf16": False, "gradient_checkpointing": False, **options})
+    if reference is None and not hasattr(model, "peft_config"):
+        reference = llama()
+    data = Dataset.from_list(rows)
+    return LigerDPOTrainer(model, reference, args, train_dataset=data, processing_class=tokenizer())
 
 
 def losses_and_norms(trainer: Any) -> list[float]:

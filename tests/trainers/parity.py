@@ -34,9 +34,8 @@ from tests.trainers.tiny import (
 from tests.trainers.vision import PROCESSORS, dialogues, pairs, prompts
 
 TOLERANCE = 1e-5
-HALF_TOLERANCE = (
-    2**-8
-)  # one unit of bf16: CPUs with and without bf16 instructions round gradients to different neighbours
+# One unit of bf16: CPUs with and without bf16 instructions round gradients to different neighbours.
+HALF_TOLERANCE = 2**-8
 BASE = {
     **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
 }  # fmt: skip

@@ -6,16 +6,14 @@ import weakref
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.offloading import PartialOffload, step_offloading
-from tests.trainers.builders import causal, sft
-from tests.trainers.tiny import COMMON, WORDS, llama, tokenizer
+from tests.trainers.builders import causal, dpo, sft
+from tests.trainers.tiny import COMMON, llama
 
 HIDDEN, VOCAB = 32, 128
 
@@ -47,15 +45,6 @@ def lora():
     model = llama()
     model.enable_input_require_grads()
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-
-
-def dpo(tmp_path, model, **options):
-    args = LigerDPOConfig(output_dir=str(tmp_path), bf16=False, **COMMON, **options)
-    pairs = Dataset.from_list(
-        [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
-    )
-    reference = None if hasattr(model, "peft_config") else llama()
-    return LigerDPOTrainer(model, reference, args, train_dataset=pairs, processing_class=tokenizer())
 
 
 def weights_after(trainer):

@@ -17,8 +17,10 @@ from liger_trainer.callbacks.labelled_share import LabelledShareCallback
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import build as build_trl
 from tests.trainers.parity import results_of_processes
+from tests.trainers.test_parity_distillation import TRAINERS as DISTILLATIONS
+from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.test_stock_after_ours import EVERY_KIND, trained
-from tests.trainers.tiny import COMMON, completion_dataset, llama, text_dataset, token_rows, tokenizer
+from tests.trainers.tiny import completion_dataset, text_dataset, token_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -134,22 +136,13 @@ def test_sft_names_max_length_that_has_cut_the_answers_off(tmp_path, caplog):
     assert losses(trainer)[0]["labelled_share"] == 0.0
 
 
-def distilled(kind, tmp_path):
-    options = {"max_completion_length": 6} if kind == "Distillation" else {"max_new_tokens": 6, "max_length": 48}
-    args = getattr(liger_trainer, f"Liger{kind}Config")(
-        str(tmp_path), **COMMON, bf16=False, gradient_checkpointing=False, **options
-    )
-    rows = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}]}] * 16
-    rows = Dataset.from_list(rows if kind == "GKD" else [{"prompt": row["messages"][:1]} for row in rows])
-    trainer_class = getattr(liger_trainer, f"Liger{kind}Trainer")
-    trainer = trainer_class(llama(), llama(), args=args, train_dataset=rows, processing_class=tokenizer())
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("kind", [*EVERY_KIND, "Distillation", "GKD"])
+@pytest.mark.parametrize("kind", [*EVERY_KIND, *DISTILLATIONS])
 def test_every_trainer_logs_its_tokens(kind, tmp_path, folders):
-    trainer = trained(kind, True, folders["llama"], tmp_path) if kind in EVERY_KIND else distilled(kind, tmp_path)
+    if kind in DISTILLATIONS:
+        trainer = build_distillation(kind, True, tmp_path)
+        trainer.train()
+    else:
+        trainer = trained(kind, True, folders["llama"], tmp_path)
     for log in losses(trainer):
         assert log["tokens_per_second"] > 0
         assert ("labelled_share" in log) == (kind != "Reward")

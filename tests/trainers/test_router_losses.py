@@ -7,12 +7,11 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 from trl import SFTTrainer
 
-from liger_trainer import LigerDPOTrainer, LigerSFTTrainer
+from liger_trainer import LigerSFTTrainer
 from liger_trainer.compat.rebound import forward_calling
-from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from tests.trainers import builders
-from tests.trainers.tiny import COMMON, SIZES, completion_dataset, llama, mixtral, text_dataset, token_rows, tokenizer
+from tests.trainers.tiny import COMMON, SIZES, llama, mixtral, text_dataset, token_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,11 +37,7 @@ def sft(tmp_path, model, trainer_class=LigerSFTTrainer, **options):
 
 
 def dpo(tmp_path, model, **options):
-    options = {"router_aux_loss_coef": 0.02, **options}
-    args = LigerDPOConfig(str(tmp_path), **{**ONE_STEP, "bf16": False, "gradient_checkpointing": False, **options})
-    pairs = completion_dataset(8).map(lambda row, i: {"rejected": "cat" * (1 + i % 2)}, with_indices=True)
-    pairs = pairs.rename_column("completion", "chosen")
-    return LigerDPOTrainer(model, mixtral(), args=args, train_dataset=pairs, processing_class=tokenizer())
+    return builders.dpo(tmp_path, model, mixtral(), **{**ONE_STEP, "router_aux_loss_coef": 0.02, **options})
 
 
 def deepseek_v3():

@@ -20,7 +20,7 @@ from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import adapted_layers
-from liger_trainer.patching.probe import Probe, dummy_module
+from liger_trainer.patching.probe import Probe, run_attention
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -131,14 +131,9 @@ def _run_to_projections(module: nn.Module, sizes: dict[str, tuple[int, int]]) ->
     children = {
         name: _Recorder(name, sizes[name][1], calls) if name in sizes else nn.Identity() for name in module._modules
     }
-    hidden, table = torch.ones(1, 3, sizes["q_proj"][0]), torch.ones(1, 3, 8)
+    hidden = torch.ones(1, 3, sizes["q_proj"][0])
     try:
-        type(module).forward(
-            dummy_module(module, {}, children),
-            hidden_states=hidden,
-            position_embeddings=(table, table),
-            attention_mask=None,
-        )
+        run_attention(type(module).forward, module, children, hidden, head_dim=8)
     except _CalledError:
         names = tuple(name for name, _ in calls)
         return names if len(set(names)) == len(_NAMES) and all(x is hidden for _, x in calls) else None

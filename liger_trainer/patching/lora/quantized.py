@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import FOUR_BIT_WEIGHTS
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.patching.probe import Probe
+
+require(FOUR_BIT_WEIGHTS)
 
 _FEW_ROWS = 64
 _KINDS = ("Linear4bit", "LinearNF4", "LinearFP4")

@@ -27,6 +27,7 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement, Probe
+from liger_trainer.patching.rope import HIDDEN_CALL
 
 COMPONENT = "load_balancing_loss"
 _NAME = "load_balancing_loss_func"
@@ -109,7 +110,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     agreement = probe.once((COMPONENT, native), _prove, native, probe)
     copy = forward_calling(forward, _NAME, ours)
     if agreement.equal and copy is None:
-        agreement = Agreement(agreement.error, reason="its forward is decorated in a way that hides the call")
+        agreement = Agreement(agreement.error, reason=HIDDEN_CALL)
     if agreement.equal:
         yield Finding(COMPONENT, target, module, kernel, copy, agreement.error)
     else:

@@ -22,20 +22,27 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
+from tests.device import captured
+from tests.kernels.head.heads import (
+    IGNORE,
+    MIB,
+    ROW,
+    TOKENS,
+    doubled,
+    gpu_head,
+    needing_gradients,
+    recorded_matmuls,
+    small_head,
+    token_factors,
+)
 
-IGNORE = -100
-TOKENS, HIDDEN, VOCAB = 13, 6, 20
-CHUNK = 5 * 64 * 8  # bytes of five float64 rows of logits, padded to 64 columns
+CHUNK = 5 * 2 * ROW  # bytes of five float64 rows of logits
 
 
 def _case(dtype: torch.dtype = torch.float64, trained: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> Any:
-    """Hidden states, head and bias, of which some train, and targets; the first and every fourth is ignored."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((TOKENS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    target[::4] = IGNORE
-    return [tensor.requires_grad_(index in trained) for index, tensor in enumerate(tensors)], target
+    """The three operands of a small head, and its labels."""
+    *leaves, target = small_head(dtype, seed=seed, trained=trained)
+    return leaves, target
 
 
 def _result(leaves: Any, target: torch.Tensor, expected: Any = 1.0, **options: Any) -> Any:
@@ -49,19 +56,15 @@ def _reference(leaves: Any, target: torch.Tensor, **options: Any) -> Any:
     return linear_log_probs_reference(hidden, weight, target, bias, outputs=("entropy",), **options)
 
 
-def _factors(result: Any) -> torch.Tensor:
-    return torch.linspace(-1.0, 2.0, result.log_probs.numel()).to(result.log_probs)
-
-
 LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
     "sum": lambda result: -result.log_probs.sum() / 7,
     "another sum": lambda result: 3.0 * result.log_probs.sum(),
     "zero": lambda result: 0.0 * result.log_probs.sum(),
     "mean of values": lambda result: (result.log_probs * torch.full_like(result.log_probs, 0.3)).mean(),
-    "weights": lambda result: (result.log_probs * _factors(result)).sum(),
-    "sum and weights": lambda result: result.log_probs.sum() - (result.log_probs * _factors(result)).sum(),
+    "weights": lambda result: (result.log_probs * token_factors(result)).sum(),
+    "sum and weights": lambda result: result.log_probs.sum() - (result.log_probs * token_factors(result)).sum(),
     "focal": lambda result: (-result.log_probs * (1.0 - result.log_probs.exp()).square()).sum(),
-    "entropy": lambda result: (result.entropy * _factors(result)).sum(),
+    "entropy": lambda result: (result.entropy * token_factors(result)).sum(),
     "sum and entropy": lambda result: result.log_probs.sum() - 0.1 * result.entropy.sum(),
     "one token": lambda result: result.log_probs[2],
 }
@@ -87,16 +90,9 @@ def test_gradients_are_the_references(
     ours = _result(leaves, target, expected, logits_memory=logits_memory, **options)
     theirs = _reference(leaves, target, **options)
     torch.testing.assert_close((ours.log_probs, ours.entropy), (theirs.log_probs, theirs.entropy))
-    wanted = [leaves[index] for index in trained]
+    wanted = needing_gradients(leaves)
     gradients = torch.autograd.grad(LOSSES[loss](ours), wanted)
     torch.testing.assert_close(gradients, torch.autograd.grad(LOSSES[loss](theirs), wanted))
-
-
-def test_log_probs_have_their_gradient_by_finite_differences() -> None:
-    leaves, target = _case()
-    assert torch.autograd.gradcheck(
-        lambda *leaves: (lambda found: (found.log_probs, found.entropy))(_result(leaves, target)), leaves
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -112,45 +108,25 @@ def test_the_expected_gradient_is_that_of_the_summed_loss_to_the_bit(dtype: torc
     assert all(map(torch.equal, ours, theirs))
 
 
-def _matmuls(trained: tuple[int, ...], loss: str) -> float:
-    """How many times the head's matmul is computed, in tokens per token, forward and backward."""
-    leaves, target = _case(torch.float32, trained)
-    rows = 0
-
-    def spy(function: Any) -> Any:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal rows
-            left, right = args[-2:]
-            rows += next(size for size in (*left.shape, *right.shape) if size not in (HIDDEN, VOCAB))
-            return function(*args, **kwargs)
-
-        return count
-
-    with (
-        mock.patch.object(torch, "mm", side_effect=spy(torch.mm)),
-        mock.patch.object(torch, "addmm", side_effect=spy(torch.addmm)),
-    ):
-        LOSSES[loss](_result(leaves, target, logits_memory=5 * 64 * 4)).backward()
-    return rows / TOKENS
-
-
-@pytest.mark.parametrize(
-    ("trained", "made", "recomputed"), [((0, 1, 2), 3, 3), ((0,), 2, 2), ((1,), 2, 2)], ids=["all", "frozen", "head"]
-)
+@pytest.mark.parametrize(("trained", "matmuls"), [((0, 1, 2), 3), ((0,), 2), ((1,), 2)], ids=["all", "frozen", "head"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_recomputation_only_where_the_gradient_is_not_one_number(
-    loss: str, trained: tuple[int, ...], made: int, recomputed: int
+def test_logits_are_recomputed_only_where_the_gradient_is_not_one_number(
+    loss: str, trained: tuple[int, ...], matmuls: int
 ) -> None:
-    assert _matmuls(trained, loss) == pytest.approx(made + (0 if loss in ALIKE else recomputed))
+    """`matmuls` is in units of N: how often a token's logits, or their gradient, go through one in the forward."""
+    leaves, target = _case(torch.float32, trained)
+    with recorded_matmuls() as tokens:
+        LOSSES[loss](_result(leaves, target, logits_memory=5 * ROW)).backward()
+    assert sum(tokens) == TOKENS * matmuls * (1 if loss in ALIKE else 2)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_values_are_looked_at_only_where_strides_and_entropies_say_nothing(loss: str) -> None:
+def test_values_are_read_only_where_strides_and_entropies_do_not_decide(loss: str) -> None:
     leaves, target = _case()
     by_values = linear_log_probs_expected.number_by_values
-    with mock.patch.object(linear_log_probs_expected, "number_by_values", side_effect=by_values) as looked:
+    with mock.patch.object(linear_log_probs_expected, "number_by_values", side_effect=by_values) as read:
         LOSSES[loss](_result(leaves, target)).backward()
-    assert looked.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
+    assert read.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
 
 
 def test_a_number_of_values() -> None:
@@ -179,7 +155,7 @@ def test_a_number_by_strides() -> None:
 @pytest.mark.parametrize("trained", [(0,), (0, 1, 2)])
 def test_a_retained_graph_is_right_for_every_loss_in_turn(trained: tuple[int, ...]) -> None:
     leaves, target = _case(trained=trained)
-    wanted = [leaves[index] for index in trained]
+    wanted = needing_gradients(leaves)
     ours, theirs = _result(leaves, target), _reference(leaves, target)
     taken = []
     for name in [*LOSSES, *LOSSES]:
@@ -246,7 +222,7 @@ def test_a_nan_from_upstream_stays_one() -> None:
     assert gradient[2:].isfinite().all()
 
 
-def test_without_gradients_and_with_other_outputs_nothing_is_made() -> None:
+def test_without_gradients_and_with_other_outputs_nothing_is_computed_in_advance() -> None:
     leaves, target = _case()
     with mock.patch.object(linear_log_probs_expected, "loss_and_gradients", side_effect=AssertionError):
         with torch.no_grad():
@@ -261,29 +237,7 @@ def test_without_gradients_and_with_other_outputs_nothing_is_made() -> None:
 # Real shapes, memory and waiting on a GPU.
 
 
-MIB = 2**20
-
-
-def _gpu_case(tokens: int, size: int, vocab: int, head_trained: bool = True) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    make: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    hidden = torch.randn(tokens, size, **make)
-    weight = torch.randn(vocab, size, **make) * (3.0 / size**0.5)
-    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
-    target[::5] = IGNORE
-    return hidden.requires_grad_(), weight.requires_grad_(head_trained), target
-
-
-def _gpu_factors(result: Any) -> torch.Tensor:
-    return torch.linspace(-1.0, 2.0, result.log_probs.numel(), device="cuda").to(result.log_probs)
-
-
-GPU_LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
-    "sum": lambda result: -result.log_probs.sum() / 7,
-    "weights": lambda result: (result.log_probs * _gpu_factors(result)).sum(),
-    "entropy": lambda result: (result.entropy * _gpu_factors(result)).sum(),
-    "sum and entropy": lambda result: result.log_probs.sum() - 0.1 * result.entropy.sum(),
-}
+GPU_LOSSES = ("sum", "weights", "entropy", "sum and entropy")
 
 
 @contextlib.contextmanager
@@ -300,11 +254,11 @@ def _no_waiting() -> Any:
 @pytest.mark.parametrize("head_trained", [True, False])
 @pytest.mark.parametrize("loss", ["sum", "entropy", "sum and entropy"])
 def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
-    hidden, weight, target = _gpu_case(1000, 256, 5003, head_trained)
+    hidden, weight, target = gpu_head(1000, 256, 5003, trained=head_trained)
 
     def step() -> None:
         options: dict[str, Any] = {"outputs": ("entropy", "top1"), "logits_memory": 2 * MIB, "expected_grad": 1 / 7}
-        GPU_LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
+        LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
     with _no_waiting():
@@ -314,51 +268,44 @@ def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", GPU_LOSSES)
 def test_cuda_graph_replays_on_new_inputs(loss: str) -> None:
-    hidden, weight, target = _gpu_case(512, 256, 5000)
+    hidden, weight, target = gpu_head(512, 256, 5000)
 
     def step() -> torch.Tensor:
         result = linear_log_probs(
             hidden, weight, target, outputs=("entropy",), logits_memory=2 * MIB, expected_grad=1 / 7
         )
-        value = GPU_LOSSES[loss](result)
+        value = LOSSES[loss](result)
         gradients = torch.autograd.grad(value, (hidden, weight))
         return torch.stack([value.detach(), *(gradient.float().norm() for gradient in gradients)])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, result = captured(step)
     target.copy_(target.roll(1))
     graph.replay()
-    torch.testing.assert_close(captured, step())
+    torch.testing.assert_close(result, step())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_trained", [True, False])
 @pytest.mark.parametrize("loss", GPU_LOSSES)
 def test_gradients_are_no_further_from_float64_than_eager_bf16(loss: str, head_trained: bool) -> None:
-    hidden, weight, target = _gpu_case(1024, 1024, 50257, head_trained)
+    hidden, weight, target = gpu_head(1024, 1024, 50257, trained=head_trained)
     options: dict[str, Any] = {"softcap": 30.0, "outputs": ("entropy",)}
-    doubles = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)]
+    doubles = doubled((hidden, weight))
     results = (
         linear_log_probs(hidden, weight, target, logits_memory=32 * MIB, expected_grad=1 / 7, **options),
         linear_log_probs_reference(hidden, weight, target, **options),
         linear_log_probs_reference(*doubles, target, **options),
     )
-    wanted, exacts = ([leaf for leaf in group if leaf.requires_grad] for group in ((hidden, weight), doubles))
-    ours, eager = (torch.autograd.grad(GPU_LOSSES[loss](result), wanted) for result in results[:2])
-    for mine, theirs, exact in zip(ours, eager, torch.autograd.grad(GPU_LOSSES[loss](results[2]), exacts)):
+    wanted, exacts = needing_gradients((hidden, weight)), needing_gradients(doubles)
+    ours, eager = (torch.autograd.grad(LOSSES[loss](result), wanted) for result in results[:2])
+    for mine, theirs, exact in zip(ours, eager, torch.autograd.grad(LOSSES[loss](results[2]), exacts)):
         assert (mine.double() - exact).norm() <= 1.1 * (theirs.double() - exact).norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_trained", [True, False])
 def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
-    hidden, weight, target = _gpu_case(8192, 1024, 128256, head_trained)
+    hidden, weight, target = gpu_head(8192, 1024, 128256, trained=head_trained)
 
     def summed_loss() -> torch.Tensor:
         return linear_cross_entropy(hidden, weight, target, reduction="sum")

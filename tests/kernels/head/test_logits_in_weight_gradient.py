@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,11 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import logits_in_weight_gradient as panels
-from liger_trainer.kernels.head.head_chunks import chunk_rows
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
-from liger_trainer.kernels.head.weight_gradient import launch_for
-from liger_trainer.kernels.runtime import INTERPRETED
+from tests.device import captured
+from tests.kernels.head.heads import IGNORE, MIB, doubled, gpu_head, needing_gradients, relative_error
 
-IGNORE = -100
 TOKENS, HIDDEN, VOCAB = 40, 16, 500
 ALL_OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll")
 FOUR_PANELS = 4 * 512 * 8  # bytes of logits_memory: chunks of 4 float64 rows, so panels of 128 columns for 16 tokens
@@ -105,10 +102,9 @@ def test_only_the_gradients_that_are_needed_are_computed(trained: tuple[int, ...
     with mock.patch.object(panels, "_sum_hidden_gradient", side_effect=panels._sum_hidden_gradient) as sums:
         _loss(*leaves, target).backward()
     assert sums.call_count == (0 in trained)
-    expected = F.cross_entropy(F.linear(*leaves), target)
-    wanted = [leaves[index] for index in trained]
-    for leaf, gradient in zip(wanted, torch.autograd.grad(expected, wanted)):
-        torch.testing.assert_close(leaf.grad, gradient)
+    wanted = needing_gradients(leaves)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), target), wanted)
+    torch.testing.assert_close(tuple(leaf.grad for leaf in wanted), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,7 +115,7 @@ def test_half_precision_rounds_as_often_as_eager(tokens: int, dtype: torch.dtype
     hidden = torch.randn(tokens, 256, generator=generator).to(dtype).requires_grad_()
     weight = (3 / 16 * torch.randn(2048, 256, generator=generator)).to(dtype).requires_grad_()
     target = torch.randint(0, 2048, (tokens,), generator=generator)
-    leaves, doubles = (hidden, weight), [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    leaves, doubles = (hidden, weight), doubled((hidden, weight))
     exact = torch.autograd.grad(linear_cross_entropy_reference(*doubles, target, reduction="sum"), doubles)
     eager = torch.autograd.grad(F.cross_entropy(F.linear(*leaves).float(), target, reduction="sum"), leaves)
     plan, rows = PanelPlan(256, 8, 256), 256 if tokens > 256 else 32
@@ -128,33 +124,16 @@ def test_half_precision_rounds_as_often_as_eager(tokens: int, dtype: torch.dtype
         mock.patch.object(operator, "chunk_rows", return_value=rows),
     ):
         ours = torch.autograd.grad(linear_cross_entropy(*leaves, target, reduction="sum"), leaves)
-
-    def error(gradient: torch.Tensor, truth: torch.Tensor) -> float:
-        return float((gradient.double() - truth).norm() / truth.norm())
-
-    assert error(ours[0], exact[0]) <= 1.02 * error(eager[0], exact[0])
-    assert error(ours[1], exact[1]) <= (1.02 if tokens == 256 else 1.3) * error(eager[1], exact[1])
+    assert relative_error(ours[0], exact[0]) <= 1.02 * relative_error(eager[0], exact[0])
+    assert relative_error(ours[1], exact[1]) <= (1.02 if tokens == 256 else 1.3) * relative_error(eager[1], exact[1])
 
 
-def test_a_kept_graph_gives_the_same_gradients_twice() -> None:
+def test_a_retained_graph_gives_the_same_gradients_twice() -> None:
     *leaves, target = _case()
     for reduction in ("mean", "none"):
         loss = _loss(*leaves, target, reduction=reduction).sum()
         first = torch.autograd.grad(2.0 * loss, leaves, retain_graph=True)
         torch.testing.assert_close(torch.autograd.grad(2.0 * loss, leaves), first)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiles_to_one_graph(reduction: str) -> None:
-    *leaves, target = _case()
-
-    def step(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        loss = linear_cross_entropy(hidden * 2.0, weight, target, bias, reduction=reduction, logits_memory=FOUR_PANELS)
-        return 3.0 * loss.sum()
-
-    loss, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves), step(*leaves)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
 def _meta(tokens: int, size: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +202,7 @@ def test_half_precision_sums_that_would_round_are_left_alone() -> None:
     assert plan_panels(hidden.float(), weight.float(), 256) is not None
 
 
-def test_calls_that_do_without() -> None:
+def test_calls_without_panels() -> None:
     hidden, weight, bias, target = _case()
 
     def taken(weight: torch.Tensor = weight, **options: Any) -> bool:
@@ -239,42 +218,11 @@ def test_calls_that_do_without() -> None:
         assert not taken()
 
 
-def test_a_block_floating_point_sum_needs_no_bigger_buffer() -> None:
-    hidden, weight = _meta(8192, 4096, 128256)
-    assert chunk_rows(hidden, weight, 64 * 2**20, True) == 1024
-    with mock.patch("liger_trainer.kernels.head.weight_gradient.launch_for", return_value=print):
-        assert chunk_rows(hidden, weight, 64 * 2**20, True) == 256
-        assert chunk_rows(hidden, weight, 62 * 2**20, True) == 249
-        assert chunk_rows(hidden, weight.t().contiguous().t(), 64 * 2**20, True) == 1024
-
-
 # Real shapes, memory and waiting on a GPU.
 
 
-MIB = 2**20
 TIGHT = 64 * MIB
 GPU_TOKENS, SIZE, GPU_VOCAB = 8192, 4096, 128256
-
-
-@pytest.fixture
-def _block_floating_point() -> Iterator[None]:
-    if not torch.cuda.is_available() or INTERPRETED or launch_for(torch.device("cuda", 0)) is None:
-        pytest.skip("needs a GPU with a bulk copy engine (Hopper or later)")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def _gpu_case(tokens: int, size: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(tokens, size, generator=generator, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(vocab, size, generator=generator, device="cuda", dtype=torch.bfloat16) * (3.0 / size**0.5)
-    target = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
-    target[::5] = -100
-    return hidden.requires_grad_(), weight.requires_grad_(), target
-
-
-def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((gradient.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.gpu
@@ -290,25 +238,25 @@ def _error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
 def test_gradients_are_no_further_from_float64_than_eager_bf16(
     tokens: int, size: int, vocab: int, budget: int, bound: float
 ) -> None:
-    hidden, weight, target = _gpu_case(tokens, size, vocab)
+    hidden, weight, target = gpu_head(tokens, size, vocab)
     with mock.patch.object(operator, "run_panels", side_effect=panels.run_panels) as run:
         loss = linear_cross_entropy(hidden, weight, target, logits_memory=budget)
     assert run.call_count == 1
     ours = torch.autograd.grad(loss, (hidden, weight))
     eager = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), (hidden, weight))
-    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    doubles = doubled((hidden, weight))
     with mock.patch.object(operator, "plan_panels", return_value=None):
         exact_loss = linear_cross_entropy(*doubles, target)
     exact = torch.autograd.grad(exact_loss, doubles)
     assert abs(loss.item() - exact_loss.item()) < 1e-3
     for mine, theirs, truth in zip(ours, eager, exact):
-        assert _error(mine, truth) <= bound * _error(theirs, truth)
+        assert relative_error(mine, truth) <= bound * relative_error(theirs, truth)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_block_floating_point")
 def test_peak_memory_is_buffer_gradients_and_exponents() -> None:
-    hidden, weight, target = _gpu_case(GPU_TOKENS, SIZE, GPU_VOCAB)
+    hidden, weight, target = gpu_head(GPU_TOKENS, SIZE, GPU_VOCAB)
     linear_cross_entropy(hidden, weight, target, logits_memory=TIGHT).backward()  # workspaces and compiled kernels
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
@@ -323,7 +271,7 @@ def test_peak_memory_is_buffer_gradients_and_exponents() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_block_floating_point")
 def test_nothing_synchronises_and_two_runs_are_equal() -> None:
-    hidden, weight, target = _gpu_case(2048, 512, 32000)
+    hidden, weight, target = gpu_head(2048, 512, 32000)
     kept = [torch.autograd.grad(_tight(hidden, weight, target), (hidden, weight))]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -342,20 +290,13 @@ def _tight(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_block_floating_point")
 def test_cuda_graph_replays_on_new_inputs() -> None:
-    hidden, weight, target = _gpu_case(2048, 512, 32000)
+    hidden, weight, target = gpu_head(2048, 512, 32000)
 
     def step() -> torch.Tensor:
         loss = _tight(hidden, weight, target)
         return torch.stack([loss.detach(), *(g.float().norm() for g in torch.autograd.grad(loss, (hidden, weight)))])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, result = captured(step)
     target.copy_(target.roll(1))
     graph.replay()
-    torch.testing.assert_close(captured, step())
+    torch.testing.assert_close(result, step())

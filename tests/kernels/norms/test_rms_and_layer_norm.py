@@ -423,11 +423,10 @@ def test_operators_pass_opcheck(device, layout, with_weight):
     torch.library.opcheck(ops.layer_norm, (x, weight, weight, 1e-5, torch.float32))
     x, weight = x.detach(), None if weight is None else weight.detach()
     rstd = x.new_empty(x.shape).uniform_()[..., 0]
-    flags = (True, with_weight)
-    torch.library.opcheck(ops.rms_norm_backward, (x, x, weight, rstd, 0.0, "llama", *flags))
-    torch.library.opcheck(ops.fused_add_rms_norm_backward, (x, None, x, weight, rstd, 0.0, "llama", *flags))
-    dtype = torch.float32 if with_weight else None
-    torch.library.opcheck(ops.layer_norm_backward, (x, x, weight, rstd, rstd, True, dtype, dtype))
+    needed = [True, with_weight]
+    torch.library.opcheck(ops.rms_norm_backward, (x, x, weight, rstd, 0.0, "llama", needed))
+    torch.library.opcheck(ops.fused_add_rms_norm_backward, (x, None, x, weight, rstd, 0.0, "llama", needed))
+    torch.library.opcheck(ops.layer_norm_backward, (x, x, weight, weight, rstd, rstd, [*needed, with_weight]))
 
 
 @pytest.mark.gpu
