@@ -207,11 +207,11 @@ def test_parameters_alone_are_saved_for_adapters():
 
 
 @pytest.mark.parametrize(
-    ("trained", "input_is_saved"),
+    ("trained", "saves_input"),
     [((), False), ((0,), True), ((1,), True), ((0, 1), True)],
     ids=["none", "A", "B", "both"],
 )
-def test_the_input_is_saved_where_a_factor_of_the_first_layer_is_trained(trained, saves_input):
+def test_the_saves_input_where_a_factor_of_the_first_layer_is_trained(trained, saves_input):
     case = Case(bias=True)
     factors = case.factors[0][0]
     for leaf in (*case.bases, *factors):
