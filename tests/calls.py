@@ -1,4 +1,4 @@
-"""Records the calls of functions, which still run."""
+"""What a run does on its way: the calls of functions, and the tensors that operations create."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def recorded_calls(
@@ -24,3 +27,26 @@ def recorded_calls(
     for name in names:
         record(name, getattr(module, name))
     return calls
+
+
+class _Sizes(TorchDispatchMode):
+    """Collects the numbers of elements of all tensors that operations create."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.created: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in inputs:
+                self.created.add(tensor.numel())
+        return result
+
+
+def created_sizes(run: Callable[[], Any]) -> set[int]:
+    """The numbers of elements of all tensors that operations create while `run` runs."""
+    with _Sizes() as sizes:
+        run()
+    return sizes.created

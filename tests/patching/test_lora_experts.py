@@ -8,14 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels.moe import expert_layers, expert_lora
 from liger_trainer.patching.moe import experts_formula
+from tests.calls import created_sizes
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
 
@@ -246,21 +245,6 @@ def test_a_frozen_base_costs_no_gradient(monkeypatch):
     assert all(expert_lora.RANK_STEP in shape for shape in shapes)
 
 
-class Sizes(TorchDispatchMode):
-    """The numbers of elements of what any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.data_ptr() not in known]
-        self.made.update(x.numel() for x in made)
-        return result
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_adapted_weights_are_never_made(family):
     # Sizes and a rank with which nothing else has as many elements as a weight.
@@ -271,9 +255,7 @@ def test_the_adapted_weights_are_never_made(family):
     assert len(weights) == 4
 
     def made():
-        with Sizes() as operations:
-            results(model)
-        return {weight.numel() for weight in weights} & operations.made
+        return {weight.numel() for weight in weights} & created_sizes(lambda: results(model))
 
     assert len(made()) == 2
     apply_liger_kernel(model, EXPERTS)

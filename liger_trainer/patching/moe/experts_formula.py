@@ -12,7 +12,7 @@ import torch
 
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.sort_by_expert import check_ids
-from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, kept_in_4_bits
+from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, saved_in_4_bits
 from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
@@ -77,7 +77,7 @@ class ExpertsFormula(NamedTuple):
             top_k_weights: (T, k).
             adapters: For each parameter that has some; each adds ``scaling * b @ a`` in the parameter's own layout.
         """
-        with kept_in_4_bits(experts, self.weights) as weights:
+        with saved_in_4_bits(experts, self.weights) as weights:
             weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})
             if self.normed:
                 return _normed_sum(weighted_sum, getattr(experts, NORM), hidden, top_k_index, top_k_weights)

@@ -215,7 +215,7 @@ class _Again(NamedTuple):
 
 
 @contextlib.contextmanager
-def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
+def saved_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[torch.Tensor]]:
     """The dequantised weights `names` of `module`; operators inside save them for the backward in 4 bits."""
     quantised = four_bits(module)
     weights = [getattr(module, name) for name in names]
@@ -236,8 +236,10 @@ def kept_in_4_bits(module: nn.Module, names: Sequence[str]) -> Iterator[list[tor
         one = again.get((saved.data_ptr(), saved.shape, saved.stride()))
         return pack_rest(saved) if one is None else one
 
-    def unpack(kept: Any) -> torch.Tensor:
-        return getattr(kept.module, kept.name).to(kept.dtype) if isinstance(kept, _Again) else unpack_rest(kept)
+    def unpack(packed: Any) -> torch.Tensor:
+        return (
+            getattr(packed.module, packed.name).to(packed.dtype) if isinstance(packed, _Again) else unpack_rest(packed)
+        )
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield weights

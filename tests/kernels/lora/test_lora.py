@@ -172,7 +172,7 @@ def saved_for_backward(function, *parameters):
     return sorted(((tuple(each.shape), each.dtype) for each in saved.values()), key=lambda it: (it[0], str(it[1])))
 
 
-def test_a_layer_keeps_its_input_and_a_few_columns():
+def test_a_layer_saves_its_input_and_a_few_columns():
     half, wide = torch.bfloat16, torch.float32
     x = normal(40, 64, seed=0, dtype=half)
     weight = normal(96, 64, seed=1, dtype=half, needs=False)

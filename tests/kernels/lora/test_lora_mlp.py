@@ -124,7 +124,7 @@ def test_parameters_of_another_size(index, device):
 
 
 @pytest.mark.kernel
-def test_the_product_is_not_kept(device):
+def test_the_product_is_not_saved(device):
     half = torch.bfloat16
     leaves = [leaf.requires_grad_(len(leaf) < 5) for leaf in tensors(device, half)]  # x and A
     leaves = [leaf if leaf.shape[-1] > 4 else leaf.detach().float().requires_grad_() for leaf in leaves]  # and B
@@ -154,7 +154,7 @@ def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
 
 
 @pytest.mark.kernel
-def test_a_fused_projection_and_a_kept_graph(device):
+def test_a_fused_projection_and_a_retained_graph(device):
     gate_up = seeded_randn(2, 5, 2 * INTERMEDIATE, device=device).requires_grad_()
     w, a, b = tensors(device)[-3:]
     a.requires_grad_()
@@ -268,10 +268,10 @@ def test_the_mlp_rounds_no_worse(wide, device):
 
 
 @pytest.mark.gpu
-def test_the_mlp_keeps_no_copies(device):
+def test_the_mlp_saves_no_copies(device):
     x, layers = leaves(device, torch.float32)
 
-    def kept(function):
+    def held(function):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         with torch.autocast(device, torch.bfloat16):
@@ -279,5 +279,5 @@ def test_the_mlp_keeps_no_copies(device):
         return torch.cuda.memory_allocated() - before - y.nbytes
 
     gate_and_up, columns = 2 * LAYER.tokens * LAYER.intermediate * 2, 3 * LAYER.rank * LAYER.tokens * 2
-    assert kept(ours_mlp) <= gate_and_up + columns + 2**20
-    assert kept(peft_mlp) > 2 * gate_and_up
+    assert held(ours_mlp) <= gate_and_up + columns + 2**20
+    assert held(peft_mlp) > 2 * gate_and_up

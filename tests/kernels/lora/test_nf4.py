@@ -141,15 +141,15 @@ def test_an_mlp_is_the_reference(activation):
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (ours, expected)))
 
 
-def test_nothing_of_the_floating_matrix_is_kept():
+def test_nothing_of_the_floating_matrix_is_saved():
     weight, (a, b) = random_weight(24, 16, True), adapters(24, 16, dtype=torch.float32)
     x = torch.randn(40, 16, requires_grad=True)
-    kept = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         lora_linear(x, weight, None, a, b).sum()
-    floating = [tensor for tensor in kept if tensor.is_floating_point() and tensor.numel()]
+    floating = [tensor for tensor in saved if tensor.is_floating_point() and tensor.numel()]
     assert sorted(tensor.numel() for tensor in floating) == sorted([x.numel(), a.numel(), b.numel(), 40 * 3])
-    assert [tensor.data_ptr() for tensor in kept if tensor.dtype == torch.uint8] == [weight.packed.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved if tensor.dtype == torch.uint8] == [weight.packed.data_ptr()]
 
 
 def test_one_buffer_of_the_largest_matrix():

@@ -145,7 +145,7 @@ def test_any_shape_and_any_frozen_inputs(shape, intermediate, fused, strided, in
 
 
 @pytest.mark.kernel
-def test_h_is_not_kept(device):
+def test_h_is_not_saved(device):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
         swiglu_down(*inputs(device=device))
@@ -193,9 +193,9 @@ def test_inplace_backward_gives_the_same_gradients_also_twice(fused, frozen, dev
     weight = randn(HIDDEN, INTERMEDIATE, seed=1, device=device).requires_grad_(not frozen)
     leaves = [x] if frozen else [x, weight]
     expected = torch.autograd.grad(mlp(x, fused, False, weight).square().sum(), leaves)
-    kept = mlp(x, fused, True, weight).square().sum()
+    loss = mlp(x, fused, True, weight).square().sum()
     for retain in (True, False):
-        ours = torch.autograd.grad(kept, leaves, retain_graph=retain)
+        ours = torch.autograd.grad(loss, leaves, retain_graph=retain)
         assert all(map(torch.equal, ours, expected))
 
 
@@ -293,11 +293,11 @@ def down_inputs():
 
 
 @pytest.mark.gpu
-def test_rebuilt_product_is_the_kept_one(device):
+def test_rebuilt_product_is_the_saved_one(device):
     gate, up, weight, dy = down_inputs()
     ours = result_and_gradients(swiglu_down, dy, gate, up, weight)
-    kept = result_and_gradients(lambda gate, up, weight: F.linear(swiglu(gate, up), weight), dy, gate, up, weight)
-    assert all(map(torch.equal, ours, kept))
+    saved = result_and_gradients(lambda gate, up, weight: F.linear(swiglu(gate, up), weight), dy, gate, up, weight)
+    assert all(map(torch.equal, ours, saved))
     part = dy[:256], gate[:256], up[:256], weight
     eager = result_and_gradients(swiglu_down_reference, *part)
     exact = result_and_gradients(swiglu_down_reference, *(x.double() for x in part))

@@ -86,9 +86,9 @@ def loss(x, inplace=False):
 def test_inplace_backward(device):
     x = randn(3, 20, device=device).requires_grad_()
     (expected,) = torch.autograd.grad(loss(x), x)
-    kept = loss(x, True)
-    assert torch.equal(torch.autograd.grad(kept, x, retain_graph=True)[0], expected)
-    assert torch.equal(torch.autograd.grad(kept, x)[0], expected)
+    retained = loss(x, True)
+    assert torch.equal(torch.autograd.grad(retained, x, retain_graph=True)[0], expected)
+    assert torch.equal(torch.autograd.grad(retained, x)[0], expected)
     with mock.patch.object(operators, "_relu_squared_backward", side_effect=AssertionError("allocates")):
         (dx,) = torch.autograd.grad(relu_squared(x, inplace_backward=True).sum(), x)
     assert dx.data_ptr() == x.data_ptr()

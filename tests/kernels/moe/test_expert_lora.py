@@ -7,15 +7,13 @@ import types
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe import expert_lora
 from liger_trainer.kernels.moe import experts as operator
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts, moe_experts_reference
-from tests.calls import recorded_calls
+from tests.calls import created_sizes, recorded_calls
 from tests.kernels.moe.test_experts import assert_operators_keep_torchs_rules
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
@@ -183,35 +181,13 @@ def test_what_is_frozen_costs_no_product(products):
     assert products == []
 
 
-class Sizes(TorchDispatchMode):
-    """The numbers of elements of all tensors that operations create."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        inputs = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in inputs:
-                self.made.add(tensor.numel())
-        return result
-
-
 def test_the_adapted_weights_are_never_made():
     case = Case(bias=True)
     for base in case.bases:
         base.requires_grad_(False)
     sizes = {base.numel() for base in case.bases}
-
-    def made(function):
-        with Sizes() as operations:
-            case.results(function)
-        return operations.made
-
-    assert sizes <= made(moe_experts_reference)
-    assert not sizes & made(moe_experts)
+    assert sizes <= created_sizes(lambda: case.results(moe_experts_reference))
+    assert not sizes & created_sizes(case.results)
 
 
 def test_parameters_alone_are_saved_for_adapters():
@@ -231,9 +207,11 @@ def test_parameters_alone_are_saved_for_adapters():
 
 
 @pytest.mark.parametrize(
-    ("trained", "kept"), [((), False), ((0,), True), ((1,), True), ((0, 1), True)], ids=["none", "A", "B", "both"]
+    ("trained", "saves_input"),
+    [((), False), ((0,), True), ((1,), True), ((0, 1), True)],
+    ids=["none", "A", "B", "both"],
 )
-def test_the_input_is_kept_where_a_factor_of_the_first_layer_is_trained(trained, kept):
+def test_the_saves_input_where_a_factor_of_the_first_layer_is_trained(trained, saves_input):
     case = Case(bias=True)
     factors = case.factors[0][0]
     for leaf in (*case.bases, *factors):
@@ -243,7 +221,7 @@ def test_the_input_is_kept_where_a_factor_of_the_first_layer_is_trained(trained,
     saved = set()
     with saved_tensors_hooks(lambda x: saved.add(x.data_ptr()) or x, lambda x: x):
         got = case.results()
-    assert (case.hidden.data_ptr() in saved) == kept
+    assert (case.hidden.data_ptr() in saved) == saves_input
     torch.testing.assert_close(got, case.results(moe_experts_reference))
 
 
@@ -367,19 +345,19 @@ def test_memory_is_that_of_the_activations(device):
     case = operands(device, 16)
     weights = sum(layer[0].nbytes for layer in case[3])
 
-    def kept_and_peak(function):
+    def held_and_peak(function):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         output = function(*case)
-        kept = torch.cuda.memory_allocated() - before - output.nbytes
+        held = torch.cuda.memory_allocated() - before - output.nbytes
         leaves = [case[0], *(factor for layer in case[3] for factor in layer[1:])]
         torch.autograd.grad(output, leaves, torch.ones_like(output))
-        return kept, torch.cuda.max_memory_allocated() - before
+        return held, torch.cuda.max_memory_allocated() - before
 
     pre = LAYER.tokens * LAYER.top_k * 2 * LAYER.intermediate * 2
-    kept, peak = kept_and_peak(ours)
-    adapted_kept, adapted_peak = kept_and_peak(adapted)
-    assert kept <= 1.05 * pre
-    assert adapted_kept >= pre + weights
+    held, peak = held_and_peak(ours)
+    adapted_held, adapted_peak = held_and_peak(adapted)
+    assert held <= 1.05 * pre
+    assert adapted_held >= pre + weights
     assert peak < adapted_peak - weights

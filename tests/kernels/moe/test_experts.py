@@ -49,7 +49,7 @@ CASES = {
     "no gate": ({}, {"gated": False, "activation": "relu_squared"}),
     "no gate, biases": ({}, {"gated": False, "transposed": True, "biases": True}),
     "a function": ({}, {"activation": bounded, "biases": True}),
-    "a function that keeps its result": ({}, {"activation": torch.tanh, "gated": False, "transposed": True}),
+    "a function that saves its result": ({}, {"activation": torch.tanh, "gated": False, "transposed": True}),
     "a function, experts elsewhere": ({"elsewhere": 3}, {"activation": bounded}),
     "one choice": ({"top_k": 1}, {}),
     "one expert": ({"top_k": 1, "experts": 1}, {"biases": True}),
@@ -164,14 +164,14 @@ def test_what_is_frozen_costs_no_gradient(frozen, device, monkeypatch):
     for position in frozen:
         arguments[position].requires_grad_(False)
     leaves = [position for position in range(7) if position != 1]
-    kept = [gradient for position, gradient in zip(leaves, expected) if position not in frozen]
-    torch.testing.assert_close(gradients(moe_experts, arguments, options)[1:], kept)
+    needed = [gradient for position, gradient in zip(leaves, expected) if position not in frozen]
+    torch.testing.assert_close(gradients(moe_experts, arguments, options)[1:], needed)
     assert len(made_gradients) == 3 - len({3, 4, 5} & set(frozen))
 
 
-def test_a_kept_graph_gives_the_same_gradients_again(device):
+def test_a_retained_graph_gives_the_same_gradients_again(device):
     """With a function, whose result is not overwritten; test_every_operator.py asks it of the activations' kernels."""
-    arguments, options = made("a function that keeps its result", device=device)
+    arguments, options = made("a function that saves its result", device=device)
     leaves = [x for x in arguments if x.requires_grad]
     out = run(moe_experts, arguments, options).square().sum()
     first = [gradient.clone() for gradient in torch.autograd.grad(out, leaves, retain_graph=True)]
@@ -190,12 +190,12 @@ def test_what_is_saved_is_the_input_and_the_pre_activation(device):
 
 
 @pytest.mark.parametrize(
-    ("trained", "kept"),
+    ("trained", "input_is_saved"),
     [((0,), False), ((0, 2, 5, 6), False), ((2, 4), False), ((3,), True), ((0, 2, 3, 4, 5, 6), True)],
     ids=["input", "all but weights", "second weight", "first weight", "all"],
 )
 @pytest.mark.parametrize("case", ["biases", "gpt_oss"])
-def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, trained, kept, device):
+def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, trained, input_is_saved, device):
     arguments, options = made(case, device=device)
     leaves = [x for x in arguments if x.requires_grad]
     expected = dict(zip(map(id, leaves), gradients(moe_experts_reference, arguments, options)[1:]))
@@ -214,7 +214,7 @@ def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, tra
     torch.testing.assert_close(got, [expected[id(arguments[position])] for position in trained])
     tokens, top_k, _, hidden, inner = SIZES.values()
     of_pre = tokens * top_k * 2 * inner * 8
-    assert sum(storages.values()) == of_pre + (tokens * hidden * 8 if kept else 0)
+    assert sum(storages.values()) == of_pre + (tokens * hidden * 8 if input_is_saved else 0)
 
 
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):
