@@ -1,7 +1,7 @@
-"""What a test of one GPU needs: a single device in sight, no wait of the host, and a CUDA graph of a step."""
+"""What a test of one GPU needs: one visible device, no host synchronisation, a CUDA graph, and the peak memory."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ one_gpu = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every wait of the host for the device is an error. Steps run once before this, which compiles their kernels."""
+def no_host_sync() -> Iterator[None]:
+    """Inside, an operation that waits for the device is an error. Run a step once before, to compile its kernels."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -36,3 +36,23 @@ def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
+
+
+def assert_replayed_without_host_sync(run: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """`run` never waits for the device, and a CUDA graph of it gives the same bits."""
+    expected = [result.clone() for result in run()]
+    with no_host_sync():
+        run()
+    graph, results = captured(run)
+    graph.replay()
+    assert all(map(torch.equal, results, expected))
+
+
+def peak_memory(run: Callable[[], Any]) -> int:
+    """The most bytes that `run` allocates at a time, its result included; it runs once before that."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from liger_trainer.head.divergence import divergence
-from tests.device import no_waiting, one_gpu
+from tests.device import no_host_sync, one_gpu, peak_memory
 from tests.head.deferring import B, H, S, V, defer
-from tests.memory import peak_memory
 from tests.trainers.test_parity_distillation import TRAINERS, build, capped, gradients, granite, masked_batch, student
 
 pytestmark = [pytest.mark.gpu, one_gpu]
@@ -71,5 +70,5 @@ def test_the_divergence_does_not_wait_for_the_device():
         divergence(*logits, labels, 0.5, 1.0, items).loss.backward()
 
     step()  # kernels are compiled here
-    with no_waiting():
+    with no_host_sync():
         step()

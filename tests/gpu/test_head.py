@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer.head import DeferredLogits
 from liger_trainer.patching.head import patch_head
-from tests.device import no_waiting
+from tests.device import no_host_sync
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def test_step_neither_synchronises_nor_builds_logits(device):
     hidden = model.model(inputs["input_ids"]).last_hidden_state
     outputs = {"last_hidden_state": hidden, "past_key_values": None, "hidden_states": None, "attentions": None}
     model.model.forward = lambda *args, **kwargs: SimpleNamespace(**outputs)
-    with no_waiting():
+    with no_host_sync():
         model(**inputs, num_items_in_batch=items).loss.backward()
     bf16_logits = 4 * 1024 * 64000 * 2
     assert torch.cuda.max_memory_allocated() - before < bf16_logits / 2

@@ -16,8 +16,7 @@ from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.device import one_gpu
-from tests.memory import peak_memory
+from tests.device import one_gpu, peak_memory
 from tests.trainers.tiny import COMMON, SIZES, WORDS, llama, text_dataset, token_rows, tokenizer
 
 pytestmark = [pytest.mark.gpu, one_gpu]

@@ -10,8 +10,7 @@ import torch
 
 from liger_trainer import losses
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
-from tests.device import captured, no_waiting
-from tests.memory import peak_memory
+from tests.device import captured, no_host_sync, peak_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +93,7 @@ def test_nothing_synchronises(loss: Loss, trained: bool, memory: int) -> None:
         torch.autograd.grad(loss(case, logits_memory=memory), case.leaves)
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_waiting():
+    with no_host_sync():
         step()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from tests.device import no_waiting, one_gpu
+from tests.device import no_host_sync, one_gpu
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs
 from tests.trainers.tiny import logged, tokenizer
@@ -63,7 +63,7 @@ def test_the_forward_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
         return chosen_logits.detach().mean() + rejected_logits.detach().mean()
 
     step()  # kernels are compiled here
-    with no_waiting():
+    with no_host_sync():
         step()
 
 

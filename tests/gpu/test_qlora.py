@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.lora import nf4
-from tests.device import captured, no_waiting, one_gpu
+from tests.device import captured, no_host_sync, one_gpu
 from tests.quantised import library, quantise
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer
@@ -137,7 +137,7 @@ def test_a_step_does_not_wait_for_the_device(device):
             model(x).sum().backward()
 
     step()
-    with no_waiting():
+    with no_host_sync():
         step()
 
 

@@ -9,7 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from liger_trainer import apply_liger_kernel, quantize_experts
 from liger_trainer.patching.moe.quantized_experts import four_bits
-from tests.device import no_waiting
+from tests.device import no_host_sync
 from tests.quantised import library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -96,6 +96,6 @@ def test_no_floating_weight_is_kept_and_reading_one_does_not_wait():
     kept_4 = torch.cuda.memory_allocated() - before
     assert kept_4 < kept_16 + weight / LAYERS / 8
     experts = next(module for module in model.modules() if four_bits(module))
-    with no_waiting():
+    with no_host_sync():
         experts.gate_up_proj  # noqa: B018
     loss.backward()

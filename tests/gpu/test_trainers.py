@@ -12,7 +12,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.device import no_waiting, one_gpu
+from tests.device import no_host_sync, one_gpu
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 pytestmark = [pytest.mark.gpu, one_gpu]
@@ -115,7 +115,7 @@ def test_a_training_step_does_not_wait_for_the_device(tmp_path, monkeypatch):
     num_items = trainer._get_num_items_in_batch([batch], args.device)
     trainer.training_step(trainer.model, dict(batch), num_items)  # kernels are compiled here
 
-    with no_waiting():
+    with no_host_sync():
         trainer._throughput.count([batch])
         trainer.training_step(trainer.model, dict(batch), num_items)
         trainer._clip_grad_norm(trainer.model)

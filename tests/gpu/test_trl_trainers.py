@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics
-from tests.device import no_waiting, one_gpu
+from tests.device import no_host_sync, one_gpu
 from tests.trainers.parity import KINDS, build, logged, lora, save_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), one_gpu]
@@ -69,7 +69,7 @@ def test_a_step_does_not_wait_for_the_device(head, monkeypatch):
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     model, ids = _model(head), torch.randint(0, 32768, (2, 300), device="cuda")
     _step(model, ids)  # kernels are compiled here
-    with no_waiting():
+    with no_host_sync():
         _step(model, ids)
 
 

@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import captured, no_waiting
+from tests.device import captured, no_host_sync
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -250,7 +250,7 @@ def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
         LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
 
     step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_waiting():
+    with no_host_sync():
         step()
 
 
@@ -337,5 +337,5 @@ def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch)
 
     step()  # kernels are compiled here
     monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
-    with no_waiting():
+    with no_host_sync():
         step()

@@ -15,7 +15,7 @@ from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import logits_in_weight_gradient as panels
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
-from tests.device import captured, no_waiting
+from tests.device import captured, no_host_sync
 from tests.kernels.head.heads import IGNORE, MIB, doubled, gpu_head, needing_gradients, relative_error
 
 TOKENS, HIDDEN, VOCAB = 40, 16, 500
@@ -273,7 +273,7 @@ def test_peak_memory_is_buffer_gradients_and_exponents() -> None:
 def test_nothing_synchronises_and_two_runs_are_equal() -> None:
     hidden, weight, target = gpu_head(2048, 512, 32000)
     runs = [torch.autograd.grad(_tight(hidden, weight, target), (hidden, weight))]
-    with no_waiting():
+    with no_host_sync():
         runs.append(torch.autograd.grad(_tight(hidden, weight, target), (hidden, weight)))
     assert all(torch.equal(first, second) for first, second in zip(*runs))
 

@@ -25,7 +25,7 @@ from liger_trainer.kernels.head.weight_gradient import (
 )
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.device import captured, no_waiting
+from tests.device import captured, no_host_sync
 from tests.kernels.head.heads import MIB, relative_error
 
 
@@ -434,7 +434,7 @@ def test_cuda_graph_replays_on_new_inputs():
 def test_nothing_synchronises():
     parts = gpu_chunks_of(3, 200, 5000, 520)
     summed(parts)  # compiles
-    with no_waiting():
+    with no_host_sync():
         summed(parts)
 
 

@@ -24,7 +24,7 @@ from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_fused_
 from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from tests.accuracy import assert_no_worse, in_float64, result_and_gradients, seeded_randn, value_and_gradients
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.memory import peak_memory
+from tests.device import peak_memory
 
 SIZES = {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
 

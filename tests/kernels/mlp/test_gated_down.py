@@ -22,7 +22,7 @@ from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.calls import recorded_calls
-from tests.cuda import assert_replayed_without_host_sync
+from tests.device import assert_replayed_without_host_sync
 
 
 def test_float64_runs_as_reference(device):

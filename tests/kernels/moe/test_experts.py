@@ -20,7 +20,7 @@ from liger_trainer.kernels.moe import experts as module
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.nn import LigerExperts
 from tests.calls import recorded_calls
-from tests.cuda import no_host_sync
+from tests.device import no_host_sync
 from tests.moe_blocks import BLOCKS, measure_block, on_meta
 
 SIZES = {"tokens": 9, "top_k": 2, "experts": 4, "hidden": 10, "intermediate": 6}

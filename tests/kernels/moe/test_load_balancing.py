@@ -16,7 +16,7 @@ from liger_trainer.parallel.router_losses import router_losses_reference
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.cuda import no_host_sync
+from tests.device import no_host_sync
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
 

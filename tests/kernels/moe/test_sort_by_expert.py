@@ -19,7 +19,7 @@ from liger_trainer.kernels.moe.sort_by_expert import (
     tile_table_reference,
 )
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.cuda import assert_replayed_without_host_sync
+from tests.device import assert_replayed_without_host_sync
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 

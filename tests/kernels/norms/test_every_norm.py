@@ -30,7 +30,7 @@ from liger_trainer.kernels.parity import modulated_rms_norm as modulated_rms_nor
 from liger_trainer.kernels.parity import poly_norm as poly_norm_module
 from tests import aot
 from tests.accuracy import assert_as_accurate
-from tests.memory import peak_memory
+from tests.device import peak_memory
 from tests.norm_cases import NORMS, as_tuple, outputs_and_gradients
 
 LAUNCHERS = (launch_module, modulated_rms_norm_module, group_norm_module, dyt_module)

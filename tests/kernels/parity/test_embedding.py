@@ -13,7 +13,7 @@ from liger_trainer.kernels.parity import embedding as operators
 from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, embedding_reference, tied_embedding
 from tests.accuracy import seeded_randn as randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.memory import peak_memory
+from tests.device import peak_memory
 
 
 def test_float64_runs_as_reference(device):

@@ -19,7 +19,7 @@ from liger_trainer.kernels.parity.sparsemax import sparsemax, sparsemax_referenc
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.accuracy import assert_no_worse
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
-from tests.memory import peak_memory
+from tests.device import peak_memory
 
 
 @given(

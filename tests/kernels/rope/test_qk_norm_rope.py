@@ -24,7 +24,7 @@ from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, for
 from liger_trainer.kernels.rope.rope import rope
 from tests.accuracy import assert_no_worse
 from tests.aot import compile_launch, on_targets, recorded_launches
-from tests.memory import peak_memory
+from tests.device import peak_memory
 
 
 def tensors(q_heads=4, k_heads=2, dim=16, rotary=16, dtype=torch.float32, seq=5):

@@ -15,7 +15,7 @@ from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from liger_trainer.kernels.rope.rope_kernel import rope_kernel
 from tests.accuracy import assert_no_worse
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.memory import peak_memory
+from tests.device import peak_memory
 
 
 def tensors(q_heads=4, k_heads=2, seq=5, dim=16, rotary=16, dtype=torch.float32, table_batch=1):
