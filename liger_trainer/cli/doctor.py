@@ -129,6 +129,7 @@ def private_names() -> list[Finding]:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+        os.environ["HF_HUB_OFFLINE"] = "1"  # else bitsandbytes downloads a CPU kernel where `kernels` is installed
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that training does not use
     findings = []
     for library, group in itertools.groupby(features(), key=lambda feature: feature.library):
