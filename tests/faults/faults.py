@@ -243,7 +243,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     ],
     "wrapping": [
         ("FSDP2's shards get the sum", "whole_parameter", r'Partial\("avg"\)', 'Partial("sum")',
-         "distributed/::test_logits_are_right_or_refused"),
+         "distributed/test_matrix_training::test_two_processes_train_as_one", "fsdp2 and tail and resharded"),
         ("ZeRO-3 does not gather the head again", "through_owner",
          r"return gathering\.apply\(result\)", "return result",
          "trainers/::test_zero3_gathers_the_head_again_for_the_backward"),
@@ -251,7 +251,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"dist\.all_reduce\(counted, group=process_group\)", "pass",
          "distributed/test_load_balancing_gloo::test_two_processes"),
         ("processes of a tensor-parallel group count twice", "process_scale", r" // trainer\.get_tp_size\(\)", "",
-         "trainers/test_tensor_parallel::test_two_processes_log_what_one_does"),
+         "trainers/::test_processes_that_share_their_batches_count_as_one"),
         ("tokens come back to the wrong expert's rows", "_bring_back_backward",
          r"dout\.index_select\(0, order // top_k\)", "dout.index_select(0, order.flip(0) // top_k)",
          "distributed/test_expert_parallel::test_two_processes_are_one"),

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.trainers.moe.router_aux_loss import averaged_aux_loss
 from tests.forked import torchrun
 from tests.trainers.builders import causal
 from tests.trainers.tiny import COMMON, SIZES, mixtral, token_rows
@@ -186,3 +188,18 @@ def test_two_processes(tmp_path):
             aux = [by_hand(model, [batch], 1.0) - by_hand(model, [batch], 0.0) for batch in batches]
             eval_loss = torch.stack(whole).mean() + COEFFICIENT * torch.stack(aux).mean()
             assert results["eval"] == pytest.approx(eval_loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("tensor_parallel", "share"), [(1, 0.25), (2, 0.5), (4, 1.0)])
+def test_processes_that_share_their_batches_count_as_one(tensor_parallel, share):
+    """With a fake trainer: a real one would split a mixture of experts over four processes."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(average_tokens_across_devices=True),
+        accelerator=SimpleNamespace(num_processes=4),
+        get_tp_size=lambda: tensor_parallel,
+        model=SimpleNamespace(training=False),
+    )
+    holder = SimpleNamespace(router_aux_loss_coef=COEFFICIENT)
+    with averaged_aux_loss(trainer, [(holder, "router_aux_loss_coef")], torch.tensor(10)):
+        assert holder.router_aux_loss_coef == COEFFICIENT * share
+    assert holder.router_aux_loss_coef == COEFFICIENT
