@@ -55,7 +55,7 @@ class _CrossEntropy(nn.Module):
         outputs = tuple(name for name, wanted in asked.items() if wanted)
         weights = None if self._class_weights is None else self._class_weights.to(target.device)
         if token_scaling and weights is not None:
-            average = self.reduction == "mean"  # which the function is not told: it must not reduce yet
+            average = self.reduction == "mean"  # the function itself gets "none": it must not reduce yet
             weights = checked_class_weights(weights, len(weights), tensors[0], target, self.ignore_index, average)
         result = function(
             *tensors,

@@ -108,7 +108,7 @@ def _evaluates(rank: int) -> None:
     torch.testing.assert_close(loss, whole.eval()(**batch).loss)
 
 
-def _other_splits_are_told(rank: int) -> None:
+def _other_splits_are_reported(rank: int) -> None:
     """A head that torch's own `parallelize_module` splits builds its logits, and says so once."""
     import logging
 
@@ -170,7 +170,7 @@ CASES: dict[str, Callable[[int], None]] = {
     "logits are read": _logits_are_read,
     "evaluates": _evaluates,
     "is reverted": _is_reverted,
-    "other splits are told": _other_splits_are_told,
+    "other splits are reported": _other_splits_are_reported,
     "distils": _distils,
 }
 
