@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-import tests.less_work  # noqa: F401
+import tests.speedups  # noqa: F401
 from tests.fast import holds_fast_tests, is_fast
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.

@@ -35,7 +35,7 @@ IMPORTED = [
     "liger_trainer.trainers.sft_trainer",
     "liger_trainer.trainers.dpo_trainer",
     "liger_trainer.trainers.grpo_trainer",
-    "tests.less_work",
+    "tests.speedups",
 ]
 """What the server imports; a child imports what else it needs."""
 LIMIT = 240

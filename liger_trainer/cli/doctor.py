@@ -127,9 +127,9 @@ def private_names() -> list[Finding]:
 
     from liger_trainer.compat import features
 
+    os.environ["HF_HUB_OFFLINE"] = "1"  # else bitsandbytes downloads a CPU kernel where `kernels` is installed
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
-        os.environ["HF_HUB_OFFLINE"] = "1"  # else bitsandbytes downloads a CPU kernel where `kernels` is installed
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that training does not use
     findings = []
     for library, group in itertools.groupby(features(), key=lambda feature: feature.library):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def installed(monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", version)
 
     return install
+
+
+def test_private_names_are_read_offline(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    doctor.private_names()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_versions_out_of_range_and_missing(installed):

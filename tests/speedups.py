@@ -1,4 +1,4 @@
-"""Spares every process of the tests work of libraries that no test looks at; to be imported, as `tests.forked` does."""
+"""Skips work of other libraries that slows the tests and that no test checks; every process of the tests imports it."""
 
 import functools
 import importlib.metadata
