@@ -167,7 +167,8 @@ def recomputed_gradients(
     assert given is not None
     if grad is None:
         grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given)
-    if graph_is_kept() or type(given) is not torch.Tensor:  # the latter while it is traced
+    # Tracing passes subclasses of Tensor; the operator then stands in the graph.
+    if graph_is_kept() or type(given) is not torch.Tensor:
         computed = _gradients(
             grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, *options, logits_memory,
             *shard, *needs,
