@@ -197,7 +197,8 @@ def test_opcheck(pending, four_bits, device):
 def test_patched_mlps_of_a_model(family, device, monkeypatch):
     """Bound without the probe, as Triton's interpreter rounds to bf16 in its own way."""
     calls = recorded_calls(monkeypatch, operators, "lora_down_product")
-    model, batch = adapted(family, lora_dropout=0.1)
+    # A GPU draws a mask in the order of memory, in which gate and up are strided slices here.
+    model, batch = adapted(family, lora_dropout=0.1 if device == "cpu" else 0.0)
     model, batch = model.to(device), {name: tensor.to(device) for name, tensor in batch.items()}
     expected = loss_and_gradients(model, batch)
     variant = _VARIANTS[1 if family == "gemma" else 0]
