@@ -18,6 +18,8 @@ from torch import Tensor
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.head import in_parts, soft_capped
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference, wide
+from liger_trainer.kernels.attention.attention import attention
+from liger_trainer.kernels.attention.plan import AttentionPlan
 
 _ROW, _DOCUMENT = 4096, 1024  # tokens
 
@@ -209,9 +211,9 @@ def unmasked_sdpa(
         raise ValueError("has no soft-cap and no sinks")
     if layout.window or layout.length % layout.document:
         raise ValueError("needs a mask")
-    heads = _heads_first(*(tensor.unflatten(1, (-1, layout.document)).flatten(0, 1) for tensor in (q, k, v)))
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2).reshape(q.shape)
+    shape = q.shape
+    q, k, v = _heads_first(*(tensor.unflatten(1, (-1, layout.document)).flatten(0, 1) for tensor in (q, k, v)))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(shape)
 
 
 @provider("attention", "flash")
@@ -224,16 +226,14 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float 
     settings: dict[str, Any] = {"window_size": (layout.window - 1, 0)}  # keys before the query's own; -1 for all
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
         settings["enable_gqa"] = True
-    tokens = [tensor.flatten(0, 1) for tensor in (q, k, v)]
-    spans = layout.offsets, layout.offsets, layout.document, layout.document
-    return varlen_attn(*tokens, *spans, **settings).view_as(q)
+    places = {"cu_seq_q": layout.offsets, "cu_seq_k": layout.offsets}
+    lengths = {"max_q": layout.document, "max_k": layout.document}
+    found: Any = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **places, **lengths, **settings)
+    return found.view_as(q)
 
 
 @provider("attention", "liger_trainer")
 def ours(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    from liger_trainer.kernels.attention.attention import attention
-    from liger_trainer.kernels.attention.plan import AttentionPlan
-
     offsets = layout.offsets if layout.document < layout.length else None
     plan = AttentionPlan(layout.window, offsets, layout.document)
     return attention(q, k, v, plan=plan, softcap=softcap, sinks=sinks)

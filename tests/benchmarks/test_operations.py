@@ -161,13 +161,13 @@ def test_flex_attention_is_given_the_same_work(kind, monkeypatch):
 def test_flash_attention_is_given_the_same_work(monkeypatch):
     """By the documented meaning of its arguments: its kernel needs a GPU."""
 
-    def one_by_one(query, key, value, starts, starts_of_keys, longest, longest_of_keys, *, window_size, enable_gqa):
+    def one_by_one(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
         left, right = window_size
-        assert torch.equal(starts, starts_of_keys)
-        assert longest == longest_of_keys == starts.diff().max()
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        assert max_q == max_k == cu_seq_q.diff().max()
         assert enable_gqa
         results = []
-        for first, last in zip(starts.tolist(), starts[1:].tolist()):
+        for first, last in zip(cu_seq_q.tolist(), cu_seq_q[1:].tolist()):
             place = torch.arange(last - first)
             ahead = place - place[:, None]
             seen = (ahead <= right) & (ahead >= -left if left >= 0 else True)
