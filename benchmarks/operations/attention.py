@@ -223,12 +223,12 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float 
 
     if softcap is not None or sinks is not None:
         raise ValueError("has no soft-cap and no sinks")
-    settings: dict[str, Any] = {"window_size": (layout.window - 1, 0)}  # keys before the query's own; -1 for all
+    settings: dict[str, Any] = {"cu_seq_q": layout.offsets, "cu_seq_k": layout.offsets}
+    settings |= {"max_q": layout.document, "max_k": layout.document}
+    settings["window_size"] = (layout.window - 1, 0)  # keys before and after the query's own; -1 for all
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
         settings["enable_gqa"] = True
-    places = {"cu_seq_q": layout.offsets, "cu_seq_k": layout.offsets}
-    lengths = {"max_q": layout.document, "max_k": layout.document}
-    found: Any = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **places, **lengths, **settings)
+    found: Any = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **settings)
     return found.view_as(q)
 
 

@@ -199,6 +199,13 @@ def test_floor_counts_bytes_at_the_copy_rate():
     assert record.floor == pytest.approx(record.forward_floor + record.backward_floor)
 
 
+def test_floor_counts_flops_at_the_rate_of_matmuls_where_they_take_longer():
+    (record, _) = run("attention", ("torch",), dtype=torch.bfloat16)
+    flops = 4 * (8 * 9 / 2) * 4 * 16
+    assert record.forward_floor == pytest.approx(flops / 1e10 * 1e3)
+    assert record.backward_floor == pytest.approx(2.5 * flops / 1e10 * 1e3)
+
+
 def test_half_precision_is_compared_with_eager():
     records = run("linear_cross_entropy", ("torch", "liger_trainer"), dtype=torch.bfloat16)
     for record in records:
