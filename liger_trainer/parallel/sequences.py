@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from accelerate.state import AcceleratorState, is_initialized
 
+SPLIT = "the launch splits sequences with "
+
 
 def split_sequences() -> str:
-    """What gives each process a part of every sequence, and with it an attention of its own; empty if nothing does.
+    """Why attention is left to the launch: it gives each process a part of every sequence. Empty if it does not.
 
     The launch is known once a trainer, or an `Accelerator`, has been built.
     """
@@ -14,7 +16,7 @@ def split_sequences() -> str:
     if config is None:
         return ""
     if config.cp_size > 1:
-        return f"context parallelism (`cp_size={config.cp_size}`) needs torch's SDPA"
+        return f"{SPLIT}`cp_size={config.cp_size}`, whose ring attention is torch's SDPA"
     if config.sp_size > 1:
-        return f"sequence parallelism (`sp_size={config.sp_size}`) runs Ulysses' attention"
+        return f"{SPLIT}`sp_size={config.sp_size}`, which brings Ulysses' attention"
     return ""

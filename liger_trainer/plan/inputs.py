@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.attention.interface import NAME
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
-from liger_trainer.plan.shapes import OURS, named_attention, read_layer_shape
+from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
@@ -200,7 +201,7 @@ def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any) -> 
     """The attention that the model will run: ours, if it is on, in the place of transformers' default for the class."""
     default, asked = named_attention(model), values["attn_implementation"]
     written = default if asked in (None, "auto") else str(asked)
-    return OURS if values["use_liger_kernel"] and kernels.attention and written == default else written
+    return NAME if values["use_liger_kernel"] and kernels.attention and written == default else written
 
 
 def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from liger_trainer.attention.interface import NAME
 from liger_trainer.plan.activations import is_masked
 from liger_trainer.plan.choose import Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting
-from liger_trainer.plan.shapes import OURS
 from liger_trainer.recipe.schema import mapping
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def attention_line(run: Run) -> str:
     """The attention that the memory was estimated for."""
     masked = is_masked(run.shape, run.work.length, run.implementation)
     texts = {
-        OURS: "liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)",
+        NAME: "liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)",
         "sdpa": "torch's SDPA, with a mask in layers with a window" if masked else "torch's SDPA",
         "eager": "eager, which keeps the scores of all pairs of tokens",
     }

@@ -11,7 +11,6 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.plan.parameters import decoder_layers
 
-OURS = "liger_trainer"  # placeholder
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from liger_trainer.integration import stock_trainer_report
 from liger_trainer.parallel.sequences import split_sequences
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal
 from tests.trainers.parity import assert_close_logs, build, results_of_processes
@@ -98,7 +99,9 @@ def test_two_processes_log_what_one_does(name, ranks):
 @pytest.mark.parametrize("trainer", ["ours", "stock"])
 def test_attention_is_left_to_the_launch(trainer, ranks):
     for rank in ranks[1]:
-        assert rank["attention"][trainer] == [[False, "context parallelism (`cp_size=2`) needs torch's SDPA"]]
+        assert rank["attention"][trainer] == [
+            [False, "the launch splits sequences with `cp_size=2`, whose ring attention is torch's SDPA"]
+        ]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +109,8 @@ def test_attention_is_left_to_the_launch(trainer, ranks):
     [
         (None, ""),
         ({"tp_size": 2}, ""),
-        ({"cp_size": 4}, "context parallelism (`cp_size=4`) needs torch's SDPA"),
-        ({"sp_size": 2}, "sequence parallelism (`sp_size=2`) runs Ulysses' attention"),
+        ({"cp_size": 4}, "the launch splits sequences with `cp_size=4`, whose ring attention is torch's SDPA"),
+        ({"sp_size": 2}, "the launch splits sequences with `sp_size=2`, which brings Ulysses' attention"),
     ],
 )
 def test_which_launches_split_sequences(sizes, reason, monkeypatch):
@@ -119,6 +122,19 @@ def test_which_launches_split_sequences(sizes, reason, monkeypatch):
     assert split_sequences() == reason
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # before any trainer is built
     assert split_sequences() == ""
+
+
+def test_strict_kernels_leave_attention_to_the_launch(monkeypatch):
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    config = ParallelismConfig(sp_size=2)
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
+    ((applied, reason),) = attention_rows(apply_liger_kernel(llama(), strict=True))
+    assert not applied
+    assert "`sp_size=2`" in reason
+    with pytest.raises(ValueError, match="attention"):
+        apply_liger_kernel(llama(), {"attention": True}, strict=True)
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
