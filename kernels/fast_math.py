@@ -1,4 +1,4 @@
-"""A base-2 logarithm that is one instruction on NVIDIA GPUs.
+"""A base-2 logarithm that is one instruction on NVIDIA GPUs, and the hyperbolic tangent.
 
 On NVIDIA GPUs ``tl.log2`` is a library routine of about 25 instructions with a branch per element, which makes kernels
 that take logarithms of whole rows compute-bound. The error of ``lg2.approx`` is at most 2**-22, relative or, near 1,
@@ -25,3 +25,15 @@ def log2(x, LG2: tl.constexpr):
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:  # noqa: RET505 (a compile-time branch)
         return tl.log2(x)
+
+
+@triton.jit
+def tanh_and_derivative(x):
+    """tanh(x) and 1 - tanh(x)^2 of an fp32 tensor, with the relative error of a few roundings."""
+    decay = tl.exp(-2.0 * tl.abs(x))
+    inverse = 1.0 / (1.0 + decay)
+    far = (1.0 - decay) * inverse
+    square = x * x
+    near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    tanh = tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
+    return tanh, 4.0 * decay * inverse * inverse

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.fast_math import tanh_and_derivative
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_rows,
@@ -33,18 +34,6 @@ from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_dev
 
 _BLOCK = 1024  # largest number of columns in a tile
 _TILE = 2048  # elements in a tile
-
-
-@triton.jit
-def _tanh_and_derivative(x):
-    """tanh(x) and 1 - tanh(x)^2."""
-    decay = tl.exp(-2.0 * tl.abs(x))
-    inverse = 1.0 / (1.0 + decay)
-    far = (1.0 - decay) * inverse
-    square = x * x
-    near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    tanh = tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
-    return tanh, 4.0 * decay * inverse * inverse
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -65,7 +54,7 @@ def _dyt_forward_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
     x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    y, _ = _tanh_and_derivative(tl.load(alpha_ptr).to(tl.float32) * x)
+    y, _ = tanh_and_derivative(tl.load(alpha_ptr).to(tl.float32) * x)
     y *= tl.load(gamma_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if beta_ptr is not None:
         y += tl.load(beta_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
@@ -105,7 +94,7 @@ def _dyt_backward_kernel(
         mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
         x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        tanh, derivative = _tanh_and_derivative(alpha * x)
+        tanh, derivative = tanh_and_derivative(alpha * x)
         g = dy * gamma * derivative
         if dx_ptr is not None:
             tl.store(dx_ptr + (rows * H)[:, None] + cols[None, :], (alpha * g).to(dx_ptr.dtype.element_ty), mask=mask)

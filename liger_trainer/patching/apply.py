@@ -13,6 +13,7 @@ from torch import nn
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
+from liger_trainer.patching.attention import CHOSEN, find_attention, restore_attention
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
@@ -76,6 +77,7 @@ def apply_liger_kernel(
     probe = Probe(_probe_device(model))
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
+        findings += find_attention(model, parsed.attention, probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -102,10 +104,10 @@ def revert_liger_kernel(model: nn.Module) -> int:
     largest weight) is freed too, as it is when a model is garbage-collected.
 
     Returns:
-        How many instances were reverted.
+        How many instances were reverted, and configs that named our attention.
     """
     free_buffers()
-    return sum(unbind_forward(module) for module in list(bound_modules(model)))
+    return restore_attention(model) + sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
@@ -165,7 +167,7 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF
+        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith(CHOSEN)
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

@@ -1,0 +1,664 @@
+"""Attention of whole documents in Triton, forward and backward, for what torch's flash operator lacks: soft-cap, fp32.
+
+For a query i of a document, its head, and the keys j that it sees (FlashAttention-2, arXiv 2307.08691)::
+
+    s_ij = scale * q_i . k_j                         or, with a soft-cap c,  c * tanh(scale * q_i . k_j / c)
+    lse_i = log(sum over j of exp(s_ij))             out_i = sum over j of p_ij v_j,  p_ij = exp(s_ij - lse_i)
+
+and, for the gradient dout of the result,
+
+    delta_i = dout_i . out_i                         dv_j = sum over i of p_ij dout_i
+    ds_ij = p_ij (dout_i . v_j - delta_i) t_ij       dq_i = scale * sum over j of ds_ij k_j
+    t_ij = 1, or 1 - (s_ij / c)**2 with a soft-cap   dk_j = scale * sum over i of ds_ij q_i
+
+The backward uses `out` and `lse` only as they are given to it. Further keys that share the softmax (a sink, a prefix)
+may therefore be merged into both between the two, and the gradients are those of the merged softmax.
+
+Neither s nor p is ever in memory. The forward keeps a running maximum and sum of each query; everything is in base 2,
+because the exponential of base 2 is one instruction: log2(e) is part of the factors of `transform_logits`. Saved for
+the backward: q, k, v, out and lse. The backward computes s and p again, twice: once for a block of keys, whose dk and
+dv are summed over the queries and over the heads that share the keys, and once for a block of queries and its dq. So
+every gradient has one writer, which sums in a fixed order in fp32: no atomics, and every run gives the same bits.
+
+A block of queries visits the blocks of keys in three parts: those at the far edge of the window, where some pairs are
+masked; those that all of its queries see whole, without a mask; those on the diagonal or at the end of the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.kernels.fast_math import tanh_and_derivative
+from liger_trainer.kernels.head.logit_rows import transform_factors, transform_logits
+from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
+from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device, tl, triton
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the kernels share. Positions are those within a document, int32; offsets of elements are int64.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _program(blocks, HEADS: tl.constexpr):
+    """The block, head and document of a program: neighbours read the same keys, which then stay in L2."""
+    program = tl.program_id(0)
+    return program % blocks, (program // blocks % HEADS).to(tl.int64), program // blocks // HEADS
+
+
+@triton.jit
+def _document(offsets_ptr, longest, document):
+    """The first token of a document and its length; without offsets each document is `longest` tokens."""
+    if offsets_ptr is None:
+        return document.to(tl.int64) * longest, longest
+    else:  # noqa: RET505 (a compile-time branch)
+        first = tl.load(offsets_ptr + document)
+        return first.to(tl.int64), tl.load(offsets_ptr + document + 1) - first
+
+
+@triton.jit
+def _load_rows(base, rows, stride, length, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The (rows, BLOCK_D) tile of one head. Rows past the document, if MASKED, and columns past D are zero."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=(rows < length)[:, None] & (columns < D)[None, :], other=0.0)
+    elif D < BLOCK_D:  # noqa: RET505
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store_rows(base, tile, rows, stride, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    mask = (rows < length)[:, None] & (columns < D)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores(products, inner, outer, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
+    """log2(e) * s of the products q . k, and t / 4 with a soft-cap.
+
+    `transform_logits` computes tanh with an absolute error of fp32, which is small against the rounding of p to half
+    precision; fp32 (PRECISE) needs it relative.
+    """
+    HALF_LN2: tl.constexpr = 0.34657359027997264
+    if SOFTCAP and PRECISE:
+        tanh, derivative = tanh_and_derivative(products * (inner * HALF_LN2))
+        return outer * tanh, 0.25 * derivative
+    else:  # noqa: RET505
+        return transform_logits(products, inner, outer, SOFTCAP)
+
+
+@triton.jit
+def _sees(query, key, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which queries see which keys; one is a row of positions and the other a column."""
+    seen = (query < length) & (key < length)
+    if CAUSAL:
+        seen = seen & (key <= query)
+    if WINDOW:
+        seen = seen & (key > query - window)
+    return seen
+
+
+@triton.jit
+def _keys_of(
+    first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The keys of QUERIES queries: where they begin, where blocks that all see whole begin and end, where they end."""
+    begin = 0
+    whole = 0
+    edge = length // KEYS * KEYS
+    end = length
+    if CAUSAL:
+        edge = (first + 1) // KEYS * KEYS
+        end = tl.minimum(first + QUERIES, length)
+    if WINDOW:
+        begin = tl.maximum(first + 1 - window, 0) // KEYS * KEYS
+        whole = tl.minimum(tl.cdiv(tl.maximum(first + QUERIES - window, 0), KEYS) * KEYS, end)
+        edge = tl.maximum(edge, whole)
+    return begin, whole, edge, end
+
+
+@triton.jit
+def _queries_of(
+    first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The queries of KEYS keys, as `_keys_of`."""
+    begin = 0
+    whole = 0
+    edge = length // QUERIES * QUERIES
+    end = length
+    if WINDOW:
+        edge = tl.minimum(edge, (first + window) // QUERIES * QUERIES)
+        end = tl.minimum(first + KEYS - 1 + window, length)
+    if CAUSAL:
+        begin = first // QUERIES * QUERIES
+        whole = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
+        edge = tl.maximum(edge, whole)
+    return begin, whole, edge, end
+
+
+@triton.jit
+def _part(part: tl.constexpr, begin, whole, edge, end):
+    """The bounds of one of the three parts; part 1 needs no mask."""
+    if part == 0:
+        return begin, whole
+    elif part == 1:  # noqa: RET505
+        return whole, edge
+    else:
+        return edge, end
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+def _forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    offsets_ptr,
+    tokens,
+    longest,
+    blocks,
+    window,
+    inner,
+    outer,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """`out` and `lse` of one block of queries of one head."""
+    LN2: tl.constexpr = 0.6931471805599453
+    PRECISION: tl.constexpr = "ieee" if PRECISE else None
+    block, head, document = _program(blocks, HEADS)
+    start, length = _document(offsets_ptr, longest, document)
+    first = (blocks - 1 - block) * QUERIES  # under causality, the last blocks have the most keys: they go first
+    if first >= length:
+        return
+    query = first + tl.arange(0, QUERIES)
+    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, True, D, BLOCK_D)
+    k_ptr += start * k_token + head // GROUP * k_head
+    v_ptr += start * v_token + head // GROUP * v_head
+    sums = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    for part in tl.static_range(3):
+        low, high = _part(part, begin, whole, edge, end)
+        for first_key in range(low, high, KEYS):
+            key = first_key + tl.arange(0, KEYS)
+            k = _load_rows(k_ptr, key, k_token, length, part != 1, D, BLOCK_D)
+            scores, _ = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
+            if part != 1:
+                seen = _sees(query[:, None], key[None, :], length, window, CAUSAL, WINDOW)
+                scores = tl.where(seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            base = new_peak
+            if part != 1:
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query that has seen no key yet
+            p = tl.exp2(scores - base[:, None])
+            decay = tl.exp2(peak - base)
+            total = total * decay + tl.sum(p, 1)
+            v = _load_rows(v_ptr, key, v_token, length, part != 1, D, BLOCK_D)
+            sums = tl.dot(p.to(v.dtype), v, sums * decay[:, None], input_precision=PRECISION)
+            peak = new_peak
+    out_ptr += (start * HEADS + head) * D
+    _store_rows(out_ptr, sums / total[:, None], query, HEADS * D, length, D, BLOCK_D)
+    tl.store(lse_ptr + head * tokens + start + query, (peak + tl.log2(total)) * LN2, mask=query < length)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _delta_kernel(
+    dout_ptr,
+    out_ptr,
+    delta_ptr,
+    tokens,
+    blocks,
+    dout_token,
+    dout_head,
+    out_token,
+    out_head,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The delta of ROWS tokens of one head."""
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    token = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    dout = _load_rows(dout_ptr + head * dout_head, token, dout_token, tokens, True, D, BLOCK_D).to(tl.float32)
+    out = _load_rows(out_ptr + head * out_head, token, out_token, tokens, True, D, BLOCK_D).to(tl.float32)
+    tl.store(delta_ptr + head * tokens + token, tl.sum(dout * out, 1), mask=token < tokens)
+
+
+@triton.jit
+def _load_statistics(lse_ptr, delta_ptr, query, length, MASKED: tl.constexpr):
+    """log2(e) * lse and delta of some queries."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if MASKED:
+        lse = tl.load(lse_ptr + query, mask=query < length, other=0.0)
+        return lse * LOG2E, tl.load(delta_ptr + query, mask=query < length, other=0.0)
+    else:  # noqa: RET505
+        return tl.load(lse_ptr + query) * LOG2E, tl.load(delta_ptr + query)
+
+
+@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+def _key_gradients_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    offsets_ptr,
+    tokens,
+    longest,
+    blocks,
+    window,
+    inner,
+    outer,
+    factor,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dout_token,
+    dout_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """The dk and dv of one block of keys of one of their heads. Scores are transposed, (KEYS, QUERIES)."""
+    PRECISION: tl.constexpr = "ieee" if PRECISE else None
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    block, key_head, document = _program(blocks, KEY_HEADS)
+    start, length = _document(offsets_ptr, longest, document)
+    first = block * KEYS
+    if first >= length:
+        return
+    key = first + tl.arange(0, KEYS)
+    k = _load_rows(k_ptr + start * k_token + key_head * k_head, key, k_token, length, True, D, BLOCK_D)
+    v = _load_rows(v_ptr + start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
+    dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    begin, whole, edge, end = _queries_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        q_base = q_ptr + start * q_token + head * q_head
+        dout_base = dout_ptr + start * dout_token + head * dout_head
+        lse_base = lse_ptr + head * tokens + start
+        delta_base = delta_ptr + head * tokens + start
+        for part in tl.static_range(3):
+            low, high = _part(part, begin, whole, edge, end)
+            for first_query in range(low, high, QUERIES):
+                query = first_query + tl.arange(0, QUERIES)
+                q = _load_rows(q_base, query, q_token, length, part != 1, D, BLOCK_D)
+                lse, delta = _load_statistics(lse_base, delta_base, query, length, part != 1)
+                scores, slope = _scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
+                p = tl.exp2(scores - lse[None, :])
+                if part != 1:
+                    p = tl.where(_sees(query[None, :], key[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
+                dout = _load_rows(dout_base, query, dout_token, length, part != 1, D, BLOCK_D)
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                ds = p * (tl.dot(v, dout.T, input_precision=PRECISION) - delta[None, :])
+                if SOFTCAP:
+                    ds *= slope
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    offset = (start * KEY_HEADS + key_head) * D
+    _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, D, BLOCK_D)
+    _store_rows(dv_ptr + offset, dv, key, KEY_HEADS * D, length, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+def _query_gradients_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    offsets_ptr,
+    tokens,
+    longest,
+    blocks,
+    window,
+    inner,
+    outer,
+    factor,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dout_token,
+    dout_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """The dq of one block of queries of one head."""
+    PRECISION: tl.constexpr = "ieee" if PRECISE else None
+    block, head, document = _program(blocks, HEADS)
+    start, length = _document(offsets_ptr, longest, document)
+    first = (blocks - 1 - block) * QUERIES
+    if first >= length:
+        return
+    query = first + tl.arange(0, QUERIES)
+    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, True, D, BLOCK_D)
+    dout_ptr += start * dout_token + head * dout_head
+    dout = _load_rows(dout_ptr, query, dout_token, length, True, D, BLOCK_D)
+    statistics = head * tokens + start
+    lse, delta = _load_statistics(lse_ptr + statistics, delta_ptr + statistics, query, length, True)
+    k_ptr += start * k_token + head // GROUP * k_head
+    v_ptr += start * v_token + head // GROUP * v_head
+    dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    for part in tl.static_range(3):
+        low, high = _part(part, begin, whole, edge, end)
+        for first_key in range(low, high, KEYS):
+            key = first_key + tl.arange(0, KEYS)
+            k = _load_rows(k_ptr, key, k_token, length, part != 1, D, BLOCK_D)
+            v = _load_rows(v_ptr, key, v_token, length, part != 1, D, BLOCK_D)
+            scores, slope = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
+            p = tl.exp2(scores - lse[:, None])
+            if part != 1:
+                p = tl.where(_sees(query[:, None], key[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
+            ds = p * (tl.dot(dout, v.T, input_precision=PRECISION) - delta[:, None])
+            if SOFTCAP:
+                ds *= slope
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    _store_rows(dq_ptr + (start * HEADS + head) * D, dq * factor, query, HEADS * D, length, D, BLOCK_D)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """A launch configuration of one of the kernels."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_TILES: dict[str, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(64, 64, 8, 2)},
+    "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 4, 2)},
+}
+"""Tiles of half precision for heads of up to so many columns, for the 227 KiB of shared memory of a Hopper GPU."""
+
+_FP32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+"""Tiles of fp32, whose products are made of single multiplications and keep their operands in registers."""
+
+
+def tile_for(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
+    """The tile of a kernel: ``"forward"``, ``"key gradients"`` or ``"query gradients"``."""
+    if INTERPRETED:
+        return Tile(32, 16, 4, 1)
+    tiles = _FP32_TILES if dtype == torch.float32 else _TILES[kernel]
+    return next(tile for columns, tile in tiles.items() if head_dim <= columns)
+
+
+class _Mask(NamedTuple):
+    """Which keys a query sees, and the number of documents."""
+
+    offsets: torch.Tensor | None
+    documents: int
+    longest: int
+    window: int
+    causal: bool
+
+
+def _mask(tokens: int, offsets: torch.Tensor | None, longest: int, window: int, causal: bool) -> _Mask:
+    if window and not causal:
+        raise ValueError(f"`window` is {window} with causal=False; it must be 0, which is no window.")
+    if offsets is None and tokens % longest:
+        raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
+    documents = tokens // longest if offsets is None else offsets.numel() - 1
+    return _Mask(offsets, documents, longest, window if window < longest else 0, causal)
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, mask: _Mask, softcap: float) -> dict[str, Any]:
+    """What the three kernels know when they are compiled."""
+    head_dim = q.shape[2]
+    return {
+        "HEADS": q.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "CAUSAL": mask.causal,
+        "WINDOW": mask.window > 0,
+        "SOFTCAP": softcap > 0,
+        "PRECISE": q.dtype == torch.float32,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each document to itself.
+
+    Args:
+        q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
+            if the last one is not 1.
+        k: Keys, (T, k_heads, D); query head h reads key head h // (q_heads / k_heads), which must divide.
+        v: Values, shaped as `k`.
+        offsets: int32 (documents + 1,), on the device: document d is the tokens offsets[d] to offsets[d + 1] - 1, and
+            may be empty; every token belongs to one. None for documents of `longest` tokens each.
+        longest: At least the number of tokens of the longest document, at least 1.
+        window: A query i sees the keys from i - window + 1 on; 0 for all of its document.
+        causal: Whether it sees only the keys up to i. Without, `window` must be 0.
+        scale: Factor of q . k.
+        softcap: Bound of the scaled scores, softcap * tanh(score / softcap); 0 for none.
+
+    Returns:
+        out (T, q_heads, D), contiguous and in the dtype of `q`, and lse (q_heads, T) in float32, the natural logarithm
+        of the sum of the exponentials of the scaled and capped scores.
+
+    Raises:
+        ValueError: If `window` is set without `causal`, or `longest` does not divide T without `offsets`.
+    """
+    tokens, heads, head_dim = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    q, k, v = (contiguous_columns(x) for x in (q, k, v))
+    mask, tile = _mask(tokens, offsets, longest, window, causal), tile_for("forward", q.dtype, head_dim)
+    inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
+    blocks = cdiv(longest, tile.queries)
+    with on_device(q):
+        _forward_kernel[(blocks * heads * mask.documents,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            offsets,
+            tokens,
+            longest,
+            blocks,
+            mask.window,
+            inner,
+            outer,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            **_constants(q, k, tile, mask, softcap),
+        )
+    return out, lse
+
+
+def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The delta (heads, T), the dot products of the rows of `d_out` and `out`, both (T, heads, D), in float32."""
+    tokens, heads, head_dim = out.shape
+    delta = out.new_empty((heads, tokens), dtype=torch.float32)
+    if out.numel() == 0:
+        return delta
+    d_out, out = contiguous_columns(d_out), contiguous_columns(out)
+    block_d, rows = max(16, next_power_of_2(head_dim)), 32
+    blocks = cdiv(tokens, rows)
+    with on_device(out):
+        _delta_kernel[(blocks * heads,)](
+            d_out,
+            out,
+            delta,
+            tokens,
+            blocks,
+            *d_out.stride()[:2],
+            *out.stride()[:2],
+            D=head_dim,
+            BLOCK_D=block_d,
+            ROWS=rows,
+            num_warps=4,
+        )
+    return delta
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `forward`, or of one whose result was merged with that of further keys.
+
+    Args:
+        d_out: Gradient of `out`, (T, q_heads, D), in its dtype and with any strides.
+        q: As for `forward`, like `k`, `v` and all that is not described here.
+        k: Keys.
+        v: Values.
+        out: Result, (T, q_heads, D): that of `forward`, or merged.
+        lse: Logarithm of the sum of exponentials, float32 (q_heads, T), contiguous: that of `forward`, or merged.
+        offsets: Documents.
+        longest: Length.
+        window: Window.
+        causal: Causality.
+        scale: Factor.
+        softcap: Bound.
+
+    Returns:
+        The gradients of q, k and v, contiguous and in their dtypes. The same bits in every run.
+
+    Raises:
+        ValueError: As `forward`.
+    """
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if dq.numel() == 0:
+        return dq, dk, dv
+    q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
+    delta, lse = row_dots(d_out, out), lse.contiguous()
+    tokens, heads, head_dim = q.shape
+    mask = _mask(tokens, offsets, longest, window, causal)
+    factors = transform_factors(softcap or None, scale, 1.0)
+    strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
+    with on_device(q):
+        tile = tile_for("key gradients", q.dtype, head_dim)
+        blocks = cdiv(longest, tile.keys)
+        _key_gradients_kernel[(blocks * k.shape[1] * mask.documents,)](
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            dk,
+            dv,
+            offsets,
+            tokens,
+            longest,
+            blocks,
+            mask.window,
+            *factors,
+            *strides,
+            **_constants(q, k, tile, mask, softcap),
+        )
+        tile = tile_for("query gradients", q.dtype, head_dim)
+        blocks = cdiv(longest, tile.queries)
+        _query_gradients_kernel[(blocks * heads * mask.documents,)](
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            dq,
+            offsets,
+            tokens,
+            longest,
+            blocks,
+            mask.window,
+            *factors,
+            *strides,
+            **_constants(q, k, tile, mask, softcap),
+        )
+    return dq, dk, dv
