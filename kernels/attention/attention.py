@@ -53,8 +53,8 @@ def _flash_arguments(
     return (offsets, offsets, longest, longest, 0.0, True), {"scale": scale, **left}
 
 
-def _by_document(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """(batch * seq, heads, head_dim) of `x`, by which documents are counted; `x` itself if rows are documents."""
+def _for_flash(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """`x`, or (batch * seq, heads, head_dim) of it, by which documents are counted."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if offsets is None else x.flatten(0, 1)
 
@@ -71,13 +71,14 @@ def _attention(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(batch, seq, heads, head_dim) o, and float32 L: (batch, heads, seq), or (heads, batch * seq) with documents."""
+    """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`."""
     if _flash_runs(q, softcap):
         places, options = _flash_arguments(offsets, longest, window, scale)
-        operands = (_by_document(x, offsets) for x in (q, k, v))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(*operands, *places, False, **options)
+        by_document = [_for_flash(x, offsets) for x in (q, k, v)]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
     else:
-        out, lse = attention_kernel.forward(q, k, v, offsets, longest, window, scale, softcap)
+        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, lse = attention_kernel.forward(*tokens, offsets, longest, window, True, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return out.view(q.shape), lse
@@ -92,9 +93,13 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 @_attention.register_fake
 def _(q, k, v, sinks, offsets, longest, window, scale, softcap):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, offsets, softcap), dtype=torch.float32)
+
+
+def _lse_shape(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> tuple[int, ...]:
+    """The flash operator's for whole rows, (batch, heads, seq); else (heads, batch * seq)."""
     batch, length, heads, _ = q.shape
-    shape = (batch, heads, length) if offsets is None else (heads, batch * length)
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    return (batch, heads, length) if offsets is None and _flash_runs(q, softcap) else (heads, batch * length)
 
 
 @torch.library.custom_op("liger_trainer::attention_backward", mutates_args=())
@@ -115,21 +120,22 @@ def _attention_backward(
     """The gradients of q, k, v and the sinks (empty without sinks)."""
     if _flash_runs(q, softcap):
         places, options = _flash_arguments(offsets, longest, window, scale)
-        operands = (_by_document(x, offsets) for x in (d_out, q, k, v, out))
+        by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # of dropout
-        gradients = torch.ops.aten._flash_attention_backward(*operands, lse, *places, state, unused, **options)
+        gradients = torch.ops.aten._flash_attention_backward(*by_document, lse, *places, state, unused, **options)
     else:
-        gradients = attention_kernel.backward(d_out, q, k, v, out, lse, offsets, longest, window, scale, softcap)
+        tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
+        gradients = attention_kernel.backward(*tokens, lse, offsets, longest, window, True, scale, softcap)
     dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
     db = q.new_empty(0) if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
     return dq, dk, dv, db
 
 
 def _sinks_gradient(d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    rows = attention_kernel.row_products(d_out, out).view_as(lse)
-    weights = torch.exp(sinks.float()[:, None] - lse)
-    others = [dim for dim in range(lse.dim()) if dim != lse.dim() - 2]
-    return -(weights * rows).sum(others).to(sinks.dtype)
+    batch, length, heads, _ = out.shape
+    dots = attention_kernel.row_dots(d_out.flatten(0, 1), out.flatten(0, 1))
+    by_head = lse if lse.dim() == 2 else lse.transpose(0, 1).reshape(heads, batch * length)
+    return -(torch.exp(sinks.float()[:, None] - by_head) * dots).sum(1).to(sinks.dtype)
 
 
 @_attention_backward.register_fake

@@ -104,10 +104,11 @@ def revert_liger_kernel(model: nn.Module) -> int:
     largest weight) is freed too, as it is when a model is garbage-collected.
 
     Returns:
-        How many instances were reverted, and configs that named our attention.
+        How many instances were reverted.
     """
     free_buffers()
-    return restore_attention(model) + sum(unbind_forward(module) for module in list(bound_modules(model)))
+    restore_attention(model)
+    return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:

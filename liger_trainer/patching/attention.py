@@ -74,7 +74,7 @@ def _of_one_config(
     modules: list[nn.Module], owner: type[PreTrainedModel] | None, enabled: bool, remark: str, probe: Probe
 ) -> Iterator[Finding]:
     reason = _reason_to_leave(modules[0].config, owner) if enabled else SWITCHED_OFF
-    agreements = [] if reason else [probe.once(("attention", *identity(each)), _prove, each, probe) for each in modules]
+    agreements = [] if reason else [probe.once(_kind(each), _prove, each, probe) for each in modules]
     reason = reason or next((each.reason for each in agreements if not each.equal), "")
     for place, module in enumerate(modules):
         target = class_of(module).__name__
@@ -83,6 +83,12 @@ def _of_one_config(
         else:
             error = agreements[place].error
             yield Finding("attention", target, module, _KERNEL, attention_forward, error, remark, _switch)
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """A key that is equal for the attentions of all layers with the same proof."""
+    cls, attributes, *rest = identity(module)
+    return "attention", cls, tuple(each for each in attributes if each[0] != "layer_idx"), *rest
 
 
 def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
@@ -101,16 +107,13 @@ def _switch(module: Any, _forward: Callable) -> None:
     module.config._attn_implementation = NAME
 
 
-def restore_attention(model: nn.Module) -> int:
-    """Makes the configs of `model` that name our attention name transformers' default again; returns how many."""
+def restore_attention(model: nn.Module) -> None:
+    """Makes the configs of `model` that name our attention name transformers' default again."""
     if not available(ATTENTION):
-        return 0
-    restored = 0
+        return
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
             module.config._attn_implementation = _default(type(module))
-            restored += 1
-    return restored
 
 
 def _prove(module: nn.Module, probe: Probe) -> Agreement:

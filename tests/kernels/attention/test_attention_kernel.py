@@ -8,10 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_trainer.kernels.attention import attention_kernel
-from liger_trainer.kernels.attention.attention_kernel import Tile, backward, forward, row_dots, tile_for
+from liger_trainer.kernels.attention.attention_kernel import backward, forward
 from tests.accuracy import seeded_randn
-from tests.aot import compile_launch, on_targets, recorded_launches
 
 
 class Case(NamedTuple):
