@@ -35,6 +35,7 @@ class KernelConfig:
     """Switches of the kernels. A component that is on is applied only where it is proved equal to the original.
 
     Args:
+        attention: Causal attention without masks: windows, packed and padded rows, soft-caps, sinks.
         rope: Rotary position embedding.
         rms_norm: RMSNorm in all its variants.
         layer_norm: ``nn.LayerNorm``.
@@ -60,6 +61,7 @@ class KernelConfig:
         logits_memory: Bytes of one chunk of logits in the fused head, an int or a string like ``"512MiB"``.
     """
 
+    attention: bool = True
     rope: bool = True
     rms_norm: bool = True
     layer_norm: bool = True

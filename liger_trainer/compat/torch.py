@@ -15,6 +15,13 @@ RELEASED_GRAPHS = Feature(
     needed=False,
 )
 
+FLASH_OPERATOR = Feature(
+    "attention with windows and documents by torch's flash operator, rather than our slower kernels",
+    Private("torch.ops:aten._flash_attention_forward"),
+    Private("torch.ops:aten._flash_attention_backward"),
+    needed=False,
+)
+
 DEVICE_ASSERTIONS = Feature("checking ids of experts without waiting for the device", Private("torch:_assert_async"))
 
 SKIPPED_ON_DEVICE = Feature(

@@ -159,3 +159,25 @@ PLANNED_ATTENTION = Feature(
 LOSS_OPTIONS = Feature(
     "refusing options that a model's loss would ignore", Private("transformers.loss.loss_utils:LOSS_MAPPING")
 )
+
+MASK_FUNCTIONS = Feature(
+    "recognising windows, chunks and packed rows in the description of an attention mask",
+    Private("transformers.masking_utils:and_masks", uses="mask_functions"),
+    Private("transformers.masking_utils:sliding_window_overlay", "sliding_window", uses="sliding_window"),
+    Private("transformers.masking_utils:chunked_overlay", "chunk_size, left_padding", uses="chunk_size"),
+    Private(
+        "transformers.masking_utils:packed_sequence_mask_function", "packed_sequence_mask", uses="packed_sequence_mask"
+    ),
+    Private(
+        "transformers.masking_utils:remap_positions_for_packed_sequence",
+        "mask_function, position_ids",
+        uses="mask_function, position_ids",
+    ),
+)
+
+ATTENTION = Feature(
+    "attention without masks",
+    Private("transformers:PreTrainedConfig._attn_implementation"),
+    Private("transformers:PreTrainedModel._supports_sdpa"),
+    needed=False,
+)

@@ -209,7 +209,7 @@ def test_accelerate_hook_is_left_alone():
 
 def test_switches():
     report = apply_liger_kernel(TINY_MODELS["llama"](), {**LAYERS, "rope": False, "rms_norm": False})
-    assert {row.component for row in report.applied} == {"swiglu"}
+    assert {row.component for row in report.applied} == {"attention", "swiglu"}
     assert {row.reason for row in report.left_alone} == {"switched off in liger_kernel_config"}
 
 

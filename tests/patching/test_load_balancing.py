@@ -20,12 +20,18 @@ def build(name, **options):
     return TINY_MODELS[name](router_aux_loss_coef=0.5, output_router_logits=True, **options).train()
 
 
-def step(model):
+def padded_batch():
     ids = torch.randint(3, 100, (3, 11), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 4] = -100  # padding, which sees no token, would predict it
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step(model):
     model.zero_grad()
-    outputs = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    outputs = model(**padded_batch())
     outputs.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return outputs.loss.detach(), outputs.aux_loss.detach(), gradients
@@ -144,10 +150,7 @@ def test_a_compiled_model_gives_the_same_loss():
     loss, aux_loss, _ = step(model)
     apply_liger_kernel(model)
     compiled = torch.compile(model, backend="eager")
-    ids = torch.randint(3, 100, (3, 11), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
     with recorded_z_losses() as z_losses:
-        outputs = compiled(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        outputs = compiled(**padded_batch())
     torch.testing.assert_close((outputs.loss, outputs.aux_loss), (loss, aux_loss), rtol=1e-5, atol=1e-6)
     assert len(z_losses) == 1

@@ -1,0 +1,246 @@
+"""Causal attention inside documents, with windows, soft-capped scores and sinks, without a mask or a score matrix.
+
+For a query i and the keys j that it sees (see `plan.py`), with sink b of its head::
+
+    s_ij = scale q_i.k_j                               or softcap tanh(scale q_i.k_j / softcap)
+    L_i = log(sum_j exp(s_ij) + exp(b))                without exp(b) if there are no sinks
+    o_i = sum_j exp(s_ij - L_i) v_j
+
+The backward is that of FlashAttention-2 (arXiv 2307.08691, section 3.1), which recomputes exp(s - L) from L::
+
+    D_i = do_i.o_i     dv_j = sum_i p_ij do_i     ds_ij = p_ij (do_i.v_j - D_i)     db = -sum_i exp(b - L_i) D_i
+
+A sink is one more key, without a value. So a kernel that knows none gives o' and L' over the keys, the sink enters as
+L = log(exp(L') + exp(b)) and o = exp(L' - L) o', and the kernel's own backward is right if it is given this o and L.
+
+Two backends: torch's flash operator, called with windows and documents, in float16 and bfloat16; and our kernels
+(`attention_kernel.py`) for soft-capped scores, for float32 and where torch has no flash operator. Both save q, k, v, o
+and L. Flash adds up dq with atomics, in any order, unless `torch.use_deterministic_algorithms` is set; ours never does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import FLASH_OPERATOR
+from liger_trainer.kernels.attention import attention_kernel
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.autocast import as_autocast
+from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.runtime import use_triton
+
+_MAX_HEAD_DIM = 256
+
+
+def _flash_runs(q: torch.Tensor, softcap: float) -> bool:
+    """Whether torch's flash operator computes this."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or not available(FLASH_OPERATOR):
+        return False
+    head_dim = q.shape[-1]
+    return not softcap and head_dim % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
+
+
+def _flash_arguments(
+    offsets: torch.Tensor | None, longest: int, window: int, scale: float
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A single token in a document is taken for decoding, which ignores documents.
+    longest = max(longest, 2) if offsets is not None else longest
+    left = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    return (offsets, offsets, longest, longest, 0.0, True), {"scale": scale, **left}
+
+
+def _for_flash(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """`x`, or (batch * seq, heads, head_dim) of it, by which documents are counted."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if offsets is None else x.flatten(0, 1)
+
+
+@torch.library.custom_op("liger_trainer::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`."""
+    if _flash_runs(q, softcap):
+        places, options = _flash_arguments(offsets, longest, window, scale)
+        by_document = [_for_flash(x, offsets) for x in (q, k, v)]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
+    else:
+        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, lse = attention_kernel.forward(*tokens, offsets, longest, window, True, scale, softcap)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    return out.view(q.shape), lse
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merge of the module's docstring; overwrites `out`."""
+    b = sinks.float()[:, None]
+    factor = torch.sigmoid(lse - b).movedim(-2, -1)[..., None]  # exp(L' - L)
+    return out.mul_(factor), torch.logaddexp(lse, b)
+
+
+@_attention.register_fake
+def _(q, k, v, sinks, offsets, longest, window, scale, softcap):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, offsets, softcap), dtype=torch.float32)
+
+
+def _lse_shape(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> tuple[int, ...]:
+    """The flash operator's for whole rows, (batch, heads, seq); else (heads, batch * seq)."""
+    batch, length, heads, _ = q.shape
+    return (batch, heads, length) if offsets is None and _flash_runs(q, softcap) else (heads, batch * length)
+
+
+@torch.library.custom_op("liger_trainer::attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v and the sinks (empty without sinks)."""
+    if _flash_runs(q, softcap):
+        places, options = _flash_arguments(offsets, longest, window, scale)
+        by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # of dropout
+        gradients = torch.ops.aten._flash_attention_backward(*by_document, lse, *places, state, unused, **options)
+    else:
+        tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
+        gradients = attention_kernel.backward(*tokens, lse, offsets, longest, window, True, scale, softcap)
+    dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
+    db = q.new_empty(0) if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
+    return dq, dk, dv, db
+
+
+def _sinks_gradient(d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    batch, length, heads, _ = out.shape
+    dots = attention_kernel.row_dots(d_out.flatten(0, 1), out.flatten(0, 1))
+    by_head = lse if lse.dim() == 2 else lse.transpose(0, 1).reshape(heads, batch * length)
+    return -(torch.exp(sinks.float()[:, None] - by_head) * dots).sum(1).to(sinks.dtype)
+
+
+@_attention_backward.register_fake
+def _(d_out, q, k, v, out, lse, sinks, offsets, longest, window, scale, softcap):
+    db = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), db
+
+
+refuse_second_derivative(_attention_backward, "attention")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, sinks, offsets, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, sinks, offsets)
+
+
+def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, ...]:
+    none = (None,) * len(ctx.options)
+    if d_out is None:
+        return None, None, None, None, None, *none
+    q, k, v, out, lse, sinks, offsets = ctx.saved_tensors  # once: checkpointing gives them out once
+    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, offsets, *ctx.options)
+    return dq, dk, dv, None if sinks is None else db, None, *none
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: AttentionPlan,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every query to the keys that `plan` lets it see.
+
+    Args:
+        q: (batch, seq, heads, head_dim), of any strides. float16, bfloat16 or float32 for the kernels, which take a
+            head_dim of up to 256; all else runs the reference. Under autocast, all three are cast to its dtype.
+        k: (batch, seq, key_heads, head_dim); `heads` is a multiple of `key_heads`.
+        v: As `k`, or of a smaller head_dim.
+        plan: What each query sees.
+        scale: Factor of the scores; None for head_dim ** -0.5.
+        softcap: Scores become softcap * tanh(score / softcap), as in Gemma2; None for none.
+        sinks: (heads,), a score for each head that takes part in the softmax without a value, as in GPT-OSS.
+
+    Returns:
+        A new contiguous (batch, seq, heads, head_dim of `v`).
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    _check_shapes(q, k, v, sinks)
+    scale = head_dim**-0.5 if scale is None else scale
+    if not use_triton(q) or head_dim > _MAX_HEAD_DIM:
+        return attention_reference(q, k, v, plan=plan, scale=scale, softcap=softcap, sinks=sinks)
+    if value_dim < head_dim:
+        v = F.pad(v, (0, head_dim - value_dim))
+    out, _ = _attention(q, k, v, sinks, plan.offsets, plan.longest, plan.window, float(scale), float(softcap or 0.0))
+    return out if value_dim == head_dim else out[..., :value_dim].contiguous()
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    batch, length, heads, head_dim = q.shape
+    key_heads = k.shape[2]
+    if k.shape != (batch, length, key_heads, head_dim) or v.shape[:-1] != k.shape[:-1] or heads % key_heads:
+        raise ValueError(
+            f"`q` is {tuple(q.shape)}, `k` {tuple(k.shape)} and `v` {tuple(v.shape)}; keys and values need the "
+            "batch and length of `q`, `k` its head_dim, and `q` a number of heads that is a multiple of theirs."
+        )
+    if v.shape[-1] > head_dim:
+        raise ValueError(f"`v` has head_dim {v.shape[-1]}; it must not exceed that of `q`, {head_dim}.")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"`sinks` is {tuple(sinks.shape)}; it must be ({heads},), one number for each head of `q`.")
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: AttentionPlan,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention` in plain torch, with a score matrix; softmax in float32, or in float64 for float64."""
+    batch, length, heads, head_dim = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = heads // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+    scores = (q @ k.mT).to(dtype) * (head_dim**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~dense(plan, batch, length, q.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., :length]
+    return (weights.to(q.dtype) @ v).transpose(1, 2).contiguous()

@@ -1,0 +1,150 @@
+"""Our function in transformers' `AttentionInterface`, and the names under which both registries know ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import find_packed_sequence_indices
+
+from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
+from liger_trainer.head.lm_head import version_of
+from liger_trainer.kernels.attention.attention import attention
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.runtime import use_triton
+
+NAME = "liger_trainer"
+
+UNDERSTOOD = frozenset({"softcap", "s_aux"})
+"""Arguments of a model's own attention function, besides the usual ones, that ours computes."""
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: AttentionPlan | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a transformers model.
+
+    Args:
+        module: The layer's attention.
+        query: (batch, heads, seq, head_dim).
+        key: (batch, key_heads, key_seq, head_dim).
+        value: As `key`.
+        attention_mask: What [`attention_mask`] of `masks.py` returned, or a mask of the caller's.
+        dropout: Probability of dropping a weight; the model's own attention runs unless it is 0.
+        scaling: Factor of the scores.
+        is_causal: Whether None as a mask means causal; by default as `module` says.
+        softcap: Of scores, as in Gemma2.
+        s_aux: (heads,), the sinks, as in GPT-OSS.
+        **kwargs: What else the layer and its caller pass.
+
+    Returns:
+        (batch, seq, heads, head_dim), and None; or what the model's own attention returns.
+    """
+    own = softcap is not None or s_aux is not None
+    plan = attention_mask
+    if plan is None and own and query.shape[2] > 1 and _is_causal(module, is_causal):
+        # transformers' None: causal, and what lies behind the queries in a static cache is not there yet.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        plan = AttentionPlan(0, None, query.shape[2])
+    elif isinstance(plan, AttentionPlan):
+        plan = _with_packing(plan, len(query), query.shape[2], kwargs)
+    if isinstance(plan, AttentionPlan):
+        if not dropout and use_triton(query) and (own or not plan.masks_nothing):
+            operands = (each.transpose(1, 2) for each in (query, key, value))
+            return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
+        plan = dense(plan, len(query), query.shape[2], query.device) if own or not plan.masks_nothing else None
+    if own:
+        return eager_function(module)(
+            module, query, key, value, additive(plan, query.dtype), dropout=dropout, scaling=scaling,
+            softcap=softcap, s_aux=s_aux, **kwargs,
+        )  # fmt: skip
+    return sdpa_attention_forward(
+        module, query, key, value, plan, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+# Where packed documents begin, by position ids: every layer of a model is given the same ones. With the number of rows
+# and how often the ids had been written over.
+_packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str, Any]) -> AttentionPlan:
+    """`plan` with the documents of packed rows, which some models (GPT-OSS) do not tell their mask function of."""
+    positions, offsets, longest = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "max_length_q"))
+    if plan.offsets is not None:
+        return plan
+    if offsets is not None and longest is not None:
+        return plan._replace(offsets=offsets.to(torch.int32), longest=int(longest))
+    if positions is None or positions.shape[-1] != length or positions.dim() != 2 or torch.compiler.is_compiling():
+        return plan
+    read_at, documents = _packings.get(positions, (None, None))
+    if read_at != (batch, version_of(positions)):
+        numbers = find_packed_sequence_indices(positions.expand(batch, -1))
+        documents = None if numbers is None else packed_documents(numbers)
+        _packings[positions] = (batch, version_of(positions)), documents
+    return plan if documents is None else plan_of(documents, batch * length, plan.window, positions.device)
+
+
+def eager_function(module: nn.Module) -> Any:
+    """The function of the model's file that computes attention with a mask; None if it has none."""
+    forward = type(module).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+
+
+def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as what is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+class Captured(Exception):
+    """Ends the forward of an attention, and holds what it passes to its attention function.
+
+    Attributes:
+        shapes: Number of heads and their size, of queries, keys and values.
+        options: Keyword arguments, without the dropout.
+        of_parameter: Which of them are parameters of the attention, by the names of both.
+    """
+
+    def __init__(self, operands: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+        self.shapes = [(each.shape[1], each.shape[-1]) for each in operands]
+        self.options = {name: value for name, value in options.items() if name != "dropout"}
+        self.of_parameter: dict[str, str] = {}
+
+    def name_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Finds the options that are among these parameters of the attention."""
+        for name, parameter in parameters.items():
+            self.of_parameter.update({option: name for option, value in self.options.items() if value is parameter})
+
+
+def _capture(module, query, key, value, attention_mask, **options):
+    raise Captured((query, key, value), options)
+
+
+CAPTURING = f"{NAME}_capturing"
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionInterface.register(CAPTURING, _capture)
+AttentionMaskInterface.register(NAME, attention_mask)

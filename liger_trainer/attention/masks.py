@@ -1,0 +1,195 @@
+"""Our function in transformers' `AttentionMaskInterface`: a plan where transformers would build a mask.
+
+transformers describes a mask by a function of the indices of row, head, query and key, composed of a few known ones.
+`_pattern` recognises compositions of causality, a window or chunks, and packing. Together with the lengths of padded
+rows they give the documents of an [`AttentionPlan`]. All else, such as images that see both ways, custom functions, or
+queries that follow a cache, gives transformers' own boolean mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import MASK_FUNCTIONS
+from liger_trainer.kernels.attention.plan import AttentionPlan
+
+_DENSE_ADVANTAGE = {9: 1.8}
+"""By major compute capability, how much faster torch's attention of whole rows is than its attention of documents."""
+
+_PADDING_PIECE = 256  # a document of padding costs the square of its length, and a constant
+
+
+class _Pattern(NamedTuple):
+    window: int = 0
+    chunk: int = 0
+    packed: torch.Tensor | None = None  # (batch, seq), the number of each token's document in its row
+    positions: torch.Tensor | None = None  # (batch, seq), with `packed`: rising by one inside of documents
+
+
+def _inner_code(function: Callable) -> types.CodeType:
+    """The code of the mask function that `function` returns."""
+    return next(
+        each
+        for each in function.__code__.co_consts
+        if isinstance(each, types.CodeType) and not each.co_name.startswith("<")
+    )
+
+
+_AND, _WINDOW, _CHUNKS, _PACKED, _REMAPPED = map(_inner_code, require(MASK_FUNCTIONS))
+
+
+def _pattern(function: Callable) -> _Pattern | None:
+    """What the mask function computes; None for anything but causal attention with a window, chunks or packing."""
+    if function is causal_mask_function:
+        return _Pattern()
+    code, cells = getattr(function, "__code__", None), _cells(function)
+    if code is not _AND or len(cells["mask_functions"]) != 2:
+        return None
+    one, other = cells["mask_functions"]
+    code, cells = getattr(one, "__code__", None), _cells(one)
+    if code is _WINDOW and other is causal_mask_function:
+        return _Pattern(window=cells["sliding_window"])
+    if code is _CHUNKS and other is causal_mask_function:
+        return _Pattern(chunk=cells["chunk_size"])
+    # Inside a document positions rise by one, so windows of positions are those of tokens.
+    if code is _PACKED and getattr(other, "__code__", None) is _REMAPPED:
+        remapped = _cells(other)
+        inside = _pattern(remapped["mask_function"])
+        packed = {"packed": cells["packed_sequence_mask"], "positions": remapped["position_ids"]}
+        return None if inside is None else inside._replace(**packed)
+    return None
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return {} if code is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure or ())}
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: AttentionPlan | torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> AttentionPlan | torch.Tensor | None:
+    """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
+
+    The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses.
+
+    Returns:
+        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, and
+        where the caller needs a tensor, what transformers' `sdpa_mask` returns.
+    """
+    if isinstance(attention_mask, AttentionPlan):
+        return attention_mask  # which `generate` made before the model was called
+    plan = None
+    continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
+    # A compiler can neither read lengths nor look into closures.
+    if not continues and not torch.compiler.is_compiling():
+        pattern = _pattern(mask_function)
+        # Packing forbids to skip the mask in any case; else it is the caller who does.
+        if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
+            plan = _plan(pattern, attention_mask, batch_size, q_length, dtype, device)
+    if plan is None:
+        arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
+        arguments |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip}
+        arguments |= {"dtype": dtype, "device": device, **kwargs}
+        return sdpa_mask(batch_size, q_length, kv_length, **arguments)
+    return None if plan.masks_nothing and attention_mask is not None else plan
+
+
+def _plan(
+    pattern: _Pattern,
+    padding_mask: torch.Tensor | None,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> AttentionPlan | None:
+    """The plan for these rows; None if their padding has holes."""
+    window = pattern.window if pattern.window < length else 0
+    if pattern.packed is not None:
+        chunk = [pattern.positions // pattern.chunk] if pattern.chunk and pattern.positions is not None else []
+        return plan_of(packed_documents(pattern.packed, *chunk), batch * length, window, device)
+    rows = [(0, length)] * batch if padding_mask is None else _unpadded(padding_mask, length)
+    if rows is None:
+        return None
+    chunks = 0 < pattern.chunk < length
+    if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
+        plan = AttentionPlan(window, None, length)
+        if padding_mask is None or plan.masks_nothing:
+            return plan
+        # transformers looks for no packing behind a padding mask; offsets keep our attention from it as well.
+        return plan_of(list(range(0, batch * length, length)), batch * length, window, device)
+    starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
+    return plan_of(starts, batch * length, window, device)
+
+
+def plan_of(documents: list[int], tokens: int, window: int, device: torch.device | str) -> AttentionPlan:
+    """The plan for documents that begin at these of all `tokens`."""
+    bounds = [*documents, tokens]
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    return AttentionPlan(window, torch.tensor(bounds, dtype=torch.int32).to(device), longest)
+
+
+def packed_documents(*numbers: torch.Tensor) -> list[int]:
+    """Where documents begin: with each row, and where one of these numbers (batch, seq) of its tokens changes."""
+    begins = torch.ones_like(numbers[0], dtype=torch.bool)
+    begins[:, 1:] = torch.stack([each.diff() != 0 for each in numbers]).any(0)
+    return begins.flatten().cpu().nonzero().flatten().tolist()
+
+
+def _unpadded(mask: torch.Tensor, length: int) -> list[tuple[int, int]] | None:
+    """The first token of each row, and the one behind the last; None if one between them is masked."""
+    mask = mask[:, :length]
+    first = mask.byte().argmax(-1)
+    behind = length - mask.byte().flip(-1).argmax(-1)
+    counts = mask.sum(-1)
+    rows = torch.stack([first, behind, counts], -1).tolist()
+    if any(count and end - start != count for start, end, count in rows):
+        return None
+    return [(start, end) if count else (0, 0) for start, end, count in rows]
+
+
+def _is_worth_documents(rows: list[tuple[int, int]], length: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows have to be, or are better, cut at their padding.
+
+    Padding behind the last token needs no mask, as no query before it sees it. Whole rows then take longer, but torch
+    has a faster attention for them.
+    """
+    if any(start for start, _ in rows):
+        return True
+    pairs = sum((end - start) ** 2 for start, end in rows)
+    return pairs * _advantage(dtype, device) < 0.9 * len(rows) * length**2
+
+
+def _advantage(dtype: torch.dtype, device: torch.device) -> float:
+    if device.type != "cuda" or (dtype == torch.float32 and not torch.is_autocast_enabled("cuda")):
+        return 1.0
+    return _DENSE_ADVANTAGE.get(torch.cuda.get_device_capability(device)[0], 1.0)
+
+
+def _cut(begin: int, length: int, row: tuple[int, int], chunk: int) -> Iterator[int]:
+    """Where the documents of a row begin, whose first token is `begin`: padding, its tokens, and padding."""
+    first, behind = row
+    yield from _pieces(begin, begin + first, _PADDING_PIECE)
+    yield from _pieces(begin + first, begin + behind, chunk)
+    yield from _pieces(begin + behind, begin + length, _PADDING_PIECE)
+
+
+def _pieces(start: int, end: int, size: int) -> range:
+    """Where the pieces of at most `size` tokens begin; one piece if `size` is 0."""
+    return range(start, end, size or max(end - start, 1))
