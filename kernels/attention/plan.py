@@ -25,6 +25,15 @@ class AttentionPlan(NamedTuple):
     longest: int
 
     @property
+    def ndim(self) -> int:
+        """That of the mask in whose place it stands: transformers' `generate` asks for it."""
+        return 4
+
+    def contiguous(self) -> AttentionPlan:
+        """Itself: `generate` asks for this too."""
+        return self
+
+    @property
     def masks_nothing(self) -> bool:
         """Whether this is plain causal attention of every row."""
         return self.window == 0 and self.offsets is None

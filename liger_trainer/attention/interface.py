@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import find_packed_sequence_indices
 
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
+from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import use_triton
@@ -60,8 +61,9 @@ def attention_forward(
         # transformers' None: causal, and what lies behind the queries in a static cache is not there yet.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         plan = AttentionPlan(0, None, query.shape[2])
-    if isinstance(plan, AttentionPlan):
+    elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
+    if isinstance(plan, AttentionPlan):
         if not dropout and use_triton(query) and (own or not plan.masks_nothing):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
@@ -80,7 +82,8 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-# Where packed documents begin, by position ids: every layer of a model is given the same ones.
+# Where packed documents begin, by position ids: every layer of a model is given the same ones. With the number of rows
+# and how often the ids had been written over.
 _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -93,10 +96,11 @@ def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str
         return plan._replace(offsets=offsets.to(torch.int32), longest=int(longest))
     if positions is None or positions.shape[-1] != length or positions.dim() != 2 or torch.compiler.is_compiling():
         return plan
-    if positions not in _packings:
+    read_at, documents = _packings.get(positions, (None, None))
+    if read_at != (batch, version_of(positions)):
         numbers = find_packed_sequence_indices(positions.expand(batch, -1))
-        _packings[positions] = None if numbers is None else packed_documents(numbers)
-    documents = _packings[positions]
+        documents = None if numbers is None else packed_documents(numbers)
+        _packings[positions] = (batch, version_of(positions)), documents
     return plan if documents is None else plan_of(documents, batch * length, plan.window, positions.device)
 
 

@@ -8,6 +8,7 @@ queries that follow a cache, gives transformers' own boolean mask.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class _Pattern(NamedTuple):
     window: int = 0
     chunk: int = 0
     packed: torch.Tensor | None = None  # (batch, seq), the number of each token's document in its row
+    positions: torch.Tensor | None = None  # (batch, seq), with `packed`: rising by one inside of documents
 
 
 def _inner_code(function: Callable) -> types.CodeType:
@@ -56,10 +58,12 @@ def _pattern(function: Callable) -> _Pattern | None:
         return _Pattern(window=cells["sliding_window"])
     if code is _CHUNKS and other is causal_mask_function:
         return _Pattern(chunk=cells["chunk_size"])
-    # Inside a document positions rise by one, so windows and chunks of positions are those of tokens.
+    # Inside a document positions rise by one, so windows of positions are those of tokens.
     if code is _PACKED and getattr(other, "__code__", None) is _REMAPPED:
-        inside = _pattern(_cells(other)["mask_function"])
-        return None if inside is None else inside._replace(packed=cells["packed_sequence_mask"])
+        remapped = _cells(other)
+        inside = _pattern(remapped["mask_function"])
+        packed = {"packed": cells["packed_sequence_mask"], "positions": remapped["position_ids"]}
+        return None if inside is None else inside._replace(**packed)
     return None
 
 
@@ -75,7 +79,8 @@ def attention_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: AttentionPlan | torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **kwargs: Any,
@@ -85,19 +90,23 @@ def attention_mask(
     The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses.
 
     Returns:
-        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, what
-        transformers' `sdpa_mask` returns.
+        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, and
+        where the caller needs a tensor, what transformers' `sdpa_mask` returns.
     """
+    if isinstance(attention_mask, AttentionPlan):
+        return attention_mask  # which `generate` made before the model was called
     plan = None
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
     # A compiler can neither read lengths nor look into closures.
     if not continues and not torch.compiler.is_compiling():
         pattern = _pattern(mask_function)
-        if pattern is not None:
+        # Packing forbids to skip the mask in any case; else it is the caller who does.
+        if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
             plan = _plan(pattern, attention_mask, batch_size, q_length, dtype, device)
     if plan is None:
         arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        arguments |= {"attention_mask": attention_mask, "dtype": dtype, "device": device, **kwargs}
+        arguments |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip}
+        arguments |= {"dtype": dtype, "device": device, **kwargs}
         return sdpa_mask(batch_size, q_length, kv_length, **arguments)
     return None if plan.masks_nothing and attention_mask is not None else plan
 
@@ -113,35 +122,34 @@ def _plan(
     """The plan for these rows; None if their padding has holes."""
     window = pattern.window if pattern.window < length else 0
     if pattern.packed is not None:
-        starts = packed_documents(pattern.packed)
-        documents = zip(starts, [*starts[1:], batch * length])
-        return plan_of(
-            [each for document in documents for each in _pieces(*document, pattern.chunk)],
-            batch * length,
-            window,
-            device,
-        )
+        chunk = [pattern.positions // pattern.chunk] if pattern.chunk and pattern.positions is not None else []
+        return plan_of(packed_documents(pattern.packed, *chunk), batch * length, window, device)
     rows = [(0, length)] * batch if padding_mask is None else _unpadded(padding_mask, length)
     if rows is None:
         return None
     chunks = 0 < pattern.chunk < length
     if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
-        return AttentionPlan(window, None, length)
+        plan = AttentionPlan(window, None, length)
+        if padding_mask is None or plan.masks_nothing:
+            return plan
+        # transformers looks for no packing behind a padding mask; offsets keep our attention from it as well.
+        return plan_of(list(range(0, batch * length, length)), batch * length, window, device)
     starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
     return plan_of(starts, batch * length, window, device)
 
 
 def plan_of(documents: list[int], tokens: int, window: int, device: torch.device | str) -> AttentionPlan:
     """The plan for documents that begin at these of all `tokens`."""
-    offsets = torch.tensor([*documents, tokens], dtype=torch.int32)
-    return AttentionPlan(window, offsets.to(device), int(offsets.diff().max()))
+    bounds = [*documents, tokens]
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    return AttentionPlan(window, torch.tensor(bounds, dtype=torch.int32).to(device), longest)
 
 
-def packed_documents(numbers: torch.Tensor) -> list[int]:
-    """Where documents begin, given the number (batch, seq) of each token's document in its row."""
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return begins.flatten().nonzero().flatten().tolist()
+def packed_documents(*numbers: torch.Tensor) -> list[int]:
+    """Where documents begin: with each row, and where one of these numbers (batch, seq) of its tokens changes."""
+    begins = torch.ones_like(numbers[0], dtype=torch.bool)
+    begins[:, 1:] = torch.stack([each.diff() != 0 for each in numbers]).any(0)
+    return begins.flatten().cpu().nonzero().flatten().tolist()
 
 
 def _unpadded(mask: torch.Tensor, length: int) -> list[tuple[int, int]] | None:

@@ -171,7 +171,7 @@ MASK_FUNCTIONS = Feature(
     Private(
         "transformers.masking_utils:remap_positions_for_packed_sequence",
         "mask_function, position_ids",
-        uses="mask_function",
+        uses="mask_function, position_ids",
     ),
 )
 
