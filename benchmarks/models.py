@@ -32,9 +32,13 @@ class Model:
     dense_layers: int = 0  # the first ones, without experts
     latent_attention: bool = False  # number and size of heads are then those of rotated queries and keys
     sliding_window: int | None = None
+    attention_softcap: float | None = None  # of the attention's scores
+    sinks: bool = False  # a learned number a head in the attention's softmax
 
 
+_GEMMA2: dict[str, Any] = {"softcap": 30.0, "attention_softcap": 50.0, "sliding_window": 4096}
 _GEMMA: dict[str, Any] = {"softcap": 30.0, "qk_norm": True, "sliding_window": 1024}
+_GPT_OSS: dict[str, Any] = {"sliding_window": 128, "sinks": True}
 _GLM: dict[str, Any] = {"qk_norm": True, "routed_scale": 2.5, "dense_layers": 3}
 _DEEPSEEK: dict[str, Any] = {"routed_scale": 2.5, "dense_layers": 3, "latent_attention": True}
 MODELS = {
@@ -44,14 +48,15 @@ MODELS = {
         # of experts, how many of them a token has, and their intermediate size.
         Model("tiny", "Tiny", 64, 128, 512, 2, 4, 2, 16, softcap=30.0, qk_norm=True),
         Model("tiny-moe", "Tiny MoE", 64, 128, 512, 2, 4, 2, 16, 4, 2, 32, qk_norm=True),
+        Model("llama3.2-1b", "Llama-3.2 1B", 2048, 8192, 128256, 16, 32, 8, 64),
         Model("llama3-8b", "Llama-3 8B", 4096, 14336, 128256, 32, 32, 8, 128),
         Model("llama3-70b", "Llama-3 70B", 8192, 28672, 128256, 80, 64, 8, 128),
         Model("llama3-405b", "Llama-3 405B", 16384, 53248, 128256, 126, 128, 8, 128),
         Model("qwen3-8b", "Qwen3 8B", 4096, 12288, 151936, 36, 32, 8, 128, qk_norm=True),
         Model("qwen3-30b-a3b", "Qwen3-30B-A3B", 2048, 6144, 151936, 48, 32, 4, 128, 128, 8, 768, qk_norm=True),
         Model("mixtral-8x7b", "Mixtral 8x7B", 4096, 14336, 32000, 32, 32, 8, 128, 8, 2, 14336),
-        Model("gpt-oss-20b", "GPT-OSS-20B", 2880, 2880, 201088, 24, 64, 8, 64, 32, 4, 2880, sliding_window=128),
-        Model("gpt-oss-120b", "GPT-OSS-120B", 2880, 2880, 201088, 36, 64, 8, 64, 128, 4, 2880, sliding_window=128),
+        Model("gpt-oss-20b", "GPT-OSS-20B", 2880, 2880, 201088, 24, 64, 8, 64, 32, 4, 2880, **_GPT_OSS),
+        Model("gpt-oss-120b", "GPT-OSS-120B", 2880, 2880, 201088, 36, 64, 8, 64, 128, 4, 2880, **_GPT_OSS),
         Model("deepseek-v3", "DeepSeek-V3", 7168, 18432, 129280, 61, 128, 1, 64, 256, 8, 2048, **_DEEPSEEK),
         Model("glm4.5", "GLM-4.5", 5120, 12288, 151552, 92, 96, 8, 128, 160, 8, 1536, **_GLM),
         Model("glm4.5-air", "GLM-4.5-Air", 4096, 10944, 151552, 46, 96, 8, 128, 128, 8, 1408, dense_layers=1),
@@ -61,6 +66,7 @@ MODELS = {
             shared_intermediate=20480,
         ),
         Model("olmoe-1b-7b", "OLMoE-1B-7B", 2048, 1024, 50304, 16, 16, 16, 128, 64, 8, 1024),
+        Model("gemma2-2b", "Gemma2 2B", 2304, 9216, 256000, 26, 8, 4, 256, **_GEMMA2),
         # Gemma 3's own checkpoints leave `final_logit_softcapping` unset; Gemma 2's and later ones set 30. The shapes
         # are measured with it, as the harder case.
         Model("gemma3-4b", "Gemma3 4B", 2560, 10240, 262208, 34, 8, 4, 256, **_GEMMA),
@@ -71,7 +77,7 @@ MODELS = {
 
 def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     """The published configuration of a model's shapes."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
+    from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
     sizes: dict[str, Any] = {
         "vocab_size": model.vocab,
@@ -83,6 +89,8 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
         "head_dim": model.head_dim,
         "use_cache": False,
     }
+    if model.name.startswith("gemma2"):
+        return Gemma2Config(**sizes, sliding_window=model.sliding_window, query_pre_attn_scalar=model.head_dim)
     if model.name.startswith("gemma3"):
         return Gemma3TextConfig(**sizes, sliding_window=model.sliding_window)
     if model.experts:

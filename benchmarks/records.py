@@ -137,6 +137,8 @@ class TrainingRecord:
     gpus: int = 1
     accelerate_config: str = ""  # its name
     quantize: str = ""
+    documents: int = 0  # tokens of each packed document
+    padding: float = 0.0  # share of padding, whose tokens do not count
 
     @property
     def group(self) -> tuple:
@@ -147,7 +149,8 @@ class TrainingRecord:
     def sweep(self) -> tuple:
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
-        return (*model, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
+        rows = (self.documents, self.padding)
+        return (*model, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 
 @dataclasses.dataclass

@@ -64,10 +64,12 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The least work of an operation: memory that it must move, or matmuls that it must run."""
+    """The least work of an operation: memory that it must move, and FLOPs or matmuls that it must run."""
 
     forward: float = 0  # elements of the inputs' dtype that the forward pass reads and writes
     backward: float = 0
+    forward_flops: float = 0  # at the rate of a large matmul; the slower of bytes and FLOPs is the floor
+    backward_flops: float = 0
     matmuls: Callable[[], object] | None = None  # of both passes; if given, they are timed like a provider
 
 

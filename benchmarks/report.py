@@ -132,6 +132,7 @@ def training_table(records: list[TrainingRecord]) -> Table:
     first = records[0]
     rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
     title = f"{_title(first)} · batch {first.batch} × {first.length}"
+    rate += ", no padding" if first.padding else ""
     result = make_table(title, rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss")
     for record in records:
         losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
@@ -190,9 +191,15 @@ def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
     return f"{outcome(record)}, {share:.1f} % of {fewest.gpus}"
 
 
+def rows_in_words(record: TrainingRecord) -> str:
+    """What the rows are made of, where that is not one document of their length."""
+    packed = f"documents of {record.documents}" if record.documents else ""
+    return f"{percentage(record.padding)} padding" if record.padding else packed
+
+
 def _title(record: TrainingRecord, gpus: bool = True) -> str:
     layers = f", {record.layers} layers" if record.layers else ""
-    parts = [f"{record.model}{layers}", record.trainer]
+    parts = [f"{record.model}{layers}", record.trainer, *filter(None, [rows_in_words(record)])]
     base = f" on {record.quantize}" if record.quantize else ""
     parts += [f"LoRA r={record.lora}{base}"] if record.lora else []
     parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []

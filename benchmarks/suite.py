@@ -98,10 +98,16 @@ def run_case(
     }
     exact = operation.exact() if settings.accuracy else None
     matmuls = measure(case, providers, records, exact, device, settings.rounds, deadline)
-    rate = machine.copy_rate / settings.dtype.itemsize / 1e3
-    forward, backward = case.floor.forward / rate or None, case.floor.backward / rate or None
+    size, least = settings.dtype.itemsize, case.floor
+    forward = _least_time(machine, least.forward * size, least.forward_flops)
+    backward = _least_time(machine, least.backward * size, least.backward_flops)
     floor = matmuls or (forward or 0.0) + (backward or 0.0) or None
     for record in records.values():
         record.floor, record.forward_floor, record.backward_floor = floor, forward, backward
     compare_with_eager(list(records.values()))
     return list(records.values())
+
+
+def _least_time(machine: Machine, moved: float, flops: float) -> float | None:
+    """Milliseconds for so many bytes and FLOPs at the machine's rates, whichever takes longer; None for neither."""
+    return max(moved / machine.copy_rate, flops / machine.matmul_rate) * 1e3 or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -40,6 +41,8 @@ class Task:
     gpus: int = 1  # processes, one per GPU
     accelerate_config: str = ""  # file for `accelerate launch`; empty to start one process without it
     quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
+    documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
+    padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
 
     @property
     def samples(self) -> int:
@@ -52,12 +55,28 @@ class Task:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step trains on, on one GPU: of both sequences of a pair, of prompts and completions."""
+        """Tokens that a step trains on, on one GPU, without padding: prompts too, and both sequences of a pair."""
         if self.trainer == "dpo":
             return 2 * self.batch * self.length
         if self.trainer == "grpo":
             return self.batch * (self.length + self.length // PROMPT_FRACTION)
-        return self.batch * self.length
+        return sum(self.row_tokens)
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row of a step that are not padding: the last row has none, the others are ever longer.
+
+        Each row is at least two tokens long if ``batch * length * (1 - padding) >= length + 2 * (batch - 1)``.
+        """
+        others = self.batch - 1
+        if not self.padding or not others:
+            return [self.length] * self.batch
+        total = round(self.batch * self.length * (1 - self.padding)) - self.length
+        mean = total / others
+        spread = min(mean - 2, self.length - mean) / 2  # of the shortest and the longest around their mean
+        places = [2 * place / (others - 1) - 1 if others > 1 else 0.0 for place in range(others)]
+        ends = [round(end) for end in itertools.accumulate((mean + spread * place for place in places), initial=0.0)]
+        return [after - before for before, after in itertools.pairwise(ends)] + [self.length]
 
 
 class ProcessError(Exception):
@@ -209,4 +228,6 @@ def _record(task: Task, provider: str) -> TrainingRecord:
         gpus=task.gpus,
         accelerate_config=Path(task.accelerate_config).stem,
         quantize=task.quantize,
+        documents=task.documents,
+        padding=task.padding,
     )

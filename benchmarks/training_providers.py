@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +27,49 @@ EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear 
 
 
 class RandomTokens(torch.utils.data.Dataset):
-    """`size` random token sequences, the same for every run."""
+    """`size` random token sequences, the same for every run.
 
-    def __init__(self, size: int, length: int, vocab: int) -> None:
+    Args:
+        size: Their number.
+        length: Tokens in each.
+        vocab: Token ids are below it.
+        documents: Tokens of each document that a sequence is packed from, the last one of which may be shorter; 0 for
+            one document.
+        row_tokens: Tokens before the padding of each sequence of a step, which all steps repeat; empty for no padding.
+    """
+
+    def __init__(self, size: int, length: int, vocab: int, documents: int = 0, row_tokens: Sequence[int] = ()) -> None:
         self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
+        self.positions = torch.arange(length)
+        self.documents = documents
+        self.row_tokens = row_tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        tokens = self.tokens[index]
+        if self.documents:
+            positions = self.positions % self.documents
+            labels = tokens.masked_fill(positions == 0, -100)  # nothing predicts the start of the next document
+            return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        if self.row_tokens:
+            padding = self.positions >= self.row_tokens[index % len(self.row_tokens)]
+            labels, tokens = tokens.masked_fill(padding, -100), tokens.masked_fill(padding, 0)
+            return {"input_ids": tokens, "labels": labels, "attention_mask": (~padding).long()}
+        return {"input_ids": tokens, "labels": tokens}
 
     def rows(self) -> Any:
-        """The same as a dataset of lists."""
-        return _dataset([{"input_ids": row, "labels": row} for row in self.tokens.tolist()])
+        """The same as a dataset of lists, for TRL's collator, which makes positions, masks and padding itself."""
+        rows = self.tokens.tolist()
+        if self.row_tokens:
+            rows = [row[:tokens] for row, tokens in zip(rows, itertools.cycle(self.row_tokens))]
+        packed = {"seq_lengths": self._lengths()} if self.documents else {}
+        return _dataset([{"input_ids": row, "labels": row, **packed} for row in rows])
+
+    def _lengths(self) -> list[int]:
+        whole, rest = divmod(len(self.positions), self.documents)
+        return [self.documents] * whole + [rest] * bool(rest)
 
     def pairs(self) -> Any:
         """Every two sequences as a preference pair of one prompt, as TRL tokenises one."""
@@ -66,11 +95,13 @@ class Setup:
     @property
     def dataset(self) -> RandomTokens:
         """The sequences of all steps."""
-        return self.tokens(self.task.samples, self.task.length)
+        task = self.task
+        row_tokens = task.row_tokens if task.padding else ()
+        return self.tokens(task.samples, task.length, task.documents, row_tokens)
 
-    def tokens(self, size: int, length: int) -> RandomTokens:
+    def tokens(self, size: int, length: int, documents: int = 0, row_tokens: Sequence[int] = ()) -> RandomTokens:
         """Random sequences of the model's vocabulary."""
-        return RandomTokens(size, length, self.model.config.vocab_size)
+        return RandomTokens(size, length, self.model.config.vocab_size, documents, row_tokens)
 
     def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
         """The trainer of the task, stock or `ours`, with some training arguments changed."""
@@ -128,13 +159,14 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 
 def sft(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's SFTTrainer on the same sequences."""
+    """TRL's SFTTrainer on the same sequences; packed ones become one row, as with its `packing`."""
     from trl import SFTConfig, SFTTrainer
 
     from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 
     trainer, config = (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
     settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings |= {"padding_free": bool(setup.task.documents)}
     return trainer(setup.model, args=config(**settings), train_dataset=setup.dataset.rows(), **setup.trl)
 
 

@@ -108,7 +108,10 @@ def run(task: Task, provider: str) -> dict[str, Any]:
 
 def training_arguments(task: Task, device: torch.device, folder: str) -> dict[str, Any]:
     """The training arguments of every provider, which it may change."""
+    # Each step has all the lengths of padded rows, which a random order would mix.
+    order = {"train_sampling_strategy": "sequential"} if task.padding else {}
     return {
+        **order,
         "output_dir": folder,
         "per_device_train_batch_size": task.batch,
         "max_steps": task.steps,

@@ -8,7 +8,7 @@ from functools import partial
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import Results, TrainingRecord
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.report import markdown, number, outcome, sweep, with_settings
+from liger_trainer.benchmarks.report import markdown, number, outcome, rows_in_words, sweep, with_settings
 
 Tasks = list[list[TrainingRecord]]
 _OURS = "liger_trainer"
@@ -84,7 +84,7 @@ def _sweep_table(results: Results, tasks: Tasks) -> str:
     first = records[0]
     lengths, rows = sweep(records)
     gpus = " and ".join(str(count) for count in sorted({record.gpus for record in records}))
-    more = (f"batch {first.batch} a GPU", f"{gpus} GPUs", first.accelerate_config)
+    more = (rows_in_words(first), f"batch {first.batch} a GPU", f"{gpus} GPUs", first.accelerate_config)
     title = _title(first.model, first.layers, first.trainer, _adapters(first), *more)
     header = ["provider", *(f"{length:,}" for length in lengths)]
     table = markdown(header, [[name, *cells] for name, cells in rows])
@@ -151,7 +151,7 @@ def task_title(record: TrainingRecord) -> str:
     unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer == "dpo" else ""
     sizes = f"{record.batch} {unit}× {record.length}" if alignment else ""
     return _title(
-        *(record.model, record.layers, record.trainer, _adapters(record), sizes),
+        *(record.model, record.layers, record.trainer, _adapters(record), sizes, rows_in_words(record)),
         "" if record.checkpointing else "nothing checkpointed",
     )
 

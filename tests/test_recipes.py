@@ -1,6 +1,7 @@
 """Every shipped recipe parses as YAML and as Python to the same values, and every key of it is known."""
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe.build import chat_template
 from liger_trainer.recipe.file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.load import check_values
-from liger_trainer.recipe.model import check_model, model_kwargs
+from liger_trainer.recipe.model import attention, check_model, model_kwargs
 from liger_trainer.recipe.run import run_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -241,6 +242,46 @@ def test_bf16_without_a_gpu_is_refused_unless_the_cpu_was_asked_for(tmp_path, mo
     with pytest.raises(RecipeError, match=words):
         load_recipe(path)
     assert load_recipe(path, ["--use_cpu", "true"]).training.bf16 is True
+
+
+OFF = {"liger_kernel_config": {"attention": False}}
+
+
+@pytest.mark.parametrize(
+    ("written", "keys", "taken"),
+    [
+        ("auto", {}, None),
+        ("auto", {"liger_kernel_config": {"rope": False}}, None),
+        ("auto", OFF, "flash_attention_2"),
+        ("auto", {"use_liger_kernel": False}, "flash_attention_2"),
+        ("auto", {**OFF, "dtype": "float32"}, None),
+        ("flash_attention_2", {}, "flash_attention_2"),
+        ("sdpa", {}, "sdpa"),
+        ("eager", OFF, "eager"),
+        (None, OFF, None),
+    ],
+)
+def test_attention_that_a_recipe_loads_its_model_with(tmp_path, monkeypatch, written, keys, taken):
+    """None is transformers' default, SDPA or eager attention, in whose place ours runs."""
+    recipe = minimal(tmp_path, **{"dtype": "bfloat16", "attn_implementation": written, **keys})
+    recipe.training.use_cpu = False  # on a machine with a GPU and flash-attn
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name == "flash_attn" or find(name, *more))
+    assert attention(recipe) == taken
+    recipe.training.use_cpu = True
+    assert attention(recipe) == (None if written == "auto" else taken)
+
+
+def test_auto_takes_no_flash_attention_that_is_not_installed(tmp_path, monkeypatch):
+    recipe = minimal(tmp_path, dtype="bfloat16", attn_implementation="auto", **OFF)
+    recipe.training.use_cpu = False
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "flash_attn" else find(name, *more)
+    )
+    assert attention(recipe) is None
 
 
 def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatch):

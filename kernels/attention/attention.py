@@ -158,8 +158,8 @@ def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, 
     none = (None,) * len(ctx.options)
     if d_out is None:
         return None, None, None, None, None, *none
-    sinks = ctx.saved_tensors[5]
-    dq, dk, dv, db = _attention_backward(d_out, *ctx.saved_tensors, *ctx.options)
+    q, k, v, out, lse, sinks, offsets = ctx.saved_tensors  # once: checkpointing gives them out once
+    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, offsets, *ctx.options)
     return dq, dk, dv, None if sinks is None else db, None, *none
 
 

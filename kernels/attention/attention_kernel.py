@@ -32,6 +32,7 @@ import torch
 
 from liger_trainer.kernels.fast_math import tanh_and_derivative
 from liger_trainer.kernels.head.logit_rows import transform_factors, transform_logits
+from liger_trainer.kernels.norms.launch import device_limits
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
 from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device, tl, triton
 
@@ -172,11 +173,11 @@ def _forward_kernel(
     window,
     inner,
     outer,
-    q_token,
+    q_token: tl.constexpr,
     q_head,
-    k_token,
+    k_token: tl.constexpr,
     k_head,
-    v_token,
+    v_token: tl.constexpr,
     v_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -241,9 +242,9 @@ def _delta_kernel(
     delta_ptr,
     tokens,
     blocks,
-    dout_token,
+    dout_token: tl.constexpr,
     dout_head,
-    out_token,
+    out_token: tl.constexpr,
     out_head,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -286,13 +287,13 @@ def _key_gradients_kernel(
     inner,
     outer,
     factor,
-    q_token,
+    q_token: tl.constexpr,
     q_head,
-    k_token,
+    k_token: tl.constexpr,
     k_head,
-    v_token,
+    v_token: tl.constexpr,
     v_head,
-    dout_token,
+    dout_token: tl.constexpr,
     dout_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -305,7 +306,7 @@ def _key_gradients_kernel(
     SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """The dk and dv of one block of keys of one of their heads. Scores are transposed, (KEYS, QUERIES)."""
+    """The dk and dv, or the one that is not None, of one block of keys of a head. Scores are (KEYS, QUERIES)."""
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     block, key_head, document = _program(blocks, KEY_HEADS)
@@ -315,9 +316,11 @@ def _key_gradients_kernel(
         return
     key = first + tl.arange(0, KEYS)
     k = _load_rows(k_ptr + start * k_token + key_head * k_head, key, k_token, length, True, D, BLOCK_D)
-    v = _load_rows(v_ptr + start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
-    dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    if dk_ptr is not None:
+        v = _load_rows(v_ptr + start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
+        dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    if dv_ptr is not None:
+        dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
     begin, whole, edge, end = _queries_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -336,14 +339,18 @@ def _key_gradients_kernel(
                 if part != 1:
                     p = tl.where(_sees(query[None, :], key[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
                 dout = _load_rows(dout_base, query, dout_token, length, part != 1, D, BLOCK_D)
-                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-                ds = p * (tl.dot(v, dout.T, input_precision=PRECISION) - delta[None, :])
-                if SOFTCAP:
-                    ds *= slope
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                if dv_ptr is not None:
+                    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                if dk_ptr is not None:
+                    ds = p * (tl.dot(v, dout.T, input_precision=PRECISION) - delta[None, :])
+                    if SOFTCAP:
+                        ds *= slope
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     offset = (start * KEY_HEADS + key_head) * D
-    _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, D, BLOCK_D)
-    _store_rows(dv_ptr + offset, dv, key, KEY_HEADS * D, length, D, BLOCK_D)
+    if dk_ptr is not None:
+        _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, D, BLOCK_D)
+    if dv_ptr is not None:
+        _store_rows(dv_ptr + offset, dv, key, KEY_HEADS * D, length, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
@@ -363,13 +370,13 @@ def _query_gradients_kernel(
     inner,
     outer,
     factor,
-    q_token,
+    q_token: tl.constexpr,
     q_head,
-    k_token,
+    k_token: tl.constexpr,
     k_head,
-    v_token,
+    v_token: tl.constexpr,
     v_head,
-    dout_token,
+    dout_token: tl.constexpr,
     dout_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -430,23 +437,34 @@ class Tile(NamedTuple):
     stages: int
 
 
-_TILES: dict[str, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(64, 64, 8, 2)},
-    "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 4, 2)},
-}
-"""Tiles of half precision for heads of up to so many columns, for the 227 KiB of shared memory of a Hopper GPU."""
+_HOPPER = 227 * 1024
+"""Bytes of shared memory that a program may have on Hopper and on B200."""
 
-_FP32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+_TILES = {
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
+    "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+}
+"""Tiles of half precision for heads of up to so many columns, where a program has `_HOPPER`."""
+
+_SMALL_TILES = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+    "key gradients": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 2)},
+    "query gradients": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
+}
+"""The same for other devices, whose programs have 99 KiB or more."""
+
+_FP32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 """Tiles of fp32, whose products are made of single multiplications and keep their operands in registers."""
 
 
-def tile_for(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
+def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     """The tile of a kernel: ``"forward"``, ``"key gradients"`` or ``"query gradients"``."""
     if INTERPRETED:
         return Tile(32, 16, 4, 1)
-    tiles = _FP32_TILES if dtype == torch.float32 else _TILES[kernel]
-    return next(tile for columns, tile in tiles.items() if head_dim <= columns)
+    large = device_limits(q.device).shared_memory >= _HOPPER
+    tiles = _FP32_TILES if q.dtype == torch.float32 else (_TILES if large else _SMALL_TILES)[kernel]
+    return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 
 
 class _Mask(NamedTuple):
@@ -520,12 +538,12 @@ def forward(
     Raises:
         ValueError: If `window` is set without `causal`, or `longest` does not divide T without `offsets`.
     """
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
-    mask, tile = _mask(tokens, offsets, longest, window, causal), tile_for("forward", q.dtype, head_dim)
+    mask, tile = _mask(tokens, offsets, longest, window, causal), tile_for("forward", q)
     inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
     blocks = cdiv(longest, tile.queries)
     with on_device(q):
@@ -622,27 +640,28 @@ def backward(
     factors = transform_factors(softcap or None, scale, 1.0)
     strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
     with on_device(q):
-        tile = tile_for("key gradients", q.dtype, head_dim)
+        tile = tile_for("key gradients", q)
         blocks = cdiv(longest, tile.keys)
-        _key_gradients_kernel[(blocks * k.shape[1] * mask.documents,)](
-            q,
-            k,
-            v,
-            d_out,
-            lse,
-            delta,
-            dk,
-            dv,
-            offsets,
-            tokens,
-            longest,
-            blocks,
-            mask.window,
-            *factors,
-            *strides,
-            **_constants(q, k, tile, mask, softcap),
-        )
-        tile = tile_for("query gradients", q.dtype, head_dim)
+        # The registers hold one sum of heads of more than 128 columns: one launch for each, both of which compute p.
+        for gradients in ((dk, None), (None, dv)) if head_dim > 128 else ((dk, dv),):
+            _key_gradients_kernel[(blocks * k.shape[1] * mask.documents,)](
+                q,
+                k,
+                v,
+                d_out,
+                lse,
+                delta,
+                *gradients,
+                offsets,
+                tokens,
+                longest,
+                blocks,
+                mask.window,
+                *factors,
+                *strides,
+                **_constants(q, k, tile, mask, softcap),
+            )
+        tile = tile_for("query gradients", q)
         blocks = cdiv(longest, tile.queries)
         _query_gradients_kernel[(blocks * heads * mask.documents,)](
             q,

@@ -12,6 +12,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number between 0 and 1, neither of them included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
 def names(text: str) -> list[str]:
     """Names, separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.cli.argument_types import counts, names, positive
+from liger_trainer.cli.argument_types import counts, names, positive, share
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
 _SECONDS, _QUICK_SECONDS = 60.0, 15.0
@@ -85,6 +85,20 @@ def add_parser(commands: Any) -> None:
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="layers of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument("--quantize", choices=["nf4"], default="", help="4-bit base, with --lora; default: bf16")
+    training.add_argument(
+        "--documents",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="pack the sequences from documents of N tokens, with causal_lm or sft; default: one document each",
+    )
+    training.add_argument(
+        "--padding",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="make this share of the tokens padding on the right, such as 0.5, with causal_lm or sft; default: none",
+    )
     training.add_argument("--no_checkpointing", action="store_true", help="no gradient checkpointing")
 
 

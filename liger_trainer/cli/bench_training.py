@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     if searching and len(arguments.length or []) > 1:
         raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
     _check_quantize(arguments)
-    return Task(
+    task = Task(
         model,
         arguments.layers,
         arguments.trainer or trainer,
@@ -97,7 +98,47 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         arguments.warmup,
         accelerate_config=_accelerate_config(arguments, device),
         quantize=arguments.quantize,
+        documents=arguments.documents,
+        padding=arguments.padding,
     )
+    for tokens in arguments.length or [length]:
+        _check_rows(dataclasses.replace(task, length=tokens), searching)
+    return task
+
+
+def _check_rows(task: Task, searching: bool) -> None:
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    option = "--documents" if task.documents else "--padding"
+    if not task.documents and not task.padding:
+        return
+    if searching:
+        raise BenchmarkError(f"`{option}` is for `bench training`; leave it out.")
+    if task.trainer not in ("causal_lm", "sft"):
+        raise BenchmarkError(f"`{option}` goes with `--trainer causal_lm` or `sft`, not with {task.trainer!r}.")
+    if task.documents and task.padding:
+        raise BenchmarkError("`--documents` fills the sequences, so none is padded; leave `--padding` out.")
+    if task.padding:
+        _check_padding(task)
+    elif not 1 < task.documents < task.length:  # no labels, or what there is without the option
+        raise BenchmarkError(
+            f"`--documents` is {task.documents}; in sequences of {task.length} tokens, give 2 to {task.length - 1}."
+        )
+
+
+def _check_padding(task: Task) -> None:
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    if task.batch == 1:
+        raise BenchmarkError("`--padding` fills shorter sequences up to the longest; give `--batch` 2 or more.")
+    tokens, least = task.batch * task.length, task.length + 2 * (task.batch - 1)
+    most = math.floor(1000 * (1 - least / tokens)) / 1000
+    if task.padding > most:
+        raise BenchmarkError(
+            f"`--padding` is {task.padding:g}; one of {task.batch} sequences has none, so give {most:g} or less."
+        )
+    if round(tokens * (1 - task.padding)) == tokens:
+        raise BenchmarkError(f"`--padding` is {task.padding:g}, less than one of {tokens} tokens; give more.")
 
 
 def _check_quantize(arguments: argparse.Namespace) -> None:

@@ -171,8 +171,8 @@ def traps() -> list[Finding]:
             text = f"a script started plainly would run nn.DataParallel on all {count}; use `liger-trainer train` or "
             text += "`accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
             found.append(("several GPUs", "note", text))
-        if importlib.util.find_spec("flash_attn") is None:
-            text = "not installed: packed batches are right, but slower, through the masked attention of torch"
+        if importlib.util.find_spec("flash_attn") is not None:
+            text = "not needed for packing or windows; runs where `attn_implementation` names it"
             found.append(("flash-attn", "note", text))
     if os.environ.get("TRITON_INTERPRET") == "1":
         found.append(("TRITON_INTERPRET", "warning", "is 1: kernels run in Python and are very slow; unset it"))

@@ -72,6 +72,7 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
     console = Console(width=shutil.get_terminal_size((160, 24)).columns, highlight=False)
     title = f"{inputs.source.name}, GiB a GPU on {arguments.gpus} × {size / report.GIB:.1f} GiB"
     console.print(report.parameters_line(inputs.run.parameters), markup=False)
+    console.print(report.attention_line(inputs.run), markup=False)
     table = report.memory_table(found, title)
     narrow = console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width
     console.print(report.memory_table(found, title, parts=False) if narrow else table)

@@ -13,6 +13,7 @@ from torch import nn
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
+from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.attention import CHOSEN, find_attention, restore_attention
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
@@ -168,7 +169,7 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith(CHOSEN)
+        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, SPLIT))
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

@@ -28,6 +28,7 @@ from liger_trainer.attention.interface import (
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
 
@@ -95,7 +96,7 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
     if owner is None or not available(ATTENTION):
         return "its config is not that of a transformers model"
     chosen = config._attn_implementation
-    return "" if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
+    return split_sequences() if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
 
 
 def _default(owner: type[PreTrainedModel]) -> str:

@@ -7,18 +7,19 @@ of hidden size H, query width Q, key (and value) width K and MLP width I with tr
     MLP         norm input H, its output H, gate and up 2 I, their product I
 
 RoPE is linear and saves nothing. QK norms save their inputs q and k (Q + K), norms after attention and MLP their inputs
-(2 H). SDPA takes keys and values repeated to Q each if a mask rules out its own grouping. Frozen weights save no input.
-The adapters of q, k and v save the norm's output, H, once, and so do those of gate and up; the adapter of the output
-projection reads what attention saves, and the down projection's input is recomputed. In PEFT's own layers each adapter
-saves its own copy of its input, because fp32 adapters cast it and autocast casts it back. Dropout saves a byte for each
-element that an adapter reads.
+(2 H). Attention also saves a log-sum-exp in fp32 for each query head. SDPA takes keys and values repeated to Q each if
+a mask rules out its own grouping, and eager attention always does and saves its matrix; our attention builds neither
+mask nor matrix. Frozen weights save no input. The adapters of q, k and v save the norm's output, H, once, and so do
+those of gate and up; the adapter of the output projection reads what attention saves, and the down projection's input
+is recomputed. In PEFT's own layers each adapter saves its own copy of its input, because fp32 adapters cast it and
+autocast casts it back. Dropout saves a byte for each element that an adapter reads.
 
 The backward pass peaks at one of two moments. In the down projection's, everything above is allocated, with the
 incoming gradient H and the gradient of the product, I, which overwrites the product itself; a PEFT adapter adds its own
 bf16 share, I, and the same in fp32, our dropout only the former. In the attention's, the MLP has been freed, and the
-gradients of output, q, k and v are allocated besides what attention saves. Flash attention, including SDPA's, sums the
-gradient of q in fp32, 2 Q more, and makes those of k and v for every query head, 2 Q, if several heads share a key. The
-gated kernels' backward overwrites gate and up, so it adds nothing.
+gradients of output, q, k and v are allocated besides what attention saves. Flash attention, including SDPA's and that
+of our attention, sums the gradient of q in fp32, 2 Q more, and makes those of k and v for every query head, 2 Q, if
+several heads share a key. The gated kernels' backward overwrites gate and up, so it adds nothing.
 
 Experts in our operator save gate and up of k rows, 2 k I, which their gradient overwrites, and their input H if they
 are trained or have adapters; adapters of an expert that every token takes read the same input. Their backward peaks
@@ -89,9 +90,9 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
         shape: The layer.
         precision: Bytes per element.
         length: Tokens in a sequence; eager attention saves scores of all pairs.
-        implementation: ``"sdpa"``, ``"eager"`` or a flash attention.
+        implementation: ``"sdpa"``, ``"eager"``, ``"liger_trainer"`` or a flash attention.
     """
-    repeated = _is_masked(shape, length, implementation) or implementation == "eager"
+    repeated = is_masked(shape, length, implementation) or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
     elements = shape.query + 2 * keys + shape.query
     if shape.trained:
@@ -99,7 +100,7 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
     if shape.qk_norm:
         elements += shape.query + shape.key_value
     stream = shape.hidden * (3 if shape.post_norms else 2)  # inputs of both norms, and of the one after
-    scores = shape.heads * length * (4 + precision.compute) if implementation == "eager" else 0
+    scores = shape.heads * (length * (4 + precision.compute) if implementation == "eager" else 4)  # or a log-sum-exp
     adapters = _adapters_saved(shape, precision, shape.adapted_attention, shape.hidden)
     adapters += _adapters_saved(shape, precision, shape.adapted_output, 0)
     return elements * precision.compute + stream * precision.stream + scores + adapters
@@ -198,7 +199,7 @@ def layer_memory(
         tile = min(TILE_BYTES, tokens * shape.intermediate * 4 * compute)
         tile += 3 * shape.hidden * shape.intermediate * 4 if shape.trained else 0  # fp32 sums of its gradients
     in_mlp = tokens * (attention + mlp + upstream + max(down, experts)) + tile
-    flash = implementation != "eager" and not _is_masked(shape, length, implementation)
+    flash = implementation != "eager" and not is_masked(shape, length, implementation)
     in_attention = tokens * (attention + upstream + _attention_backward(shape, compute, flash))
     moments = [(in_mlp + merged, down_elements if shape.trained else 0), (in_attention, 0)]
     if shape.experts_per_token:
@@ -206,14 +207,14 @@ def layer_memory(
         moments.append((in_experts + 2 * merged, expert_elements))
     fullest, gradients = max(moments, key=lambda moment: moment[0] + compute * moment[1])
     mask = 0.0
-    if _is_masked(shape, length, implementation):
+    if is_masked(shape, length, implementation):
         mask = length**2 * (1 + compute)  # as booleans, and in the dtype that SDPA's kernel takes
     return LayerMemory(
         tokens * layer_input, tokens * (attention + mlp) + merged, fullest - tokens * layer_input + mask, gradients
     )
 
 
-def _is_masked(shape: LayerShape, length: int, implementation: str) -> bool:
+def is_masked(shape: LayerShape, length: int, implementation: str) -> bool:
     """Whether SDPA gets a mask, which excludes flash attention and its own grouping of heads."""
     return implementation == "sdpa" and shape.sliding_window is not None and length > shape.sliding_window
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.attention.interface import NAME
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
-from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
@@ -98,7 +99,7 @@ def read_inputs(
         weight_bytes=dtype.itemsize,
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
-        implementation=_attention(values),
+        implementation=_attention(values, kernels, model),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
         sync_each_batch=reduced,
@@ -196,9 +197,11 @@ def _bits(values: Mapping[str, Any]) -> int | None:
     return 4 if values["load_in_4bit"] else 8 if values["load_in_8bit"] else None
 
 
-def _attention(values: Mapping[str, Any]) -> str:
-    asked = str(values["attn_implementation"])
-    return asked if asked == "eager" or "flash" in asked or "flex" in asked else "sdpa"
+def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any) -> str:
+    """The attention that the model will run: ours, if it is on, in the place of transformers' default for the class."""
+    default, asked = named_attention(model), values["attn_implementation"]
+    written = default if asked in (None, "auto") else str(asked)
+    return NAME if values["use_liger_kernel"] and kernels.attention and written == default else written
 
 
 def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:

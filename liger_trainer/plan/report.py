@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from liger_trainer.attention.interface import NAME
+from liger_trainer.plan.activations import is_masked
 from liger_trainer.plan.choose import Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
@@ -16,6 +18,7 @@ from liger_trainer.recipe.schema import mapping
 
 if TYPE_CHECKING:
     from liger_trainer.plan.parameters import Parameters
+    from liger_trainer.plan.work import Run
 
 GIB = 2**30
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
@@ -35,6 +38,17 @@ def parameters_line(parameters: Parameters) -> str:
     tied = ", head tied to the embedding" if parameters.tied else ""
     trained = f"{_count(total.trained)} of {_count(total.elements)} parameters trained"
     return f"{trained}: {', '.join(kinds)}{tied}; weights {total.bytes / GIB:.1f} GiB"
+
+
+def attention_line(run: Run) -> str:
+    """The attention that the memory was estimated for."""
+    masked = is_masked(run.shape, run.work.length, run.implementation)
+    texts = {
+        NAME: "liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)",
+        "sdpa": "torch's SDPA, with a mask in layers with a window" if masked else "torch's SDPA",
+        "eager": "eager, which keeps the scores of all pairs of tokens",
+    }
+    return f"attention: {texts.get(run.implementation, run.implementation)}"
 
 
 def _count(elements: int) -> str:

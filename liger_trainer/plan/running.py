@@ -7,13 +7,11 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
 
 
@@ -40,7 +38,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         weight_bytes=model.get_input_embeddings().weight.element_size(),
         mixed=bool(args.bf16 or args.fp16),
         optim=str(getattr(args.optim, "value", args.optim)),
-        implementation=(available(PLANNED_ATTENTION) and getattr(model.config, "_attn_implementation", None)) or "sdpa",
+        implementation=named_attention(model),
         checkpoint_every=(args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1),
         recompute_mlp=bool(ours and kernels.recompute_mlp),
         sync_each_batch=trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.plan.parameters import decoder_layers
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
@@ -111,6 +113,12 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
         trained=any(parameter.requires_grad for parameter in own),
         vocab=config.vocab_size,
     )
+
+
+def named_attention(model: Any) -> str:
+    """The attention implementation that the configuration of a model, or of its language model, names."""
+    config = model.config.get_text_config()
+    return (available(PLANNED_ATTENTION) and getattr(config, "_attn_implementation", None)) or "sdpa"
 
 
 def _is_of_experts(name: str) -> bool:

@@ -46,7 +46,7 @@ class Run:
         weight_bytes: Bytes per element of the trained weights as they are loaded; adapters are always fp32.
         mixed: Whether bf16 or fp16 autocast is on.
         optim: The Trainer's ``optim``.
-        implementation: The attention implementation.
+        implementation: The attention implementation, as in ``attn_implementation``; ``"liger_trainer"`` is ours.
         recompute_mlp: Whether gated MLPs recompute their product in the backward pass.
         checkpoint_every: With checkpointing, one layer out of this many is checkpointed.
         sync_each_batch: Whether gradients are reduced after every micro-batch instead of once per step.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
@@ -203,16 +204,23 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
 
 
 def attention(recipe: Recipe) -> str | None:
-    """``attn_implementation``; ``"auto"`` is flash attention if its package and a GPU are available, else SDPA."""
+    """``attn_implementation``; None leaves it to transformers: SDPA, or eager attention for a class without SDPA.
+
+    ``"auto"`` is None where our attention is on, which takes the place of both. Where it is off, ``"auto"`` is flash
+    attention if its package and a GPU are available, else None.
+    """
     import torch
 
     asked = recipe.model.attn_implementation
     if asked != "auto":
         return asked
+    if recipe.training.use_liger_kernel and kernel_config_of(recipe.training).attention:
+        logger.info("`attn_implementation: auto` leaves attention to liger_trainer.")
+        return None
     half = recipe.model.dtype in ("bfloat16", "float16")
     flash = half and torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    chosen = "flash_attention_2" if flash and not recipe.training.use_cpu else "sdpa"
-    logger.info("`attn_implementation: auto` takes %s.", chosen)
+    chosen = "flash_attention_2" if flash and not recipe.training.use_cpu else None
+    logger.info("`attn_implementation: auto` takes %s.", chosen or "transformers' default")
     return chosen
 
 

@@ -105,6 +105,16 @@ def test_without_operations_it_lists_them(capsys):
         (["longest", "--quantize", "nf4", "--lora", "4", "--device", "cpu"], "`--quantize` is for `bench training`"),
         (["training", "--accelerate_config", "fsdp9", "--device", "cpu"], "not a file; shipped are"),
         (["longest", "--gpus", "2", "--device", "cpu"], "`longest` runs on one GPU"),
+        (["longest", "--documents", "8", "--device", "cpu"], "`--documents` is for `bench training`"),
+        (["longest", "--padding", "0.5", "--device", "cpu"], "`--padding` is for `bench training`"),
+        (["training", "--documents", "8", "--trainer", "dpo", "--device", "cpu"], "`sft`, not with 'dpo'"),
+        (["training", "--padding", "0.5", "--trainer", "grpo", "--device", "cpu"], "`sft`, not with 'grpo'"),
+        (["training", "--documents", "8", "--padding", "0.5", "--device", "cpu"], "leave `--padding` out"),
+        (["training", "--documents", "8", "--length", "16,8", "--device", "cpu"], "sequences of 8 tokens, give 2 to 7"),
+        (["training", "--documents", "1", "--device", "cpu"], "`--documents` is 1; in sequences of 4096 tokens"),
+        (["training", "--padding", "0.5", "--batch", "1", "--device", "cpu"], "give `--batch` 2 or more"),
+        (["training", "--padding", "0.6", "--length", "8", "--device", "cpu"], "has none, so give 0.562 or less"),
+        (["training", "--padding", "0.01", "--length", "8", "--device", "cpu"], "less than one of 32 tokens"),
         (["longest", "--length", "8,16", "--device", "cpu"], "give `--length` one number"),
     ],
 )
@@ -132,10 +142,19 @@ def test_a_provider_file_that_fails(source, message, tmp_path, capsys):
     assert "mine.py" in shown
 
 
-def test_an_option_that_is_no_number(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dyt", "--tokens", "8,many"], "'many' is not a whole number of 1 or more"),
+        (["training", "--documents", "0"], "'0' is not a whole number of 1 or more"),
+        (["training", "--padding", "half"], "'half' is not a number between 0 and 1"),
+        (["training", "--padding", "1"], "'1' is not a number between 0 and 1"),
+    ],
+)
+def test_an_option_that_is_no_number(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        bench("dyt", "--tokens", "8,many")
-    assert "'many' is not a whole number of 1 or more" in capsys.readouterr().err
+        bench(*arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_provider_that_an_operation_lacks(capsys):

@@ -7,6 +7,7 @@ import torch
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS
+from liger_trainer.benchmarks.operations import attention
 from liger_trainer.benchmarks.records import Machine
 from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations
 from liger_trainer.benchmarks.suite import Settings, run_operation
@@ -17,7 +18,8 @@ CPU = Device(torch.device("cpu"))
 
 def run(name, providers, **changes):
     model = changes.pop("model", MODELS["tiny-moe" if name.startswith("moe") else "tiny"])
-    settings = Settings((model,), (8,), providers, **{"dtype": torch.float32, "rounds": 1, **changes})
+    tokens = changes.pop("tokens", (8,))
+    settings = Settings((model,), tokens, providers, **{"dtype": torch.float32, "rounds": 1, **changes})
     complaints = []
     records = list(run_operation(OPERATIONS[name], settings, CPU, Machine("CPU", 1e10, 1e10), complaints.append))
     assert complaints == []
@@ -94,6 +96,93 @@ def test_experts_are_those_of_the_model_and_in_balance():
     assert needs == {"hidden", "top_k_weights"}
 
 
+ATTENTIONS = {
+    "packed": {},
+    "windows": {"sliding_window": 3},
+    "soft-cap": {"sliding_window": 3, "attention_softcap": 2.0},
+    "sinks": {"sliding_window": 3, "sinks": True},
+}
+
+
+def attention_cases(monkeypatch, more, tokens=48):
+    """Three rows of 16 tokens, and one of 48."""
+    monkeypatch.setattr(attention, "_ROW", 16)
+    model = dataclasses.replace(MODELS["tiny"], **more)
+    return list(OPERATIONS["attention"].cases(Data(CPU.device, torch.float32), model, tokens))
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_attention_of_every_kind(kind, monkeypatch):
+    monkeypatch.setattr(attention, "_ROW", 16)
+    model = dataclasses.replace(MODELS["tiny"], **ATTENTIONS[kind])
+    records = run("attention", ("torch", "sdpa", "liger_trainer"), model=model, tokens=(48,))
+    variants = ["", "window", "long window"] if "sliding_window" in ATTENTIONS[kind] else ["", "packed"]
+    assert [record.variant for record in records if record.provider == "torch"] == variants
+    for record in records:
+        if record.provider == "sdpa" and (kind in ("soft-cap", "sinks") or "window" in record.variant):
+            assert record.failure.startswith("ValueError: ")
+            continue
+        assert record.failure == "", record
+        assert set(record.errors) == {"output", "dq", "dk", "dv"} | ({"dsinks"} if kind == "sinks" else set())
+        assert max(record.errors.values()) < 2e-5, record
+
+
+def test_attention_counts_the_pairs_that_meet(monkeypatch):
+    """The floor's FLOPs are those of the mask; its offsets are where the documents begin."""
+    pairs = []
+    for more in ({}, {"sliding_window": 3}):
+        for case in attention_cases(monkeypatch, more):
+            layout = case.arguments["layout"]
+            pairs.append(layout.pairs)
+            assert layout.pairs == layout.batch * layout.mask.sum()
+            assert case.floor.forward_flops == 4 * layout.pairs * 4 * 16
+            assert case.floor.backward_flops == 2.5 * case.floor.forward_flops
+            assert layout.offsets.diff().eq(layout.document).all()
+            assert layout.offsets[-1] == layout.batch * layout.length
+    assert pairs == [3 * 136, 16 * 6, 3 * 136, 3 * 45, 141]
+    uneven = attention.Layout(2, 10, 4, 3, CPU.device, torch.float32)
+    assert uneven.offsets.tolist() == [0, 4, 8, 10, 14, 18, 20]
+    assert uneven.pairs == 2 * uneven.mask.sum() == 2 * (9 + 9 + 3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_flex_attention_is_given_the_same_work(kind, monkeypatch):
+    """Forward alone, and not compiled: on the CPU there is no backward."""
+    for case in attention_cases(monkeypatch, ATTENTIONS[kind]):
+        arguments = {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in case.arguments.items()
+        }
+        truth = attention.exact_attention(**arguments)
+        blocks = arguments.pop("layout").blocks
+        torch.testing.assert_close(attention.flex(**arguments, blocks=blocks), truth, atol=1e-5, rtol=1e-5)
+
+
+def test_flash_attention_is_given_the_same_work(monkeypatch):
+    """By the documented meaning of its arguments: its kernel needs a GPU."""
+
+    def one_by_one(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+        left, right = window_size
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        assert max_q == max_k == cu_seq_q.diff().max()
+        assert enable_gqa
+        results = []
+        for first, last in zip(cu_seq_q.tolist(), cu_seq_q[1:].tolist()):
+            place = torch.arange(last - first)
+            ahead = place - place[:, None]
+            seen = (ahead <= right) & (ahead >= -left if left >= 0 else True)
+            q, k, v = (tensor[first:last].transpose(0, 1) for tensor in (query, key, value))
+            found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            results.append(found.transpose(0, 1))
+        return torch.cat(results)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
+    for more in ({}, {"sliding_window": 3}):
+        for case in attention_cases(monkeypatch, more):
+            truth = attention.exact_attention(**case.arguments)
+            torch.testing.assert_close(attention.torch_flash(**case.arguments), truth, atol=1e-5, rtol=1e-5)
+
+
 def test_a_model_without_experts_is_reported():
     complaints = []
     settings = Settings((MODELS["tiny"],), (8,), rounds=1)
@@ -110,6 +199,13 @@ def test_floor_counts_bytes_at_the_copy_rate():
     assert record.floor == pytest.approx(record.forward_floor + record.backward_floor)
 
 
+def test_floor_counts_flops_at_the_rate_of_matmuls_where_they_take_longer():
+    (record, _) = run("attention", ("torch",), dtype=torch.bfloat16)
+    flops = 4 * (8 * 9 / 2) * 4 * 16
+    assert record.forward_floor == pytest.approx(flops / 1e10 * 1e3)
+    assert record.backward_floor == pytest.approx(2.5 * flops / 1e10 * 1e3)
+
+
 def test_half_precision_is_compared_with_eager():
     records = run("linear_cross_entropy", ("torch", "liger_trainer"), dtype=torch.bfloat16)
     for record in records:
@@ -120,7 +216,7 @@ def test_half_precision_is_compared_with_eager():
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_every_model_has_every_case(model, monkeypatch):
     """Shapes alone: the numbers are made on the meta device."""
-    monkeypatch.setattr(torch, "Generator", lambda device: FakeGenerator())
+    monkeypatch.setattr(torch, "Generator", FakeGenerator)
     monkeypatch.setattr(torch, "randn", lambda shape, generator=None, **others: torch.empty(shape, **others))
     monkeypatch.setattr(
         torch, "randint", lambda high, shape, generator=None, **others: torch.empty(shape, dtype=torch.long, **others)
@@ -133,5 +229,8 @@ def test_every_model_has_every_case(model, monkeypatch):
 
 
 class FakeGenerator:
+    def __init__(self, device):
+        pass
+
     def manual_seed(self, seed):
         return self

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
@@ -15,6 +15,7 @@ from liger_trainer.benchmarks.training_providers import (
     Setup,
     completions,
     find_training_provider,
+    training_provider,
 )
 from liger_trainer.benchmarks.training_step import run
 from liger_trainer.cli import main
@@ -36,6 +37,7 @@ def slow(setup):
         *(("tiny", name, {"lora": lora}) for name in ("causal_lm", "sft", "dpo", "grpo") for lora in (0, 4)),
         *(("tiny-moe", name, {"lora": lora}) for name, lora in (("causal_lm", 0), ("causal_lm", 4), ("sft", 4))),
         *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
+        *(("tiny", name, rows) for name in ("causal_lm", "sft") for rows in ({"documents": 6}, {"padding": 0.375})),
     ],
 )
 def test_losses_agree(model, trainer, options):
@@ -100,6 +102,79 @@ def test_pairs_and_completions():
     assert {name: Task("tiny", trainer=name, length=16).tokens_per_step for name in sizes} == sizes
 
 
+class Batches(TrainerCallback):
+    """Keeps the inputs of every step, as the trainer's collator made them."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        keep = lambda module, args, kwargs: self.found.append(kwargs)  # noqa: E731
+        model.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def batches(trainer, **rows):
+    """The inputs of two steps of four sequences of 16 tokens."""
+    task = Task("tiny", layers=1, trainer=trainer, batch=4, length=16, steps=2, device="cpu", **rows)
+    seen = Batches()
+
+    @training_provider("watched")
+    def watched(setup):
+        setup.callbacks.append(seen)
+        return setup.trainer(use_liger_kernel=False)
+
+    losses = run(task, "watched")["losses"]
+    del TRAINING_PROVIDERS["watched"]
+    return task, seen.found, losses
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_rows():
+    """TRL lays the sequences of a step behind each other, and gives their offsets; the Trainer leaves them in rows."""
+    task, stock, losses = batches("causal_lm", documents=6)
+    assert task.tokens_per_step == 64
+    positions = torch.tensor([*range(6), *range(6), *range(4)]).expand(4, 16)
+    for batch in stock:
+        assert torch.equal(batch["position_ids"], positions)
+        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(positions == 0, -100))
+        assert batch.get("attention_mask") is None
+    _, packed, losses_of_trl = batches("sft", documents=6)
+    for batch in packed:
+        assert torch.equal(batch["position_ids"], positions.reshape(1, 64))
+        ends = [row + end for row in (0, 16, 32, 48) for end in (6, 12, 16)]
+        assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, *ends]
+        assert batch["max_length_q"] == 6
+        assert batch.get("attention_mask") is None
+    assert losses_of_trl == pytest.approx(losses, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
+def test_padded_rows(trainer):
+    task, found, _ = batches(trainer, padding=0.5)
+    assert task.row_tokens == [4, 5, 7, 16]
+    assert task.tokens_per_step == 32
+    for batch in found:
+        assert batch["attention_mask"].sum(1).tolist() == task.row_tokens
+        assert batch["attention_mask"].diff().max() <= 0  # on the right
+        real = batch["attention_mask"].bool()
+        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(~real, -100))
+        assert not batch["input_ids"][~real].any()
+    assert not torch.equal(found[0]["input_ids"], found[1]["input_ids"])
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+@pytest.mark.parametrize("padding", [0.05, 0.2, 0.45])
+def test_lengths_of_padded_rows(batch, padding):
+    *shorter, full = Task("tiny", batch=batch, length=512, padding=padding).row_tokens
+    assert full == 512
+    assert len(shorter) == batch - 1
+    assert sorted(shorter) == shorter
+    assert shorter[0] >= 2
+    assert sum(shorter) + full == round(512 * batch * (1 - padding))
+    assert batch == 2 or len({*shorter, full}) == batch
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_configurations(name):
     shape = MODELS[name]
@@ -142,7 +217,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, True, 0, "", "", 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, 0, 0.0, True, 0, "", "", 8, 1)
 
 
 def test_reasons():

@@ -1,6 +1,7 @@
 """`doctor` reports what is wrong; `inspect` needs no weights; `recipes` lists and copies."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -96,6 +97,21 @@ def test_traps_of_several_gpus_and_liger(monkeypatch):
     findings = doctor.traps()
     assert "all 4" in find(findings, "several GPUs").text
     assert "0.8.5" in find(findings, "liger-kernel").text
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_flash_attn_is_a_choice(monkeypatch, installed):
+    import torch
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: (installed or None) if name == "flash_attn" else find(name, *more),
+    )
+    lines = [finding.text for finding in doctor.traps() if finding.subject == "flash-attn"]
+    assert lines == installed * ["not needed for packing or windows; runs where `attn_implementation` names it"]
 
 
 def test_a_kernel_that_cannot_run_is_a_finding(monkeypatch):

@@ -81,6 +81,25 @@ def test_one_gpu_and_a_configuration(capsys):
     assert "FSDP2" not in out
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "attention: liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)"),
+        (["--attn_implementation", "flash_attention_2"], "attention: flash_attention_2"),
+        (["--attn_implementation", "eager"], "attention: eager, which keeps the scores of all pairs of tokens"),
+        (
+            ["--liger_kernel_config", '{"attention": false}'],
+            "attention: torch's SDPA, with a mask in layers with a window",
+        ),
+        (["--liger_kernel_config", '{"attention": false}', "--max_length", "512"], "attention: torch's SDPA"),
+    ],
+)
+def test_the_attention_that_is_assumed(capsys, options, line):
+    code, out, err = run(capsys, "gemma3_4b_sft_lora", "--gpus", "1", "--max_length", "2048", *options)
+    assert code == 0, err
+    assert line in out.splitlines()
+
+
 def test_no_tensor_is_allocated(capsys, monkeypatch):
     sizes = []
     real = torch.nn.Parameter.__new__

@@ -1,9 +1,11 @@
 """Relations between settings that hold for any constants."""
 
 import dataclasses
+import json
 
 import pytest
 
+from liger_trainer.plan.activations import Precision, attention_saved, layer_memory
 from liger_trainer.plan.estimate import estimate, host_bytes, moments
 from liger_trainer.plan.head import HeadSettings, head_memory
 from liger_trainer.plan.inputs import read_inputs
@@ -92,6 +94,62 @@ def test_a_recipe_says_how_its_adapters_run(options, fused, dropout):
 )
 def test_a_recipe_says_whether_mlps_rebuild_their_product(options, rebuilt):
     assert read_inputs("quickstart", options).run.recompute_mlp is rebuilt
+
+
+LLAMA2, GEMMA2 = (  # a class with SDPA, and one without
+    json.dumps({"model_type": name, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2})
+    for name in ("llama", "gemma2")
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "assumed"),
+    [
+        (["--model_config", LLAMA2], "liger_trainer"),
+        (["--model_config", LLAMA2, "--attn_implementation", "auto"], "liger_trainer"),
+        (["--model_config", LLAMA2, "--attn_implementation", "sdpa"], "liger_trainer"),
+        (["--model_config", LLAMA2, "--attn_implementation", "eager"], "eager"),
+        (["--model_config", LLAMA2, "--attn_implementation", "flash_attention_2"], "flash_attention_2"),
+        (["--model_config", LLAMA2, "--liger_kernel_config", '{"attention": false}'], "sdpa"),
+        (["--model_config", LLAMA2, "--use_liger_kernel", "false"], "sdpa"),
+        (["--model_config", GEMMA2], "liger_trainer"),
+        (["--model_config", GEMMA2, "--attn_implementation", "eager"], "liger_trainer"),
+        (["--model_config", GEMMA2, "--liger_kernel_config", '{"attention": false}'], "eager"),
+    ],
+    ids=str,
+)
+def test_a_recipe_says_which_attention_runs(options, assumed):
+    assert read_inputs("quickstart", options).run.implementation == assumed
+
+
+def saved_by_attention(implementation, length, **changes):
+    """Bytes a token."""
+    shape = dataclasses.replace(counted("gemma3-4b")[1], **changes)
+    return attention_saved(shape, Precision(), length, implementation)
+
+
+def test_our_attention_saves_what_flash_attention_does():
+    """Queries and output, keys and values once, and a log-sum-exp: at any length, with and without a window."""
+    shape = counted("gemma3-4b")[1]
+    for length in (512, 4096):
+        assert saved_by_attention("liger_trainer", length) == saved_by_attention("flash_attention_2", length)
+        assert saved_by_attention("liger_trainer", length) == saved_by_attention("liger_trainer", 64)
+    bare = {"qk_norm": False, "post_norms": False, "trained": False}
+    numbers = 2 * shape.query + 2 * shape.key_value + 2 * shape.hidden  # with the inputs of both norms
+    assert saved_by_attention("liger_trainer", 4096, **bare) == 2 * numbers + 4 * shape.heads
+
+
+def test_our_attention_has_neither_the_mask_of_a_window_nor_the_matrix_of_eager_attention():
+    shape, length = counted("gemma3-4b")[1], 4096
+    assert shape.sliding_window < length
+    ours, masked, eager = (
+        layer_memory(shape, Precision(), length, length, implementation)
+        for implementation in ("liger_trainer", "sdpa", "eager")
+    )
+    repeated = 2 * 2 * (shape.query - shape.key_value)
+    assert masked.saved - ours.saved == length * repeated
+    assert masked.working - ours.working >= length**2 * 3
+    assert eager.saved - ours.saved == length * (repeated + shape.heads * (6 * length - 4))
 
 
 def test_ddp_adds_its_buckets():

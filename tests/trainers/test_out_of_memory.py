@@ -149,6 +149,12 @@ def test_only_our_mlps_rebuild_their_product(tmp_path, ours):
     assert run.recompute_mlp is ours
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_attention_that_a_plan_counts_is_that_of_the_model(tmp_path, ours):
+    run, _ = running(causal(tmp_path, liger_kernel_config={"attention": ours}), (4, 10))
+    assert run.implementation == ("liger_trainer" if ours else "sdpa")
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_when_gradients_are_reduced(tmp_path, sync):
     config = {"gradient_accumulation_kwargs": {"sync_each_batch": sync}}

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_trainer.kernels.attention.attention_kernel import backward, forward
+from liger_trainer.kernels.attention import attention_kernel
+from liger_trainer.kernels.attention.attention_kernel import Tile, backward, forward, row_dots
+from liger_trainer.kernels.norms.launch import DeviceLimits
 from tests.accuracy import seeded_randn
+from tests.aot import compile_launch, recorded_launches
 
 
 class Case(NamedTuple):
@@ -106,7 +109,7 @@ def assert_accurate(case, dtype, device):
         assert error <= limit, f"{name}: error {error:.2e}, allowed {limit:.2e}"
 
 
-MASKS = {
+CASES = {
     "causal": Case((70,)),
     "window 1": Case((40,), window=1),
     "window 21": Case((75,), window=21),
@@ -116,13 +119,11 @@ MASKS = {
     "documents": Case((0, 33, 1, 0, 18, 0)),
     "documents with a window": Case((33, 1, 40), window=5),
     "documents, all keys": Case((17, 1, 34), causal=False),
-}
-CAPPED = {
+    "lengths around a block": Case((1, 63, 64, 127, 192), window=70),
     "capped": Case((40,), softcap=1.0),
     "capped, with a window": Case((50,), softcap=3.0, window=9),
     "capped, all keys": Case((20,), softcap=0.5, causal=False),
-}
-HEADS = {
+    "capped, far from the cap": Case((40,), softcap=50.0),
     "grouped": Case((35,), heads=(4, 2)),
     "one key head": Case((20,), heads=(3, 1), softcap=2.0),
     "three to one": Case((20, 18), heads=(6, 2), window=11),
@@ -133,10 +134,204 @@ HEADS = {
     "192": Case((17,), head_dim=192, window=3),
     "256": Case((17,), head_dim=256, softcap=2.0),
 }
-ALL = MASKS | CAPPED | HEADS
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_fp32(case, device):
     assert_accurate(case, torch.float32, device)
+
+
+HALF = ("window 21", "documents", "capped, with a window", "three to one", "80", "256")
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_eager(name, dtype, device):
+    assert_accurate(CASES[name], dtype, device)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("tile", [(16, 16), (16, 64), (64, 16)])
+@pytest.mark.parametrize(
+    "case",
+    [Case((100, 5), window=33), Case((37, 80)), Case((70,), window=2), Case((50,), causal=False)],
+    ids=["window", "documents", "window 2", "all keys"],
+)
+def test_any_tile(case, tile, device, monkeypatch):
+    """The bounds of the parts with and without a mask follow from both sides of a tile."""
+    monkeypatch.setattr(attention_kernel, "tile_for", lambda *kernel: Tile(*tile, 4, 1))
+    assert_accurate(case, torch.float32, device)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("window", [2, 21, 32])
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_window_off_by_one_is_seen(window, step, device):
+    """What the cases above compare tells one window from the next."""
+    case = Case((75,), window=window)
+    inputs = case.inputs(torch.float32, device)
+    off = case._replace(window=window + step).ours(*inputs)
+    assert min(errors(off, case.exact(*inputs))) > 1e-3
+
+
+@pytest.mark.kernel
+def test_equal_documents_without_offsets(device):
+    case = Case((35, 35))
+    q, k, v, d_out = case.inputs(torch.float32, device)
+    expected = case.ours(q, k, v, d_out)
+    arguments = (None, 35, 0, True, case.scale, 0.0)
+    out, lse = forward(q, k, v, *arguments)
+    results = [out, lse, *backward(d_out, q, k, v, out, lse, *arguments)]
+    assert all(torch.equal(ours, right) for ours, right in zip(results, expected))
+
+
+@pytest.mark.kernel
+def test_documents_do_not_see_each_other(device):
+    case, alone = Case((17, 20, 3)), Case((20,))
+    inputs = case.inputs(torch.float32, device)
+    for x in inputs:
+        x[:17], x[37:] = float("nan"), float("inf")
+    expected = alone.ours(*(x[17:37] for x in inputs))
+    for ours, right in zip(case.ours(*inputs), expected):
+        ours = ours[:, 17:37] if ours.dim() == 2 else ours[17:37]
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_whose_exponentials_underflow(dtype, device):
+    """exp(-88.7) is next to the smallest number of fp32."""
+    case = Case((64, 21), window=30)
+    q, k, v, d_out = case.inputs(dtype, device)
+    q, k = 5.0 + 0.1 * q, -6.0 + 0.1 * k
+    exact, ours = case.exact(q, k, v, d_out), case.ours(q, k, v, d_out)
+    assert exact[1].max() < -100
+    assert all(x.isfinite().all() for x in ours)
+    if dtype == torch.float32:  # a score of -180 has an error of 1e-5
+        assert max(errors(ours, exact)) < 2e-5
+    else:
+        for error, eager in zip(errors(ours, exact), errors(case.dense(q, k, v, d_out), exact)):
+            assert error <= 1.1 * eager
+
+
+@pytest.mark.kernel
+def test_merged_with_sinks(device):
+    """The backward of a merged result is that of the merged softmax; the gradient of the sinks is from `row_dots`."""
+    case = Case((30, 12), heads=(4, 2), window=9, softcap=4.0)
+    q, k, v, d_out = case.inputs(torch.float32, device)
+    sinks = seeded_randn(4, seed=3, device=device)
+    exact = case.dense(*(x.double() for x in (q, k, v, d_out, sinks)))
+    out, lse = forward(q, k, v, *case.arguments(device))
+    merged = torch.logaddexp(lse, sinks[:, None])
+    out = out * (lse - merged).exp().T[:, :, None]
+    gradients = backward(d_out, q, k, v, out, merged, *case.arguments(device))
+    d_sinks = -((sinks[:, None] - merged).exp() * row_dots(d_out, out)).sum(1)
+    assert max(errors([out, merged, *gradients, d_sinks], exact)) < 2e-6
+
+
+@pytest.mark.kernel
+def test_other_strides(device):
+    """Columns that are not contiguous, and the gradient of a sum, which has no strides at all."""
+    case = Case((20,), heads=(2, 1))
+    q, k, v, _ = case.inputs(torch.float32, device)
+    apart = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
+    ones = torch.ones((), device=device).expand(q.shape)
+    results, expected = case.ours(*apart, ones), case.ours(q, k, v, torch.ones_like(q))
+    assert all(torch.equal(ours, right) for ours, right in zip(results, expected))
+
+
+@pytest.mark.kernel
+def test_every_element_is_written(device):
+    """New memory holds NaN in torch's deterministic mode."""
+    case = Case((0, 5, 40, 1), heads=(2, 1), window=7, head_dim=80)
+    inputs = case.inputs(torch.float32, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert inputs[0].new_empty(3).isnan().all()
+        assert all(x.isfinite().all() for x in case.ours(*inputs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_tokens():
+    q, offsets = torch.zeros(0, 2, 16), torch.zeros(1, dtype=torch.int32)
+    out, lse = forward(q, q, q, offsets, 1, 0, True, 1.0, 0.0)
+    assert out.shape == (0, 2, 16)
+    assert lse.shape == (2, 0)
+    assert [x.shape for x in backward(q, q, q, q, out, lse, offsets, 1, 0, True, 1.0, 0.0)] == [(0, 2, 16)] * 3
+
+
+def test_errors():
+    q = torch.zeros(8, 2, 16)
+    with pytest.raises(ValueError, match="`window` is 3 with causal=False; it must be 0"):
+        forward(q, q, q, None, 8, 3, False, 1.0, 0.0)
+    with pytest.raises(ValueError, match="`longest` is 5; without `offsets` it must divide the 8 tokens"):
+        forward(q, q, q, None, 5, 0, True, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "shared", "dtype", "head_dim"),
+    [
+        ("sm_90", 227, torch.bfloat16, 256),
+        ("sm_90", 227, torch.bfloat16, 128),
+        ("sm_90", 227, torch.float32, 256),
+        ("sm_80", 99, torch.bfloat16, 256),
+        ("gfx942", 64, torch.bfloat16, 256),
+    ],
+)
+def test_kernels_compile(target, shared, dtype, head_dim, monkeypatch):
+    """With a window and a soft-cap, which take the most, and in the shared memory that the device has."""
+    limits = DeviceLimits(max_warps=16, shared_memory=shared * 1024)
+    monkeypatch.setattr(attention_kernel, "device_limits", lambda device: limits)
+    case = Case((4096,), heads=(4, 2), head_dim=head_dim, window=1024, softcap=50.0)
+    q, kv = torch.zeros(4096, 4, head_dim, dtype=dtype), torch.zeros(4096, 2, head_dim, dtype=dtype)
+    with recorded_launches() as launches:
+        case.ours(q, kv, kv, q)
+    assert len(launches) == (5 if head_dim > 128 else 4)
+    for launch in launches:
+        assert compile_launch(launch, target).metadata.shared <= shared * 1024
+
+
+REAL = {
+    "Gemma2": Case((4096,), heads=(2, 1), head_dim=256, softcap=50.0),
+    "Gemma2, window": Case((3000, 1096), heads=(2, 1), head_dim=256, softcap=50.0, window=1000),
+    "128": Case((1000, 1, 0, 1500), heads=(4, 1), head_dim=128, softcap=30.0),
+    "64": Case((2048,), heads=(3, 1), head_dim=64, window=128),
+    "80, all keys": Case((1000, 1111), heads=(2, 2), head_dim=80, causal=False),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL.values(), ids=REAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_real_sizes(case, dtype, device):
+    assert_accurate(case, dtype, device)
+
+
+@pytest.mark.gpu
+def test_every_run_gives_the_same_bits(device):
+    case = Case((4096, 2000), heads=(8, 2), head_dim=128, softcap=50.0, window=3000)
+    inputs = case.inputs(torch.bfloat16, device)
+    first, second = case.ours(*inputs), case.ours(*inputs)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_31_elements(device):
+    """1,024 documents of 1,025 tokens; the last one is compared."""
+    last, documents = Case((1025,), heads=(8, 1), head_dim=256, softcap=20.0), 1024
+    q, k, v, d_out = (
+        torch.randn(1025 * documents, heads, 256, dtype=torch.bfloat16, device=device) for heads in (8, 1, 1, 8)
+    )
+    assert q.numel() > 2**31
+    arguments = (None, 1025, 0, True, last.scale, last.softcap)
+    out, lse = forward(q, k, v, *arguments)
+    gradients = backward(d_out, q, k, v, out, lse, *arguments)
+    ours = [out[-1025:], lse[:, -1025:], *(x[-1025:] for x in gradients)]
+    tail = [x[-1025:] for x in (q, k, v, d_out)]
+    exact = last.exact(*tail)
+    for error, eager in zip(errors(ours, exact), errors(last.dense(*tail), exact)):
+        assert error <= 1.1 * eager
