@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.attention import interface
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
+from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from tests.attention.families import (
     BATCHES,
@@ -116,20 +119,56 @@ def documents_alone(model: PreTrainedModel, batch: Batch) -> dict[str, torch.Ten
     return {"loss": loss, **{key: p.grad for key, p in model.named_parameters() if p.grad is not None}}
 
 
+def assert_equal(theirs: PreTrainedModel, ours: PreTrainedModel, name: str, batch: Batch) -> None:
+    """Loss and all gradients; packed documents, where the model itself sees those beside them, are run alone."""
+    alone = "position_ids" in batch and not TAKEN[name].positions
+    expected = documents_alone(theirs, batch) if alone else loss_and_gradients(theirs, batch)
+    assert_same(loss_and_gradients(ours, batch), expected, floor=noise(expected))
+
+
+def count_calls_of_the_function(monkeypatch: pytest.MonkeyPatch) -> list[AttentionPlan]:
+    """The plans with which our own function runs from now on."""
+    calls = []
+
+    def counted(*args, plan, **kwargs):
+        calls.append(plan)
+        return attention(*args, plan=plan, **kwargs)
+
+    monkeypatch.setattr(interface, "attention", counted)
+    return calls
+
+
 @cases
 @pytest.mark.parametrize("kind", BATCHES)
 def test_loss_and_gradients_equal_those_of_eager(name, window, kind):
     theirs, ours = pair(name, window)
-    batch = BATCHES[kind]()
-    if kind == "packed" and not TAKEN[name].positions:
-        expected = documents_alone(theirs, batch)
-    else:
-        expected = loss_and_gradients(theirs, batch)
     with masks_received(ours) as received:
-        got = loss_and_gradients(ours, batch)
-    assert_same(got, expected, floor=noise(expected))
+        assert_equal(theirs, ours, name, BATCHES[kind]())
     assert received
     assert all(mask is None or isinstance(mask, AttentionPlan) for mask in received), received
+
+
+@cases
+@pytest.mark.parametrize("kind", BATCHES)
+def test_through_our_own_function(name, window, kind, monkeypatch):
+    """On a CPU the model's own attention runs, with a mask; here the operator does, as where it has kernels."""
+    calls = count_calls_of_the_function(monkeypatch)
+    monkeypatch.setattr(interface, "use_triton", lambda query: True)
+    theirs, ours = pair(name, window)
+    assert_equal(theirs, ours, name, BATCHES[kind]())
+    layers = ours.config.get_text_config().num_hidden_layers
+    # Whole rows are for torch's own attention, which knows neither soft-caps nor sinks.
+    assert len(calls) == layers or (kind in ("full", "right-padded") and name not in ("gemma2", "gpt_oss")), calls
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
+def test_through_the_kernels(name, monkeypatch):
+    calls = count_calls_of_the_function(monkeypatch)
+    theirs, ours = pair(name, 3)
+    for kind in ("left-padded", "packed"):
+        assert_equal(theirs, ours, name, BATCHES[kind]())
+    assert len(calls) == 2 * ours.config.num_hidden_layers
 
 
 @cases
@@ -193,7 +232,9 @@ def test_text_that_a_processor_marked_as_such(kind):
 def test_a_vision_tower_keeps_its_attention():
     model = build("gemma3", 3)
     before = model.model.vision_tower.config._attn_implementation
-    patched(model)
+    (row,) = attention_rows(apply_liger_kernel(model, ONLY))
+    assert row.target == "Gemma3Attention"
+    assert "images" in row.reason, "what the masks of images are left to is said"
     assert model.model.vision_tower.config._attn_implementation == before != OURS
     assert model.model.language_model.config._attn_implementation == OURS
 
@@ -266,10 +307,7 @@ def test_all_kernels_together(name):
     model = build(name, window).train()
     assert [row.applied for row in attention_rows(apply_liger_kernel(model))] == [True]
     for kind in ("left-padded", "packed"):
-        batch = BATCHES[kind]()
-        alone = kind == "packed" and not TAKEN[name].positions
-        expected = documents_alone(theirs, batch) if alone else loss_and_gradients(theirs, batch)
-        assert_same(loss_and_gradients(model, batch), expected, floor=noise(expected))
+        assert_equal(theirs, model, name, BATCHES[kind]())
 
 
 @taken
@@ -374,15 +412,15 @@ def test_a_saved_model_has_no_trace_of_it(name, tmp_path):
 DROPOUT = [name for name in SOME if name != "gemma3"]
 
 
-@pytest.mark.parametrize("name", DROPOUT)
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in DROPOUT for kind in BATCHES if kind != "packed" or TAKEN[name].positions],
+)
 def test_dropout_draws_the_masks_that_the_model_draws(name, kind):
     window = 3 if TAKEN[name].window else None
     theirs = build(name, window, attention_dropout=0.5).train()
     ours = patched(copy.deepcopy(theirs))
     batch = BATCHES[kind]()
-    if kind == "packed" and not TAKEN[name].positions:
-        pytest.skip("its own attention sees other documents")
     expected = loss_and_gradients(theirs, batch)
     assert_same(loss_and_gradients(ours, batch), expected, floor=noise(expected))
     without, _ = pair(name, window)
@@ -477,6 +515,45 @@ def test_without_a_causal_order(name, kind):
     apply_liger_kernel(model, ONLY)
     assert_same(loss_and_gradients(model, batch), expected, floor=noise(expected))
     assert abs(loss_and_gradients(pair(name, window)[1], batch)["loss"] - expected["loss"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("kind", ["left-padded", "packed"])
+def test_compiled(name, kind):
+    torch._dynamo.reset()
+    theirs, _ = pair(name, 3)
+    model = torch.compile(patched(build(name, 3).train()), backend="eager")
+    batch = BATCHES[kind]()
+    expected = loss_and_gradients(theirs, batch)
+    got = {key.removeprefix("_orig_mod."): value for key, value in loss_and_gradients(model, batch).items()}
+    assert_same(got, expected, floor=noise(expected))
+
+
+@some
+@pytest.mark.parametrize("kind", ["left-padded", "packed"])
+def test_autocast_as_trainers_do(name, kind):
+    window = 3 if TAKEN[name].window else None
+    _, ours = pair(name, window)
+    batch = BATCHES[kind]()
+    truth = loss_and_gradients(ours, batch)
+    model = build(name, window).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = loss_and_gradients(model, batch)
+        got = loss_and_gradients(patched(model), batch)
+    allowed = total_error(truth, theirs) if kind != "packed" or TAKEN[name].positions else 1.0
+    assert total_error(truth, got) <= 1.1 * allowed
+
+
+def test_a_prefix_of_keys():
+    """PEFT's prefix tuning: a cache before the first token, and a mask longer than the row."""
+    models = [build("llama").train(), patched(build("llama").train())]
+    batch = padded("right")
+    results = []
+    for model in models:
+        torch.manual_seed(0)
+        peft_model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        results.append(loss_and_gradients(peft_model, batch))
+    assert_same(results[1], results[0], floor=noise(results[0]))
 
 
 @some
