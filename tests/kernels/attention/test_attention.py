@@ -13,8 +13,8 @@ from liger_trainer.kernels.attention.attention import attention, attention_refer
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from tests.accuracy import seeded_randn
 
-BATCH, LENGTH = 2, 40
-OFFSETS = (0, 1, 19, 19, 40, 61, 80)  # with an empty document and one of a single token
+BATCH, LENGTH = 2, 20
+OFFSETS = (0, 1, 9, 9, 20, 31, 40)  # with an empty document and one of a single token
 PLANS = {
     "rows": (0, None),
     "window": (7, None),
@@ -28,15 +28,15 @@ def plan_of(name, device, length=LENGTH):
     window, offsets = PLANS[name]
     if offsets is None:
         return AttentionPlan(window, None, length)
-    return AttentionPlan(window, torch.tensor(offsets, dtype=torch.int32, device=device), 21)
+    return AttentionPlan(window, torch.tensor(offsets, dtype=torch.int32, device=device), 11)
 
 
-def operands(device, dtype, heads=(6, 2), head_dim=16, value_dim=None, length=LENGTH, batch=BATCH):
-    shapes = [
-        (batch, length, heads[0], head_dim),
-        *((batch, length, heads[1], d) for d in (head_dim, value_dim or head_dim)),
+def operands(device, dtype, heads=(2, 1), head_dim=16, value_dim=None, length=LENGTH, batch=BATCH):
+    queries, keys = heads
+    sizes = (queries, head_dim), (keys, head_dim), (keys, value_dim or head_dim)
+    return [
+        seeded_randn(batch, length, *size, seed=seed, dtype=dtype, device=device) for seed, size in enumerate(sizes)
     ]
-    return [seeded_randn(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in enumerate(shapes)]
 
 
 def results(function, tensors, sinks, plan, **options):
@@ -59,9 +59,10 @@ def check(tensors, sinks, plan, slack=1.1, **options):
     truth = results(attention_reference, in_double(*tensors), *in_double(sinks), plan, **options)
     ours = distances(results(attention, tensors, sinks, plan, **options), truth)
     eager = distances(results(attention_reference, tensors, sinks, plan, **options), truth)
-    # The sinks' gradient is a sum of products of results that are rounded to half precision.
-    floor = 1e-6 if tensors[0].dtype == torch.float32 else 2.0**-8
-    for error, allowed in zip(ours, eager):
+    half = tensors[0].dtype != torch.float32
+    # The last is the sinks': sums of products of the output, which is rounded to half precision and cancels.
+    floors = [2.0**-8 if half else 1e-6] * 4 + [2.0**-7 if half else 1e-6]
+    for error, allowed, floor in zip(ours, eager, floors):
         assert error <= max(slack * allowed, floor)
 
 
@@ -72,7 +73,7 @@ def check(tensors, sinks, plan, slack=1.1, **options):
 def test_values_and_gradients(name, extra, dtype, device):
     tensors = operands(device, dtype)
     options = dict(EXTRAS[extra])
-    sinks = seeded_randn(6, seed=5, dtype=dtype, device=device) if options.pop("sinks", False) else None
+    sinks = seeded_randn(2, seed=5, dtype=dtype, device=device) if options.pop("sinks", False) else None
     check(tensors, sinks, plan_of(name, device), **options)
 
 
@@ -100,16 +101,26 @@ def test_values_of_fewer_dimensions(device):
     check(operands(device, torch.float32, value_dim=8), None, plan_of("documents", device))
 
 
-@pytest.mark.kernel
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_opcheck(extra, device):
-    dtype = torch.bfloat16 if device == "cuda" and "softcap" not in EXTRAS[extra] else torch.float32
+def check_operator(name, device, dtype, sinks, softcap):
     q, k, v = (x.requires_grad_() for x in operands(device, dtype))
-    sinks = torch.randn(6, device=device, dtype=dtype).requires_grad_() if "sinks" in EXTRAS[extra] else None
-    for name in PLANS:
-        plan = plan_of(name, device)
-        arguments = q, k, v, sinks, plan.offsets, plan.longest, plan.window, 0.25, EXTRAS[extra].get("softcap", 0.0)
-        torch.library.opcheck(module._attention, arguments, atol=1e-2, rtol=1e-2)
+    b = seeded_randn(2, seed=5, device=device, dtype=dtype).requires_grad_() if sinks else None
+    plan = plan_of(name, device)
+    # The operator itself, as its fake and its autograd are registered for it.
+    arguments = q, k, v, b, plan.offsets, plan.longest, plan.window, 0.25, softcap
+    torch.library.opcheck(module._attention, arguments)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("name", "sinks", "softcap"), [("rows", True, 2.0), ("documents and a window", False, 0.0)])
+def test_opcheck(name, sinks, softcap, device):
+    check_operator(name, device, torch.float32, sinks, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_opcheck_on_flash(name, sinks, device):
+    check_operator(name, device, torch.bfloat16, sinks, 0.0)
 
 
 @pytest.mark.kernel
@@ -130,8 +141,14 @@ def test_under_checkpointing(reentrant, device):
 
     leaves = [x.requires_grad_() for x in tensors]
     outs = [function(*leaves, plan=plan) for function in (attention, checkpointed)]
-    for each in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs)):
-        torch.testing.assert_close(*each)
+    gradients = []
+    for out in outs:
+        out.square().sum().backward()
+        gradients.append([x.grad for x in leaves])
+        for x in leaves:
+            x.grad = None
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +191,8 @@ def test_flash(name, heads, head_dim, device):
 def test_gradients_are_finite_where_masked_cudnn_gives_nan(length, head_dim, device):
     leaves = [(8 * x).requires_grad_() for x in operands(device, torch.bfloat16, (8, 4), head_dim, length=length)]
     offsets = torch.tensor([0, 5, length, length + length // 2, 2 * length], dtype=torch.int32, device=device)
-    for plan in (
-        AttentionPlan(17, None, length),
-        AttentionPlan(0, offsets, length),
-        AttentionPlan(17, offsets, length),
-    ):
+    for window, documents in ((17, None), (0, offsets), (17, offsets)):
+        plan = AttentionPlan(window, documents, length)
         for gradient in torch.autograd.grad(attention(*leaves, plan=plan).float().square().sum(), leaves):
             assert gradient.isfinite().all()
 
