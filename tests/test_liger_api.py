@@ -33,11 +33,15 @@ def undone():
     assert not hasattr(PreTrainedModel.post_init, "__wrapped__")
 
 
+AS_LIGER = {"linear_cross_entropy": False, "cross_entropy": False, "attention": False}
+"""What these calls give: Liger has no attention."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_given_a_model(family):
     model = TINY_MODELS[family]()
     report = function(family)(model=model, **NO_HEAD)
-    expected = apply_liger_kernel(TINY_MODELS[family](), {"linear_cross_entropy": False, "cross_entropy": False})
+    expected = apply_liger_kernel(TINY_MODELS[family](), AS_LIGER)
     assert report.applied == expected.applied
     assert not hasattr(PreTrainedModel.post_init, "__wrapped__")
 
@@ -47,7 +51,7 @@ def test_without_a_model_those_built_later(family):
     assert function(family)(**NO_HEAD) is None
     model = TINY_MODELS[family]()
     with_model = TINY_MODELS["cohere"]()
-    report = apply_liger_kernel(TINY_MODELS[family](), {"linear_cross_entropy": False, "cross_entropy": False})
+    report = apply_liger_kernel(TINY_MODELS[family](), AS_LIGER)
     assert len(list(bound_modules(model))) == sum(row.count for row in report.applied)
     assert not list(bound_modules(with_model))
     undo_liger_kernel(family)

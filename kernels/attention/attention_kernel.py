@@ -37,7 +37,8 @@ from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
 from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device, tl, triton
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the kernels share. Positions are those within a document, int32; offsets of elements are int64.
+# What the kernels share. Positions are those within a document, int32; offsets of elements are int64. Strides of tokens
+# are constants: a program's addresses then differ from each other by constants, and take a register instead of many.
 # ---------------------------------------------------------------------------------------------------------------------
 
 

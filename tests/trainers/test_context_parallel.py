@@ -57,7 +57,7 @@ def reported(folder):
     ours = build("SFT", True, f"{folder}/reported", llama(), **settings)
     settings = {"parallelism_config": settings["parallelism_config"], "use_liger_kernel": True}
     stock = causal(f"{folder}/stock", trainer_class=Trainer, rows=token_rows(length=12), **settings)
-    stock.train()  # transformers would refuse any attention but SDPA
+    stock.train()
     return {"ours": attention_rows(ours.kernel_report), "stock": attention_rows(stock_trainer_report(stock.model))}
 
 
