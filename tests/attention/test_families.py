@@ -276,6 +276,18 @@ def test_what_a_user_may_load_with_is_taken(chosen):
     patched(model)
 
 
+def test_a_model_with_the_config_of_a_patched_one():
+    """As TRL makes its references: what it inherits is ours, and stays to be reverted."""
+    theirs, _ = pair("llama", None)
+    model = type(theirs)(patched(build("llama")).config).train()
+    model.load_state_dict(theirs.state_dict())
+    batch = padded("left")
+    expected = loss_and_gradients(theirs, batch)
+    assert_same(loss_and_gradients(patched(model), batch), expected, floor=noise(expected))
+    revert_liger_kernel(model)
+    assert implementation(model) == "sdpa"
+
+
 @some
 def test_revert_restores_exactly(name):
     model = build(name, 3 if TAKEN[name].window else None).train()
