@@ -518,6 +518,18 @@ def test_positions_that_are_written_over(name):
         assert_same(got, expected, floor=noise(expected))
 
 
+@some
+def test_positions_shared_by_all_rows(name):
+    """The same tensor for batches of different sizes."""
+    theirs, ours = pair(name, 3 if TAKEN[name].window else None)
+    shared = packed(((5, 3, 4),))["position_ids"]
+    for rows in (1, 3):
+        batch = packed(((5, 3, 4),) * rows)
+        expected = documents_alone(theirs, batch)
+        got = loss_and_gradients(ours, {**batch, "position_ids": shared})
+        assert_same(got, expected, floor=noise(expected))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["full", "left-padded"])
 def test_without_a_causal_order(name, kind):
