@@ -8,9 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from liger_trainer.attention.interface import NAME
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
+from liger_trainer.patching.attention import find_attention
+from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
@@ -161,7 +165,6 @@ def _sync_each_batch(values: Mapping[str, Any]) -> bool:
 
 def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
     """The model on the meta device, with adapters if the recipe has any, and the dtype of its weights."""
-    import torch
     from trl import ModelConfig, get_peft_config
 
     dtype = values["dtype"]
@@ -198,10 +201,14 @@ def _bits(values: Mapping[str, Any]) -> int | None:
 
 
 def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any) -> str:
-    """The attention that the model will run: ours, if it is on, in the place of transformers' default for the class."""
+    """The attention that the model will run: ours in the place of transformers' default, if it is on and proved."""
     default, asked = named_attention(model), values["attn_implementation"]
     written = default if asked in (None, "auto") else str(asked)
-    return NAME if values["use_liger_kernel"] and kernels.attention and written == default else written
+    if written != default or not (values["use_liger_kernel"] and kernels.attention):
+        return written
+    probe = Probe(torch.device("cpu"))
+    with probe.isolated():
+        return NAME if any(finding.kernel for finding in find_attention(model, True, probe)) else written
 
 
 def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:

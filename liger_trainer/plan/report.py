@@ -44,7 +44,7 @@ def attention_line(run: Run) -> str:
     """The attention that the memory was estimated for."""
     masked = is_masked(run.shape, run.work.length, run.implementation)
     texts = {
-        NAME: "liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)",
+        NAME: "liger_trainer's, without masks",
         "sdpa": "torch's SDPA, with a mask in layers with a window" if masked else "torch's SDPA",
         "eager": "eager, which keeps the scores of all pairs of tokens",
     }

@@ -84,7 +84,7 @@ def test_one_gpu_and_a_configuration(capsys):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "attention: liger_trainer's, without masks (`liger-trainer inspect` shows whether the model gets it)"),
+        ([], "attention: liger_trainer's, without masks"),
         (["--attn_implementation", "flash_attention_2"], "attention: flash_attention_2"),
         (["--attn_implementation", "eager"], "attention: eager, which keeps the scores of all pairs of tokens"),
         (

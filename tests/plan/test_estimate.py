@@ -96,9 +96,9 @@ def test_a_recipe_says_whether_mlps_rebuild_their_product(options, rebuilt):
     assert read_inputs("quickstart", options).run.recompute_mlp is rebuilt
 
 
-LLAMA2, GEMMA2 = (  # a class with SDPA, and one without
-    json.dumps({"model_type": name, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2})
-    for name in ("llama", "gemma2")
+LLAMA2, GEMMA2, FALCON = (  # a class with SDPA, one without, and one that ours cannot replace
+    json.dumps({"model_type": name, **{"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}})
+    for name in ("llama", "gemma2", "falcon")
 )
 
 
@@ -112,6 +112,7 @@ LLAMA2, GEMMA2 = (  # a class with SDPA, and one without
         (["--model_config", LLAMA2, "--attn_implementation", "flash_attention_2"], "flash_attention_2"),
         (["--model_config", LLAMA2, "--liger_kernel_config", '{"attention": false}'], "sdpa"),
         (["--model_config", LLAMA2, "--use_liger_kernel", "false"], "sdpa"),
+        (["--model_config", FALCON], "sdpa"),
         (["--model_config", GEMMA2], "liger_trainer"),
         (["--model_config", GEMMA2, "--attn_implementation", "eager"], "liger_trainer"),
         (["--model_config", GEMMA2, "--liger_kernel_config", '{"attention": false}'], "eager"),
