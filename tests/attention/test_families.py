@@ -152,9 +152,9 @@ def test_loss_and_gradients_equal_those_of_eager(name, window, kind):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_through_our_own_function(name, window, kind, monkeypatch):
     """On a CPU the model's own attention runs, with a mask; here the operator does, as where it has kernels."""
+    theirs, ours = pair(name, window)
     calls = count_calls_of_the_function(monkeypatch)
     monkeypatch.setattr(interface, "use_triton", lambda query: True)
-    theirs, ours = pair(name, window)
     assert_equal(theirs, ours, name, BATCHES[kind]())
     layers = ours.config.get_text_config().num_hidden_layers
     # Whole rows are for torch's own attention, which knows neither soft-caps nor sinks.
@@ -164,8 +164,8 @@ def test_through_our_own_function(name, window, kind, monkeypatch):
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
 def test_through_the_kernels(name, monkeypatch):
-    calls = count_calls_of_the_function(monkeypatch)
     theirs, ours = pair(name, 3)
+    calls = count_calls_of_the_function(monkeypatch)
     for kind in ("left-padded", "packed"):
         assert_equal(theirs, ours, name, BATCHES[kind]())
     assert len(calls) == 2 * ours.config.num_hidden_layers
