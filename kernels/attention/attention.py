@@ -33,7 +33,7 @@ from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import use_triton
 
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 def _flash_runs(q: torch.Tensor, softcap: float) -> bool:
@@ -198,11 +198,12 @@ def attention(
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     _check_shapes(q, k, v, sinks)
     scale = head_dim**-0.5 if scale is None else scale
-    if not use_triton(q) or head_dim > _MAX_HEAD_DIM:
+    if not use_triton(q) or head_dim > MAX_HEAD_DIM:
         return attention_reference(q, k, v, plan=plan, scale=scale, softcap=softcap, sinks=sinks)
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
-    out, _ = _attention(q, k, v, sinks, plan.offsets, plan.longest, plan.window, float(scale), float(softcap or 0.0))
+    longest = q.shape[1] if plan.offsets is None else plan.longest
+    out, _ = _attention(q, k, v, sinks, plan.offsets, longest, plan.window, float(scale), float(softcap or 0.0))
     return out if value_dim == head_dim else out[..., :value_dim].contiguous()
 
 

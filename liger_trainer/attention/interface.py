@@ -82,8 +82,8 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-# Where packed documents begin, by position ids: every layer of a model is given the same ones. With the number of rows
-# and how often the ids had been written over.
+# Plans of packed rows, by position ids: every layer of a model is given the same ones. With the number of rows and how
+# often the ids had been written over.
 _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -96,12 +96,12 @@ def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str
         return plan._replace(offsets=offsets.to(torch.int32), longest=int(longest))
     if positions is None or positions.shape[-1] != length or positions.dim() != 2 or torch.compiler.is_compiling():
         return plan
-    read_at, documents = _packings.get(positions, (None, None))
+    read_at, packed = _packings.get(positions, (None, None))
     if read_at != (batch, version_of(positions)):
         numbers = find_packed_sequence_indices(positions.expand(batch, -1))
-        documents = None if numbers is None else packed_documents(numbers)
-        _packings[positions] = (batch, version_of(positions)), documents
-    return plan if documents is None else plan_of(documents, batch * length, plan.window, positions.device)
+        packed = None if numbers is None else plan_of(packed_documents(numbers), batch * length, 0, positions.device)
+        _packings[positions] = (batch, version_of(positions)), packed
+    return plan if packed is None else packed._replace(window=plan.window)
 
 
 def eager_function(module: nn.Module) -> Any:

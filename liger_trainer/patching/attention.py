@@ -8,6 +8,7 @@ transformers finds our attention and our masks (`liger_trainer/attention/`).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from liger_trainer.attention.interface import (
 )
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
+from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
@@ -133,6 +135,9 @@ def _prove(module: nn.Module, probe: Probe) -> Agreement:
     captured = _captured(module, {name: probe.randn(*shape) for name, shape in parameters.items()})
     if isinstance(captured, str):
         return refused(f"it could not be run on a dummy: {captured}")
+    largest = max(size for _, size in captured.shapes)
+    if largest > MAX_HEAD_DIM:
+        return refused(f"its heads have {largest} dimensions, and our attention has up to {MAX_HEAD_DIM}")
     tensors = [probe.randn(_BATCH, heads, _LENGTH, size) for heads, size in captured.shapes]
     tensors += [probe.randn(*shape) for shape in parameters.values()]
     offsets = torch.tensor(_OFFSETS, dtype=torch.int32)
@@ -142,8 +147,23 @@ def _prove(module: nn.Module, probe: Probe) -> Agreement:
         mask = dense(plan, _BATCH, _LENGTH, probe.device)
         original = _computation(eager, module, list(parameters), captured, mask)
         ours = _computation(attention_forward, module, list(parameters), captured, plan)
-        agreements.append(probe.compare(original, ours, tensors))
+        with _exact_products():
+            agreements.append(probe.compare(original, ours, tensors))
     return max(agreements, key=lambda each: (not each.equal, each.error))
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Multiplies float32 as such, also where TensorFloat-32 is on, which each of the two would round in its own way."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    if before == "tf32":
+        products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if before == "tf32":
+            products.fp32_precision = before
 
 
 def _computation(

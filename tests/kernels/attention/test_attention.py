@@ -1,0 +1,215 @@
+"""`attention` against its reference in float64: on torch's flash operator, on our kernels, and in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.kernels.attention import attention as module
+from liger_trainer.kernels.attention.attention import attention, attention_reference
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from tests.accuracy import seeded_randn
+
+BATCH, LENGTH = 2, 40
+OFFSETS = (0, 1, 19, 19, 40, 61, 80)  # with an empty document and one of a single token
+PLANS = {
+    "rows": (0, None),
+    "window": (7, None),
+    "documents": (0, OFFSETS),
+    "documents and a window": (7, OFFSETS),
+}
+EXTRAS = {"plain": {}, "soft-cap": {"softcap": 2.0}, "sinks": {"sinks": True}, "both": {"softcap": 2.0, "sinks": True}}
+
+
+def plan_of(name, device, length=LENGTH):
+    window, offsets = PLANS[name]
+    if offsets is None:
+        return AttentionPlan(window, None, length)
+    return AttentionPlan(window, torch.tensor(offsets, dtype=torch.int32, device=device), 21)
+
+
+def operands(device, dtype, heads=(6, 2), head_dim=16, value_dim=None, length=LENGTH, batch=BATCH):
+    shapes = [
+        (batch, length, heads[0], head_dim),
+        *((batch, length, heads[1], d) for d in (head_dim, value_dim or head_dim)),
+    ]
+    return [seeded_randn(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in enumerate(shapes)]
+
+
+def results(function, tensors, sinks, plan, **options):
+    """Output and gradients of everything, with a gradient of the output that is the same in all dtypes."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (*tensors, *([] if sinks is None else [sinks]))]
+    out = function(*leaves[:3], plan=plan, sinks=None if sinks is None else leaves[3], **options)
+    gradient = seeded_randn(*out.shape, seed=9, dtype=torch.bfloat16, device=out.device).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def distances(got, truth):
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth, strict=True)]
+
+
+def in_double(*tensors):
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def check(tensors, sinks, plan, slack=1.1, **options):
+    truth = results(attention_reference, in_double(*tensors), *in_double(sinks), plan, **options)
+    ours = distances(results(attention, tensors, sinks, plan, **options), truth)
+    eager = distances(results(attention_reference, tensors, sinks, plan, **options), truth)
+    # The sinks' gradient is a sum of products of results that are rounded to half precision.
+    floor = 1e-6 if tensors[0].dtype == torch.float32 else 2.0**-8
+    for error, allowed in zip(ours, eager):
+        assert error <= max(slack * allowed, floor)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values_and_gradients(name, extra, dtype, device):
+    tensors = operands(device, dtype)
+    options = dict(EXTRAS[extra])
+    sinks = seeded_randn(6, seed=5, dtype=dtype, device=device) if options.pop("sinks", False) else None
+    check(tensors, sinks, plan_of(name, device), **options)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_reference_is_softmax_under_the_dense_mask(name):
+    tensors = operands("cpu", torch.float64)
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    mask = dense(plan_of(name, "cpu"), BATCH, LENGTH, torch.device("cpu"))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    got = attention_reference(*tensors, plan=plan_of(name, "cpu"))
+    torch.testing.assert_close(got.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(("name", "window"), itertools.product(PLANS, [6, 8]))
+def test_another_window_is_another_result(name, window):
+    plan = plan_of(name, "cpu")
+    tensors = operands("cpu", torch.float64)
+    assert not torch.allclose(
+        attention(*tensors, plan=plan), attention(*tensors, plan=plan._replace(window=window)), atol=1e-3
+    )
+
+
+@pytest.mark.kernel
+def test_values_of_fewer_dimensions(device):
+    check(operands(device, torch.float32, value_dim=8), None, plan_of("documents", device))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_opcheck(extra, device):
+    dtype = torch.bfloat16 if device == "cuda" and "softcap" not in EXTRAS[extra] else torch.float32
+    q, k, v = (x.requires_grad_() for x in operands(device, dtype))
+    sinks = torch.randn(6, device=device, dtype=dtype).requires_grad_() if "sinks" in EXTRAS[extra] else None
+    for name in PLANS:
+        plan = plan_of(name, device)
+        arguments = q, k, v, sinks, plan.offsets, plan.longest, plan.window, 0.25, EXTRAS[extra].get("softcap", 0.0)
+        torch.library.opcheck(module._attention, arguments, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.kernel
+def test_a_second_derivative_is_refused(device):
+    q, k, v = (x.requires_grad_() for x in operands(device, torch.float32))
+    (dq,) = torch.autograd.grad(attention(q, k, v, plan=plan_of("rows", device)).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of attention cannot itself be differentiated"):
+        dq.sum().backward()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(reentrant, device):
+    tensors, plan = operands(device, torch.float32), plan_of("documents and a window", device)
+
+    def checkpointed(q, k, v, **options):
+        return checkpoint(lambda *x: attention(*x, **options), q, k, v, use_reentrant=reentrant)
+
+    leaves = [x.requires_grad_() for x in tensors]
+    outs = [function(*leaves, plan=plan) for function in (attention, checkpointed)]
+    for each in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs)):
+        torch.testing.assert_close(*each)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a number of heads that is a multiple"),
+        (((1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8)), "batch and length of `q`"),
+        (((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 16)), "must not exceed that of `q`, 8"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*(torch.zeros(shape) for shape in shapes), plan=AttentionPlan(0, None, 4))
+
+
+def test_sinks_of_another_number_of_heads():
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"`sinks` is \(3,\); it must be \(2,\)"):
+        attention(x, x, x, plan=AttentionPlan(0, None, 4), sinks=torch.zeros(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU: torch's flash operator
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_flash(name, heads, head_dim, device):
+    for dtype in (torch.bfloat16, torch.float16):
+        sinks = seeded_randn(heads[0], seed=5, dtype=dtype, device=device)
+        check(operands(device, dtype, heads, head_dim), sinks, plan_of(name, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [64, 192, 704, 1088])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_are_finite_where_masked_cudnn_gives_nan(length, head_dim, device):
+    leaves = [(8 * x).requires_grad_() for x in operands(device, torch.bfloat16, (8, 4), head_dim, length=length)]
+    offsets = torch.tensor([0, 5, length, length + length // 2, 2 * length], dtype=torch.int32, device=device)
+    for plan in (
+        AttentionPlan(17, None, length),
+        AttentionPlan(0, offsets, length),
+        AttentionPlan(17, offsets, length),
+    ):
+        for gradient in torch.autograd.grad(attention(*leaves, plan=plan).float().square().sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLANS)
+def test_compiled_in_one_graph(name, device):
+    plan, tensors = plan_of(name, device), operands(device, torch.bfloat16, head_dim=64)
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True)
+    for one, other in zip(results(compiled, tensors, None, plan), results(attention, tensors, None, plan)):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_flash_is_deterministic_where_torch_is(device):
+    tensors = operands(device, torch.bfloat16, (8, 2), 128, length=2048)
+    plan = AttentionPlan(0, torch.arange(0, 4097, 1024, dtype=torch.int32, device=device), 1024)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (results(attention, tensors, None, plan) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.gpu
+def test_a_row_of_16384_tokens_keeps_no_matrix(device):
+    leaves = [x.requires_grad_() for x in operands(device, torch.bfloat16, (8, 4), 256, length=16384, batch=1)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(*leaves, plan=AttentionPlan(1024, None, 16384)).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 16384**2  # a boolean mask
