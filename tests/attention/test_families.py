@@ -152,9 +152,9 @@ def test_loss_and_gradients_equal_those_of_eager(name, window, kind):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_through_our_own_function(name, window, kind, monkeypatch):
     """On a CPU the model's own attention runs, with a mask; here the operator does, as where it has kernels."""
+    theirs, ours = pair(name, window)
     calls = count_calls_of_the_function(monkeypatch)
     monkeypatch.setattr(interface, "use_triton", lambda query: True)
-    theirs, ours = pair(name, window)
     assert_equal(theirs, ours, name, BATCHES[kind]())
     layers = ours.config.get_text_config().num_hidden_layers
     # Whole rows are for torch's own attention, which knows neither soft-caps nor sinks.
@@ -164,8 +164,8 @@ def test_through_our_own_function(name, window, kind, monkeypatch):
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
 def test_through_the_kernels(name, monkeypatch):
-    calls = count_calls_of_the_function(monkeypatch)
     theirs, ours = pair(name, 3)
+    calls = count_calls_of_the_function(monkeypatch)
     for kind in ("left-padded", "packed"):
         assert_equal(theirs, ours, name, BATCHES[kind]())
     assert len(calls) == 2 * ours.config.num_hidden_layers
@@ -274,6 +274,18 @@ def test_what_the_user_switched_off_stays():
 def test_what_a_user_may_load_with_is_taken(chosen):
     model = AutoModelForCausalLM.from_config(build("llama").config, attn_implementation=chosen)
     patched(model)
+
+
+def test_a_model_with_the_config_of_a_patched_one():
+    """As TRL makes its references: what it inherits is ours, and stays to be reverted."""
+    theirs, _ = pair("llama", None)
+    model = type(theirs)(patched(build("llama")).config).train()
+    model.load_state_dict(theirs.state_dict())
+    batch = padded("left")
+    expected = loss_and_gradients(theirs, batch)
+    assert_same(loss_and_gradients(patched(model), batch), expected, floor=noise(expected))
+    revert_liger_kernel(model)
+    assert implementation(model) == "sdpa"
 
 
 @some
@@ -416,7 +428,9 @@ DROPOUT = [name for name in SOME if name != "gemma3"]
     ("name", "kind"),
     [(name, kind) for name in DROPOUT for kind in BATCHES if kind != "packed" or TAKEN[name].positions],
 )
-def test_dropout_draws_the_masks_that_the_model_draws(name, kind):
+def test_dropout_draws_the_masks_that_the_model_draws(name, kind, monkeypatch):
+    """Ours has no dropout, on devices with kernels neither."""
+    monkeypatch.setattr(interface, "use_triton", lambda query: True)
     window = 3 if TAKEN[name].window else None
     theirs = build(name, window, attention_dropout=0.5).train()
     ours = patched(copy.deepcopy(theirs))
@@ -501,6 +515,18 @@ def test_positions_that_are_written_over(name):
         expected = documents_alone(theirs, batch)
         kept.copy_(batch["position_ids"])
         got = loss_and_gradients(ours, {**batch, "position_ids": kept})
+        assert_same(got, expected, floor=noise(expected))
+
+
+@some
+def test_positions_shared_by_all_rows(name):
+    """The same tensor for batches of different sizes."""
+    theirs, ours = pair(name, 3 if TAKEN[name].window else None)
+    shared = packed(((5, 3, 4),))["position_ids"]
+    for rows in (1, 3):
+        batch = packed(((5, 3, 4),) * rows)
+        expected = documents_alone(theirs, batch)
+        got = loss_and_gradients(ours, {**batch, "position_ids": shared})
         assert_same(got, expected, floor=noise(expected))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,9 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_overlay,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
+    or_masks,
+    sliding_window_overlay,
 )
 
 import liger_trainer.attention.interface  # noqa: F401  registers the name
@@ -231,6 +238,29 @@ def never(batch_idx, head_idx, q_idx, kv_idx):
 @pytest.mark.parametrize("function", [every_third, never, lambda *indices: indices[3] >= 2])
 def test_a_function_of_the_users(kind, overlay, function, arguments):
     assert_dense_and_equal(kind, **arguments, **{overlay: function})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        and_masks(sliding_window_overlay(4), every_third),
+        and_masks(sliding_window_overlay(4), causal_mask_function, every_third),
+        and_masks(sliding_window_overlay(4), sliding_window_overlay(6)),
+        and_masks(chunked_overlay(4, torch.zeros(2, dtype=torch.long)), never),
+        and_masks(causal_mask_function, every_third),
+        or_masks(sliding_window_overlay(4), causal_mask_function),
+        sliding_window_overlay(4),
+        bidirectional_mask_function,
+        functools.partial(every_third),
+    ],
+)
+def test_compositions_that_almost_are_a_window(function):
+    sizes = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": function}
+    for mask in (None, MASKS["left"].bool()):
+        arguments = {**sizes, "attention_mask": mask, "config": config(OURS), "allow_is_causal_skip": True}
+        arguments["local_size"] = 4  # with which transformers does not skip it
+        got, expected = (ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments) for name in (OURS, "sdpa"))
+        assert torch.equal(got, expected)
 
 
 @kinds
