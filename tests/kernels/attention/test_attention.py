@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.attention import attention as module
 from liger_trainer.kernels.attention.attention import attention, attention_reference
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.runtime import INTERPRETED
 from tests.accuracy import seeded_randn
 
 BATCH, LENGTH = 2, 20
@@ -55,7 +56,10 @@ def in_double(*tensors):
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
-def check(tensors, sinks, plan, slack=1.1, **options):
+SLACK = 1.5 if INTERPRETED else 1.1  # Triton's interpreter rounds to bfloat16 in its own way
+
+
+def check(tensors, sinks, plan, **options):
     truth = results(attention_reference, in_double(*tensors), *in_double(sinks), plan, **options)
     ours = distances(results(attention, tensors, sinks, plan, **options), truth)
     eager = distances(results(attention_reference, tensors, sinks, plan, **options), truth)
@@ -63,7 +67,7 @@ def check(tensors, sinks, plan, slack=1.1, **options):
     # The last is the sinks': sums of products of the output, which is rounded to half precision and cancels.
     floors = [2.0**-8 if half else 1e-6] * 4 + [2.0**-7 if half else 1e-6]
     for error, allowed, floor in zip(ours, eager, floors):
-        assert error <= max(slack * allowed, floor)
+        assert error <= max(SLACK * allowed, floor)
 
 
 @pytest.mark.kernel
