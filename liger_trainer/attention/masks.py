@@ -14,16 +14,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.runtime import triton_drives
 
 _DENSE_ADVANTAGE = {9: 1.8}
 """By major compute capability, how much faster torch's attention of whole rows is than its attention of documents."""
 
 _PADDING_PIECE = 256  # a document of padding costs the square of its length, and a constant
+
+
+require(DEVICE_ASSERTIONS)
 
 
 class _Pattern(NamedTuple):
@@ -80,9 +86,12 @@ def attention_mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: AttentionPlan | torch.Tensor | None = None,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
 ) -> AttentionPlan | torch.Tensor | None:
     """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
@@ -90,23 +99,29 @@ def attention_mask(
     The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses.
 
     Returns:
-        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, and
-        where the caller needs a tensor, what transformers' `sdpa_mask` returns.
+        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
+        the caller needs a tensor and where our attention has no kernels, what transformers' `sdpa_mask` returns.
     """
     if isinstance(attention_mask, AttentionPlan):
         return attention_mask  # which `generate` made before the model was called
     plan = None
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
-    # A compiler can neither read lengths nor look into closures.
-    if not continues and not torch.compiler.is_compiling():
+    if continues or not triton_drives(torch.device(device)):
+        pass
+    elif torch.compiler.is_compiling():
+        # Custom functions and packing, which the compiler hides, are marked by these; chunks are known by the config.
+        chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
+        if allow_is_causal_skip and not use_vmap and not chunks:
+            plan = _traced_plan(local_size or 0, attention_mask, batch_size, q_length)
+    else:
         pattern = _pattern(mask_function)
         # Packing forbids to skip the mask in any case; else it is the caller who does.
         if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
             plan = _plan(pattern, attention_mask, batch_size, q_length, dtype, device)
     if plan is None:
         arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        arguments |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip}
-        arguments |= {"dtype": dtype, "device": device, **kwargs}
+        arguments |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
+        arguments |= {"allow_is_causal_skip": allow_is_causal_skip, "dtype": dtype, "device": device, **kwargs}
         return sdpa_mask(batch_size, q_length, kv_length, **arguments)
     return None if plan.masks_nothing and attention_mask is not None else plan
 
@@ -136,6 +151,24 @@ def _plan(
         return plan_of(list(range(0, batch * length, length)), batch * length, window, device)
     starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
     return plan_of(starts, batch * length, window, device)
+
+
+def _traced_plan(window: int, padding_mask: torch.Tensor | None, batch: int, length: int) -> AttentionPlan:
+    """The plan in a compiled graph, which cannot read lengths: each row is padding, its tokens, and padding.
+
+    Padding with holes is an assertion of the device.
+    """
+    window = window if window < length else 0
+    if padding_mask is None:
+        return AttentionPlan(window, None, length)
+    mask = padding_mask[:, :length].bool()
+    counts = mask.sum(-1)
+    first = mask.byte().argmax(-1)
+    whole = mask.byte().flip(-1).argmax(-1) + first + counts == length
+    torch._assert_async((whole | (counts == 0)).all(), "`attention_mask` masks a token between two that it does not.")
+    begins = torch.arange(batch, device=mask.device) * length
+    bounds = torch.stack([begins, begins + first, begins + first + counts], -1).flatten()
+    return AttentionPlan(window, F.pad(bounds, (0, 1), value=batch * length).to(torch.int32), length)
 
 
 def plan_of(documents: list[int], tokens: int, window: int, device: torch.device | str) -> AttentionPlan:

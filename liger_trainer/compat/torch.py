@@ -22,7 +22,9 @@ FLASH_OPERATOR = Feature(
     needed=False,
 )
 
-DEVICE_ASSERTIONS = Feature("checking ids of experts without waiting for the device", Private("torch:_assert_async"))
+DEVICE_ASSERTIONS = Feature(
+    "checking ids of experts and padding masks without waiting for the device", Private("torch:_assert_async")
+)
 
 SKIPPED_ON_DEVICE = Feature(
     "leaving out an update that is not finite without waiting for the device",

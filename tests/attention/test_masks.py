@@ -452,6 +452,36 @@ def test_compiled(kind, arguments):
     assert torch.equal(got, expected)
 
 
+def traced(kind, **arguments):
+    """What a compiled graph gets, of a config without chunks."""
+
+    made = config(OURS)
+    made.attention_chunk_size = None
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(mask):
+        return CREATE[kind](made, torch.zeros(2, LENGTH, 8), mask, past_key_values=None, position_ids=None)
+
+    torch._dynamo.reset()
+    return run(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+@pytest.mark.parametrize("mask", list(MASKS.values())[1:], ids=list(MASKS)[1:])
+def test_padding_in_one_graph_is_a_plan(kind, mask):
+    got = traced(kind, mask=mask)
+    assert isinstance(got, AttentionPlan)
+    expected = as_dense(create(kind, "sdpa", attention_mask=mask), 2)
+    assert torch.equal(as_dense(got, 2)[:, 0][mask.bool()], expected[:, 0][mask.bool()])
+
+
+def test_holes_in_one_graph_are_an_error():
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 4] = 0
+    with pytest.raises(RuntimeError, match="masks a token between two that it does not"):
+        traced("full", mask=mask)
+
+
 def test_a_long_row():
     """Without anything of the size of its pairs of tokens."""
     plan = create("full", batch=1, length=1 << 16, position_ids=torch.arange(1 << 16)[None] % 4096)

@@ -147,7 +147,7 @@ def test_no_logits_are_built(kind, tmp_path, monkeypatch):
 
 def test_kernels_are_in_the_layers_of_a_reward_model(tmp_path):
     report = build(*REWARD[2:], tmp_path, model="score").kernel_report
-    assert {row.component for row in report.applied} == {"rope", "swiglu", "rms_norm"}
+    assert {row.component for row in report.applied} == {"attention", "rope", "swiglu", "rms_norm"}
 
 
 @pytest.mark.parametrize("kind", [ORPO, CPO], ids=["orpo", "cpo"])

@@ -28,7 +28,7 @@ def test_the_last_configuration_holds(tmp_path):
     causal(tmp_path, model).train()
     second = causal(tmp_path, model, liger_kernel_config={"rope": False})
     second.train()
-    assert applied(second) == {"rms_norm", "swiglu", "linear_cross_entropy"}
+    assert applied(second) == {"attention", "rms_norm", "swiglu", "linear_cross_entropy"}
     assert "forward" not in model.model.layers[0].self_attn.__dict__
 
 
@@ -79,7 +79,7 @@ def test_sft_trainers(bf16, tmp_path):
     model, plain = llama(), llama()
     for _ in range(2):
         ours = sft(tmp_path, model, bf16=bf16)
-        assert applied(ours) == {"rope", "rms_norm", "swiglu", "linear_cross_entropy"}
+        assert applied(ours) == {"attention", "rope", "rms_norm", "swiglu", "linear_cross_entropy"}
         stock = sft(tmp_path, plain, SFTTrainer, bf16=bf16)
         tolerance = 2e-2 if bf16 else 1e-5
         assert ours.train().training_loss == pytest.approx(stock.train().training_loss, rel=tolerance)
