@@ -13,9 +13,10 @@ The backward is that of FlashAttention-2 (arXiv 2307.08691, section 3.1), which 
 A sink is one more key, without a value. So a kernel that knows none gives o' and L' over the keys, the sink enters as
 L = log(exp(L') + exp(b)) and o = exp(L' - L) o', and the kernel's own backward is right if it is given this o and L.
 
-Two backends: torch's flash operator, called with windows and documents, in float16 and bfloat16; and our kernels
-(`attention_kernel.py`) for soft-capped scores, for float32 and where torch has no flash operator. Both save q, k, v, o
-and L. Flash adds up dq with atomics, in any order, unless `torch.use_deterministic_algorithms` is set; ours never does.
+Plain causal attention of whole rows is torch's, which has cuDNN for it. Else there are two backends: torch's flash
+operator, called with windows and documents, in float16 and bfloat16; and our kernels (`attention_kernel.py`) for
+soft-capped scores, for float32 and where torch has no flash operator. Both save q, k, v, o and L. Flash adds up dq with
+atomics, in any order, unless `torch.use_deterministic_algorithms` is set; ours never does.
 """
 
 from __future__ import annotations
@@ -198,6 +199,10 @@ def attention(
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     _check_shapes(q, k, v, sinks)
     scale = head_dim**-0.5 if scale is None else scale
+    if plan.masks_nothing and not softcap and sinks is None:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
     if not use_triton(q) or head_dim > MAX_HEAD_DIM:
         return attention_reference(q, k, v, plan=plan, scale=scale, softcap=softcap, sinks=sinks)
     if value_dim < head_dim:

@@ -64,7 +64,7 @@ def attention_forward(
     elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
     if isinstance(plan, AttentionPlan):
-        if not dropout and use_triton(query) and (own or not plan.masks_nothing):
+        if not dropout and use_triton(query):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
         plan = dense(plan, len(query), query.shape[2], query.device) if own or not plan.masks_nothing else None
