@@ -161,13 +161,17 @@ def test_through_our_own_function(name, window, kind, monkeypatch):
     assert len(calls) == layers or (kind in ("full", "right-padded") and name not in ("gemma2", "gpt_oss")), calls
 
 
+def on(device: str, batch: Batch) -> Batch:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
-def test_through_the_kernels(name, monkeypatch):
-    theirs, ours = pair(name, 3)
+def test_through_the_kernels(name, device, monkeypatch):
+    theirs, ours = (copy.deepcopy(model).to(device) for model in pair(name, 3))
     calls = count_calls_of_the_function(monkeypatch)
     for kind in ("left-padded", "packed"):
-        assert_equal(theirs, ours, name, BATCHES[kind]())
+        assert_equal(theirs, ours, name, on(device, BATCHES[kind]()))
     assert len(calls) == 2 * ours.config.num_hidden_layers
 
 
