@@ -39,10 +39,10 @@ MAX_HEAD_DIM = 256
 
 def _flash_runs(q: torch.Tensor, softcap: float) -> bool:
     """Whether torch's flash operator computes this."""
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or not available(FLASH_OPERATOR):
+    if q.device.type != "cuda" or torch.version.hip is not None or not available(FLASH_OPERATOR):
         return False
-    head_dim = q.shape[-1]
-    return not softcap and head_dim % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
+    computes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and not softcap
+    return computes and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
 def _flash_arguments(
@@ -77,6 +77,7 @@ def _attention(
         places, options = _flash_arguments(offsets, longest, window, scale)
         by_document = [_for_flash(x, offsets) for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
+        out = out.contiguous()  # its strides are those of q
     else:
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out, lse = attention_kernel.forward(*tokens, offsets, longest, window, True, scale, softcap)
@@ -127,7 +128,7 @@ def _attention_backward(
     else:
         tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
         gradients = attention_kernel.backward(*tokens, lse, offsets, longest, window, True, scale, softcap)
-    dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
+    dq, dk, dv = (gradient.contiguous().view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
     db = q.new_empty(0) if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
     return dq, dk, dv, db
 
@@ -181,7 +182,8 @@ def attention(
 
     Args:
         q: (batch, seq, heads, head_dim), of any strides. float16, bfloat16 or float32 for the kernels, which take a
-            head_dim of up to 256; all else runs the reference. Under autocast, all three are cast to its dtype.
+            head_dim of up to 256; all else runs the reference, if `plan` is not plain causal attention, which torch's
+            SDPA computes. Under autocast, all three are cast to its dtype.
         k: (batch, seq, key_heads, head_dim); `heads` is a multiple of `key_heads`.
         v: As `k`, or of a smaller head_dim.
         plan: What each query sees.

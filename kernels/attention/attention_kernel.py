@@ -468,26 +468,21 @@ def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 
 
-class _Mask(NamedTuple):
-    """Which keys a query sees, and the number of documents."""
-
-    offsets: torch.Tensor | None
-    documents: int
-    longest: int
-    window: int
-    causal: bool
-
-
-def _mask(tokens: int, offsets: torch.Tensor | None, longest: int, window: int, causal: bool) -> _Mask:
+def _documents_and_window(
+    tokens: int, offsets: torch.Tensor | None, longest: int, window: int, causal: bool
+) -> tuple[int, int]:
+    """The number of documents, and the window; 0 if no document is longer."""
     if window and not causal:
         raise ValueError(f"`window` is {window} with causal=False; it must be 0, which is no window.")
     if offsets is None and tokens % longest:
         raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
     documents = tokens // longest if offsets is None else offsets.numel() - 1
-    return _Mask(offsets, documents, longest, window if window < longest else 0, causal)
+    return documents, window if window < longest else 0
 
 
-def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, mask: _Mask, softcap: float) -> dict[str, Any]:
+def _constants(
+    q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, causal: bool, softcap: float
+) -> dict[str, Any]:
     """What the three kernels know when they are compiled."""
     head_dim = q.shape[2]
     return {
@@ -497,8 +492,8 @@ def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, mask: _Mask, softca
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "QUERIES": tile.queries,
         "KEYS": tile.keys,
-        "CAUSAL": mask.causal,
-        "WINDOW": mask.window > 0,
+        "CAUSAL": causal,
+        "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
         "PRECISE": q.dtype == torch.float32,
         "num_warps": tile.warps,
@@ -544,11 +539,12 @@ def forward(
     if out.numel() == 0:
         return out, lse
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
-    mask, tile = _mask(tokens, offsets, longest, window, causal), tile_for("forward", q)
+    documents, window = _documents_and_window(tokens, offsets, longest, window, causal)
+    tile = tile_for("forward", q)
     inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
     blocks = cdiv(longest, tile.queries)
     with on_device(q):
-        _forward_kernel[(blocks * heads * mask.documents,)](
+        _forward_kernel[(blocks * heads * documents,)](
             q,
             k,
             v,
@@ -558,13 +554,13 @@ def forward(
             tokens,
             longest,
             blocks,
-            mask.window,
+            window,
             inner,
             outer,
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
-            **_constants(q, k, tile, mask, softcap),
+            **_constants(q, k, tile, window, causal, softcap),
         )
     return out, lse
 
@@ -637,7 +633,7 @@ def backward(
     q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
     delta, lse = row_dots(d_out, out), lse.contiguous()
     tokens, heads, head_dim = q.shape
-    mask = _mask(tokens, offsets, longest, window, causal)
+    documents, window = _documents_and_window(tokens, offsets, longest, window, causal)
     factors = transform_factors(softcap or None, scale, 1.0)
     strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
     with on_device(q):
@@ -645,7 +641,7 @@ def backward(
         blocks = cdiv(longest, tile.keys)
         # The registers hold one sum of heads of more than 128 columns: one launch for each, both of which compute p.
         for gradients in ((dk, None), (None, dv)) if head_dim > 128 else ((dk, dv),):
-            _key_gradients_kernel[(blocks * k.shape[1] * mask.documents,)](
+            _key_gradients_kernel[(blocks * k.shape[1] * documents,)](
                 q,
                 k,
                 v,
@@ -657,14 +653,14 @@ def backward(
                 tokens,
                 longest,
                 blocks,
-                mask.window,
+                window,
                 *factors,
                 *strides,
-                **_constants(q, k, tile, mask, softcap),
+                **_constants(q, k, tile, window, causal, softcap),
             )
         tile = tile_for("query gradients", q)
         blocks = cdiv(longest, tile.queries)
-        _query_gradients_kernel[(blocks * heads * mask.documents,)](
+        _query_gradients_kernel[(blocks * heads * documents,)](
             q,
             k,
             v,
@@ -676,9 +672,9 @@ def backward(
             tokens,
             longest,
             blocks,
-            mask.window,
+            window,
             *factors,
             *strides,
-            **_constants(q, k, tile, mask, softcap),
+            **_constants(q, k, tile, window, causal, softcap),
         )
     return dq, dk, dv
