@@ -124,12 +124,14 @@ class Captured(Exception):
 
     Attributes:
         shapes: Number of heads and their size, of queries, keys and values.
+        mask: What is passed as the mask.
         options: Keyword arguments, without the dropout.
         of_parameter: Which of them are parameters of the attention, by the names of both.
     """
 
-    def __init__(self, operands: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+    def __init__(self, operands: tuple[torch.Tensor, ...], mask: Any, options: dict[str, Any]) -> None:
         self.shapes = [(each.shape[1], each.shape[-1]) for each in operands]
+        self.mask = mask
         self.options = {name: value for name, value in options.items() if name != "dropout"}
         self.of_parameter: dict[str, str] = {}
 
@@ -140,7 +142,7 @@ class Captured(Exception):
 
 
 def _capture(module, query, key, value, attention_mask, **options):
-    raise Captured((query, key, value), options)
+    raise Captured((query, key, value), attention_mask, options)
 
 
 CAPTURING = f"{NAME}_capturing"

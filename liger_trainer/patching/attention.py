@@ -39,6 +39,7 @@ CHOSEN = "the model was loaded with attn_implementation="
 _KERNEL = "attention without masks"
 _BATCH, _LENGTH, _WINDOW, _HIDDEN = 2, 24, 5, 8
 _OFFSETS = (0, 7, 8, 24, 30, 48)  # of documents in two rows, one of them a single token
+_WHOLE_ROWS = AttentionPlan(0, None, _LENGTH)
 _USUAL = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"})
 
 
@@ -135,16 +136,17 @@ def _prove(module: nn.Module, probe: Probe) -> Agreement:
     captured = _captured(module, {name: probe.randn(*shape) for name, shape in parameters.items()})
     if isinstance(captured, str):
         return refused(f"it could not be run on a dummy: {captured}")
+    if captured.mask is not _WHOLE_ROWS:
+        return refused("it changes its mask before it calls its attention function")
     largest = max(size for _, size in captured.shapes)
     if largest > MAX_HEAD_DIM:
         return refused(f"its heads have {largest} dimensions, and our attention has up to {MAX_HEAD_DIM}")
     tensors = [probe.randn(_BATCH, heads, _LENGTH, size) for heads, size in captured.shapes]
     tensors += [probe.randn(*shape) for shape in parameters.values()]
     offsets = torch.tensor(_OFFSETS, dtype=torch.int32)
-    # No more than these two: on a GPU each compiles kernels of its own.
-    plans = AttentionPlan(0, None, _LENGTH), AttentionPlan(_WINDOW, offsets, _LENGTH)
     agreements = []
-    for plan in plans:
+    # No more than these two: on a GPU each compiles kernels of its own.
+    for plan in (_WHOLE_ROWS, AttentionPlan(_WINDOW, offsets, _LENGTH)):
         mask = dense(plan, _BATCH, _LENGTH, probe.device)
         original = _computation(eager, module, list(parameters), captured, mask)
         ours = _computation(attention_forward, module, list(parameters), captured, plan)
@@ -204,8 +206,9 @@ def _captured(module: Any, parameters: dict[str, torch.Tensor]) -> Captured | st
         dummy: Any = dummy_module(module, parameters, children)
         dummy.config = _CapturingConfig(module.config)
         try:
+            hidden = torch.ones(1, _LENGTH, _HIDDEN)
             class_of(module).forward(
-                dummy, hidden_states=torch.ones(1, _LENGTH, _HIDDEN), position_embeddings=tables, attention_mask=None
+                dummy, hidden_states=hidden, position_embeddings=tables, attention_mask=_WHOLE_ROWS
             )
         except Captured as captured:
             captured.name_parameters(parameters)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.attention import interface
@@ -255,6 +256,20 @@ def test_left_alone_with_one_reason(name):
     assert model.config._attn_implementation == before
     got = loss_and_gradients(model, batch)
     assert all(torch.equal(got[key], value) for key, value in expected.items())
+
+
+def test_an_attention_that_changes_its_mask_is_left_alone(monkeypatch):
+    """As sparse ones do, which hide keys from it; without a mask they may not."""
+    original = LlamaAttention.forward
+
+    @functools.wraps(original)
+    def forward(self, *args, attention_mask=None, **kwargs):
+        attention_mask = None if attention_mask is None else attention_mask[:]
+        return original(self, *args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    (row,) = attention_rows(apply_liger_kernel(build("llama"), ONLY))
+    assert row.reason == "it changes its mask before it calls its attention function"
 
 
 @pytest.mark.parametrize("chosen", ["eager", "flex_attention", "flash_attention_2", "flash_attention_3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,8 +107,11 @@ def test_values_of_fewer_dimensions(device):
     check(operands(device, torch.float32, value_dim=8), None, plan_of("documents", device))
 
 
-def check_operator(name, device, dtype, sinks, softcap):
-    q, k, v = (x.requires_grad_() for x in operands(device, dtype))
+def check_operator(name, device, dtype, sinks, softcap, heads_first=False):
+    tensors = operands(device, dtype)
+    if heads_first:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    q, k, v = (x.requires_grad_() for x in tensors)
     b = seeded_randn(2, seed=5, device=device, dtype=dtype).requires_grad_() if sinks else None
     plan = plan_of(name, device)
     # The operator itself, as its fake and its autograd are registered for it.
@@ -122,10 +126,21 @@ def test_opcheck(name, sinks, softcap, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", PLANS)
-def test_opcheck_on_flash(name, sinks, device):
-    check_operator(name, device, torch.bfloat16, sinks, 0.0)
+def test_opcheck_on_flash(name, sinks, heads_first, device):
+    """Of operands of any strides, which flash attention gives to its results."""
+    check_operator(name, device, torch.bfloat16, sinks, 0.0, heads_first)
+
+
+@pytest.mark.parametrize(("hip", "capability", "runs"), [(None, 9, True), (None, 7, False), ("6.4", 9, False)])
+def test_flash_is_for_recent_nvidia_gpus(hip, capability, runs, monkeypatch):
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2, 64))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert module._flash_runs(q, 0.0) == runs
+    assert not module._flash_runs(q, 30.0)
 
 
 @pytest.mark.kernel
