@@ -141,25 +141,28 @@ def count_calls_of_the_function(monkeypatch: pytest.MonkeyPatch) -> list[Attenti
 
 @cases
 @pytest.mark.parametrize("kind", BATCHES)
-def test_loss_and_gradients_equal_those_of_eager(name, window, kind):
-    theirs, ours = pair(name, window)
-    with masks_received(ours) as received:
-        assert_equal(theirs, ours, name, BATCHES[kind]())
-    assert received
-    assert all(mask is None or isinstance(mask, AttentionPlan) for mask in received), received
-
-
-@cases
-@pytest.mark.parametrize("kind", BATCHES)
-def test_through_our_own_function(name, window, kind, monkeypatch):
-    """On a CPU the model's own attention runs, with a mask; here the operator does, as where it has kernels."""
+def test_loss_and_gradients_equal_those_of_eager(name, window, kind, monkeypatch):
+    """Through our own function, as on devices where it has kernels."""
     theirs, ours = pair(name, window)
     calls = count_calls_of_the_function(monkeypatch)
     monkeypatch.setattr(interface, "use_triton", lambda query: True)
-    assert_equal(theirs, ours, name, BATCHES[kind]())
+    with masks_received(ours) as received:
+        assert_equal(theirs, ours, name, BATCHES[kind]())
     layers = ours.config.get_text_config().num_hidden_layers
+    assert len(received) == layers
+    assert all(mask is None or isinstance(mask, AttentionPlan) for mask in received), received
     # Whole rows are for torch's own attention, which knows neither soft-caps nor sinks.
     assert len(calls) == layers or (kind in ("full", "right-padded") and name not in ("gemma2", "gpt_oss")), calls
+
+
+@some
+@pytest.mark.parametrize("kind", BATCHES)
+def test_where_there_are_no_kernels_each_call_makes_a_mask(name, kind, monkeypatch):
+    theirs, ours = pair(name, 3 if TAKEN[name].window else None)
+    calls = count_calls_of_the_function(monkeypatch)
+    monkeypatch.setattr(interface, "use_triton", lambda query: False)
+    assert_equal(theirs, ours, name, BATCHES[kind]())
+    assert not calls
 
 
 def on(device: str, batch: Batch) -> Batch:
@@ -490,7 +493,7 @@ def test_a_four_dimensional_mask_is_the_users():
         assert_same(loss_and_gradients(ours, {**batch, "attention_mask": form}), expected, floor=noise(expected))
 
 
-@taken
+@some
 def test_positions_behind_a_mask_of_ones(name):
     """transformers looks for packed rows only where no mask is given."""
     theirs, ours = pair(name, 3 if TAKEN[name].window else None)
@@ -500,7 +503,7 @@ def test_positions_behind_a_mask_of_ones(name):
     assert_same(loss_and_gradients(ours, batch), expected, floor=noise(expected))
 
 
-@taken
+@some
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_of_a_padded_batch(name, side):
     """Counted without padding, as for generation."""
@@ -512,7 +515,7 @@ def test_positions_of_a_padded_batch(name, side):
     assert_same(loss_and_gradients(ours, batch), expected, floor=noise(expected))
 
 
-@taken
+@some
 def test_lengths_of_documents_as_trl_passes_them(name):
     """`padding_free`: one row, with the documents' offsets next to the positions."""
     theirs, ours = pair(name, 3 if TAKEN[name].window else None)
