@@ -35,10 +35,13 @@ from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.runtime import use_triton
 
 MAX_HEAD_DIM = 256
+_MAX_DOCUMENTS = 65535  # of the flash operator, whose grid has them in its second dimension
 
 
-def _flash_runs(q: torch.Tensor, softcap: float) -> bool:
+def _flash_runs(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> bool:
     """Whether torch's flash operator computes this."""
+    if offsets is not None and offsets.numel() > _MAX_DOCUMENTS:
+        return False
     if q.device.type != "cuda" or torch.version.hip is not None or not available(FLASH_OPERATOR):
         return False
     computes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and not softcap
@@ -73,7 +76,7 @@ def _attention(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`."""
-    if _flash_runs(q, softcap):
+    if _flash_runs(q, offsets, softcap):
         places, options = _flash_arguments(offsets, longest, window, scale)
         by_document = [_for_flash(x, offsets) for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
@@ -101,7 +104,7 @@ def _(q, k, v, sinks, offsets, longest, window, scale, softcap):
 def _lse_shape(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> tuple[int, ...]:
     """The flash operator's for whole rows, (batch, heads, seq); else (heads, batch * seq)."""
     batch, length, heads, _ = q.shape
-    return (batch, heads, length) if offsets is None and _flash_runs(q, softcap) else (heads, batch * length)
+    return (batch, heads, length) if offsets is None and _flash_runs(q, offsets, softcap) else (heads, batch * length)
 
 
 @torch.library.custom_op("liger_trainer::attention_backward", mutates_args=())
@@ -120,7 +123,7 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
-    if _flash_runs(q, softcap):
+    if _flash_runs(q, offsets, softcap):
         places, options = _flash_arguments(offsets, longest, window, scale)
         by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # of dropout

@@ -53,7 +53,7 @@ def find_attention(model: nn.Module, enabled: bool, probe: Probe) -> Iterator[Fi
         elif _is_attention(module):
             reason = "it does not call transformers' attention interface" if enabled else SWITCHED_OFF
             yield Finding("attention", type(module).__name__, module, reason=reason)
-    images = "batches with images that see both ways keep their mask" if len(owners) > 1 else ""
+    images = "images that see both ways keep their mask" if len(owners) > 1 else ""
     for config, modules in by_config.items():
         if any(_is_causal(module) for module in modules):  # the others are not a language model's
             yield from _of_one_config(modules, owners.get(config), enabled, images, probe)
@@ -108,7 +108,7 @@ def _default(owner: type[PreTrainedModel]) -> str:
 
 
 def _switch(module: Any, _forward: Callable) -> None:
-    module.config._attn_implementation = NAME
+    module.config._attn_implementation = {"": NAME}  # not that of configs inside it
 
 
 def restore_attention(model: nn.Module) -> None:
@@ -117,7 +117,7 @@ def restore_attention(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
-            module.config._attn_implementation = _default(type(module))
+            module.config._attn_implementation = {"": _default(type(module))}
 
 
 def _prove(module: nn.Module, probe: Probe) -> Agreement:

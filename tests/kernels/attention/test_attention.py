@@ -139,8 +139,9 @@ def test_flash_is_for_recent_nvidia_gpus(hip, capability, runs, monkeypatch):
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2, 64))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert module._flash_runs(q, 0.0) == runs
-    assert not module._flash_runs(q, 30.0)
+    assert module._flash_runs(q, None, 0.0) == module._flash_runs(q, torch.empty(65536), 0.0) == runs
+    assert not module._flash_runs(q, None, 30.0)
+    assert not module._flash_runs(q, torch.empty(65537), 0.0)
 
 
 @pytest.mark.kernel
