@@ -139,11 +139,8 @@ def test_a_second_derivative_is_refused(device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_traced_in_one_graph(extra, device):
-    tensors, plan, options = (
-        operands(device, torch.float32),
-        plan_of("documents and a window", device),
-        {**EXTRAS[extra]},
-    )
+    tensors, plan = operands(device, torch.float32), plan_of("documents and a window", device)
+    options = dict(EXTRAS[extra])
     sinks = seeded_randn(2, seed=5, device=device) if options.pop("sinks", False) else None
     torch.compiler.reset()
     traced = torch.compile(attention, fullgraph=True, backend="aot_eager")
