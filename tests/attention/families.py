@@ -64,6 +64,7 @@ TAKEN: dict[str, Family] = {
     "exaone4": Family(_MIXED, "sliding_window"),
     "phi3": Family(window="sliding_window"),
     "gpt_oss": Family(_MIXED, "sliding_window", positions=False),
+    "granite_swa": Family({**_MIXED, "attention_multiplier": 0.3}, "sliding_window"),
     "granite": Family({"attention_multiplier": 0.3}),
     "glm4": Family(),
     "starcoder2": Family(window="sliding_window"),

@@ -153,6 +153,18 @@ def test_a_second_derivative_is_refused(device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_traced_in_one_graph(extra, device):
+    tensors, plan = operands(device, torch.float32), plan_of("documents and a window", device)
+    options = dict(EXTRAS[extra])
+    sinks = seeded_randn(2, seed=5, device=device) if options.pop("sinks", False) else None
+    torch.compiler.reset()
+    traced = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for one, other in zip(*(results(run, tensors, sinks, plan, **options) for run in (traced, attention)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_checkpointing(reentrant, device):
     tensors, plan = operands(device, torch.float32), plan_of("documents and a window", device)
