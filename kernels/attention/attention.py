@@ -40,7 +40,7 @@ _MAX_DOCUMENTS = 65535  # of the flash operator, whose grid has them in its seco
 
 def _flash_runs(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> bool:
     """Whether torch's flash operator computes this."""
-    if offsets is not None and offsets.numel() > _MAX_DOCUMENTS:
+    if offsets is not None and offsets.numel() - 1 > _MAX_DOCUMENTS:
         return False
     if q.device.type != "cuda" or torch.version.hip is not None or not available(FLASH_OPERATOR):
         return False
