@@ -51,7 +51,7 @@ def _flash_runs(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -
 def _flash_arguments(
     offsets: torch.Tensor | None, longest: int, window: int, scale: float
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A single token in a document is taken for decoding, which ignores documents.
+    # The operator takes a longest document of one token for decoding, which ignores documents.
     longest = max(longest, 2) if offsets is not None else longest
     left = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
     return (offsets, offsets, longest, longest, 0.0, True), {"scale": scale, **left}
@@ -163,7 +163,7 @@ def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, 
     none = (None,) * len(ctx.options)
     if d_out is None:
         return None, None, None, None, None, *none
-    q, k, v, out, lse, sinks, offsets = ctx.saved_tensors  # once: checkpointing gives them out once
+    q, k, v, out, lse, sinks, offsets = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, offsets, *ctx.options)
     return dq, dk, dv, None if sinks is None else db, None, *none
 

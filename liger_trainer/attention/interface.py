@@ -55,9 +55,9 @@ def attention_forward(
     Returns:
         (batch, seq, heads, head_dim), and None; or what the model's own attention returns.
     """
-    own = softcap is not None or s_aux is not None
+    beyond_sdpa = softcap is not None or s_aux is not None
     plan = attention_mask
-    if plan is None and own and query.shape[2] > 1 and _is_causal(module, is_causal):
+    if plan is None and beyond_sdpa and query.shape[2] > 1 and _is_causal(module, is_causal):
         # transformers' None: causal, and what lies behind the queries in a static cache is not there yet.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         plan = AttentionPlan(0, None, query.shape[2])
@@ -67,8 +67,8 @@ def attention_forward(
         if not dropout and use_triton(query):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
-        plan = dense(plan, len(query), query.shape[2], query.device) if own or not plan.masks_nothing else None
-    if own:
+        plan = dense(plan, len(query), query.shape[2], query.device) if beyond_sdpa or not plan.masks_nothing else None
+    if beyond_sdpa:
         return eager_function(module)(
             module, query, key, value, additive(plan, query.dtype), dropout=dropout, scaling=scaling,
             softcap=softcap, s_aux=s_aux, **kwargs,

@@ -32,7 +32,15 @@ from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
-from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
+from liger_trainer.patching.probe import (
+    Agreement,
+    Probe,
+    ProjectionToOnes,
+    class_of,
+    dummy_module,
+    full_shape,
+    identity,
+)
 
 CHOSEN = "the model was loaded with attn_implementation="
 
@@ -53,7 +61,7 @@ def find_attention(model: nn.Module, enabled: bool, probe: Probe) -> Iterator[Fi
         elif _is_attention(module):
             reason = "it does not call transformers' attention interface" if enabled else SWITCHED_OFF
             yield Finding("attention", type(module).__name__, module, reason=reason)
-    images = "images that see both ways keep their mask" if len(owners) > 1 else ""
+    images = "a mask that is not causal, as for images, stays" if len(owners) > 1 else ""
     for config, modules in by_config.items():
         if any(_is_causal(module) for module in modules):  # the others are not a language model's
             yield from _of_one_config(modules, owners.get(config), enabled, images, probe)
@@ -96,7 +104,9 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
-    if owner is None or not available(ATTENTION):
+    if not available(ATTENTION):
+        return "this version of transformers names its attention in another way"
+    if owner is None:
         return "its config is not that of a transformers model"
     chosen = config._attn_implementation
     return split_sequences() if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
@@ -183,26 +193,15 @@ def _computation(
     return run
 
 
-class _Sized(nn.Module):
-    """A projection to ones."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return x.new_ones(*x.shape[:-1], self.size)
-
-
 def _captured(module: Any, parameters: dict[str, torch.Tensor]) -> Captured | str:
     """What the attention passes to its attention function; why it could not be run."""
     children = {
-        name: _Sized(child.out_features) if hasattr(child, "out_features") else nn.Identity()
+        name: ProjectionToOnes(child.out_features) if hasattr(child, "out_features") else nn.Identity()
         for name, child in module._modules.items()
         if child is not None
     }
     failure = ""
-    for tables in _tables(module.head_dim if hasattr(module, "head_dim") else 8):
+    for tables in _tables(getattr(module, "head_dim", 8)):
         dummy: Any = dummy_module(module, parameters, children)
         dummy.config = _CapturingConfig(module.config)
         try:

@@ -242,6 +242,18 @@ def run_attention(
     forward(dummy, hidden_states=hidden, position_embeddings=(table, table), attention_mask=None)
 
 
+class ProjectionToOnes(nn.Module):
+    """A projection whose result, of any input, is `size` ones: for runs that only look at which calls are made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Ones of the shape of `x`, but for the last dimension."""
+        return x.new_ones(*x.shape[:-1], self.size)
+
+
 class _Projection(nn.Linear):
     """A linear layer without a matrix product, so that TF32 and reduced precision do not affect the probe."""
 

@@ -20,7 +20,7 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.norms import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
-from liger_trainer.patching.probe import Probe, full_shape, run_attention
+from liger_trainer.patching.probe import Probe, ProjectionToOnes, full_shape, run_attention
 from liger_trainer.patching.rope import rotary_globals
 
 _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
@@ -44,15 +44,6 @@ class _Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> PendingNorm:
         return PendingNorm(x, x.new_ones(x.shape[-1]), (0.0, 0.0, self.name))
-
-
-class _Projection(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_ones(*x.shape[:-1], self.size)
 
 
 def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
@@ -101,7 +92,7 @@ def _run_to_rotary(
     if forward is None:
         return None
     children = {
-        name: _Norm(name) if name in candidates else _Projection(_HEADS * head_dim)
+        name: _Norm(name) if name in candidates else ProjectionToOnes(_HEADS * head_dim)
         for name, child in module._modules.items()
         if child is not None
     }

@@ -179,7 +179,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("packing that a model does not tell of is missed", "_with_packing",
          r"return plan if packed is None else packed\._replace\(window=plan\.window\)", "return plan",
          "attention/test_families::test_packed_documents_equal_documents_alone", "gpt_oss"),
-        ("reverting leaves our attention", "restore_attention", r"= _default\(type\(module\)\)", "= NAME",
+        ("reverting leaves our attention", "restore_attention", r"_default\(type\(module\)\)", "NAME",
          "attention/test_families::test_revert_restores_exactly", "llama"),
         ("dropout of an adapter does not scale", "_adapters", r"scaling / \(1 - dropout\.p\)", "scaling",
          "patching/::test_dropout_draws_the_masks_that_peft_draws"),

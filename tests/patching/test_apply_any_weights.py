@@ -58,7 +58,11 @@ def test_lora_on_every_projection():
     report = apply_unchanged(model, batch, LAYERS)
     assert report.model == "LlamaForCausalLM in PeftModel"
     assert {row.component: row.count for row in report.applied} == {
-        **{"attention": 2, "rope": 2, "swiglu": 2, "rms_norm": 5, "lora": 10}
+        "attention": 2,
+        "rope": 2,
+        "swiglu": 2,
+        "rms_norm": 5,
+        "lora": 10,
     }
     assert any("gate_proj.lora_A" in name for name in loss_and_gradients(model, batch))
     merged = model.merge_and_unload()
