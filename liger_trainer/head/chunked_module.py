@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
+from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
     is_sharded,
@@ -126,13 +127,18 @@ def vocab_size_of(head: nn.Module) -> int | None:
 
 
 def chunked_rows(
-    logits: Any, target: torch.Tensor, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
+    logits: Any,
+    target: torch.Tensor,
+    ignore_index: int,
+    of_rows: Callable[..., Sequence[torch.Tensor]],
+    *others: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
     Args:
         logits: `(..., V)`, deferred, of any head.
         target: `(...)` class ids.
+        ignore_index: Label of the tokens that do not count; `of_rows` gives them 0.
         of_rows: Maps logits `(n, V)`, labels `(n,)` and the rows of `others` for the same tokens to tensors of `(n,)`;
             it runs again in the backward.
         others: `(..., X)`, of the same tokens.
@@ -144,20 +150,27 @@ def chunked_rows(
     recorded.check()
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
     has_graph = logits.has_graph and torch.is_grad_enabled()
+    target = target.to(hidden.device)
+    others = tuple(other.reshape(-1, other.shape[-1]) for other in others)
+    chosen = labelled_rows(hidden, target, ignore_index, call.logits_memory)
 
-    def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
+    def run(part: torch.Tensor, labels: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
         rows = recorded.chain.replay(product(part))
+        if isinstance(chosen, LabelledRows):  # gathered here, so that only the index is saved for the backward
+            more = tuple(other.index_select(0, *more) for other in others)
         with torch.autocast(part.device.type, enabled=False):
-            return of_rows(rows, *more)
+            return of_rows(rows, labels, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
-    size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
-    flat = [hidden, target.to(hidden.device).reshape(-1), *(other.reshape(-1, other.shape[-1]) for other in others)]
+    size = max(1, chosen.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
+    further = (chosen.index,) if isinstance(chosen, LabelledRows) else others
     with torch.set_grad_enabled(has_graph):
         # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
+        flat = [chosen.gathered(hidden), chosen.target.reshape(-1), *further]
         parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
-        columns = [through_owner(call.head, torch.cat(column)).view(target.shape) for column in zip(*parts)]
+        joined = (through_owner(call.head, chosen.scattered(torch.cat(column))) for column in zip(*parts))
+        columns = [column.view(target.shape) for column in joined]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
 
@@ -180,7 +193,7 @@ def chunked_cross_entropy(
     def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
         return [cross_entropy(rows, labels, ignore_index, "none", None, label_smoothing, class_weights=class_weights)]
 
-    (loss,) = chunked_rows(logits, target, losses)
+    (loss,) = chunked_rows(logits, target, ignore_index, losses)
     if reduction == "none":
         return loss
     return loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
@@ -195,5 +208,5 @@ def chunked_log_probs(
         found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
         return [found.log_probs, *(getattr(found, name) for name in outputs)]
 
-    chosen, *others = chunked_rows(logits, target, statistics)
+    chosen, *others = chunked_rows(logits, target, ignore_index, statistics)
     return LogProbsOutput(chosen, **dict(zip(outputs, others)))
