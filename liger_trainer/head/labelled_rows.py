@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from liger_trainer.head.context import most_labelled_rows
-from liger_trainer.kernels.autograd import one_number
+from liger_trainer.kernels.autograd import one_number, saved_as_is
 
 _ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
 _MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
@@ -69,11 +69,13 @@ class LabelledRows(AllRows):
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
         """`(K, H)` of `hidden` `(..., H)`."""
-        return _Gather.apply(hidden.reshape(-1, hidden.shape[-1]), self.index, self.slots, self.too_many)
+        with saved_as_is():
+            return _Gather.apply(hidden.reshape(-1, hidden.shape[-1]), self.index, self.slots, self.too_many)
 
     def scattered(self, values: torch.Tensor) -> torch.Tensor:
         """`values` `(K,)` in the shape of all labels, 0 where there is none."""
-        return _Scatter.apply(values, self.index, self.slots, self.shape)
+        with saved_as_is():
+            return _Scatter.apply(values, self.index, self.slots, self.shape)
 
 
 def labelled_rows(
