@@ -27,7 +27,7 @@ from liger_trainer.kernels.autograd import one_number, saved_as_is
 
 _ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
 _MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
-_DEVICES = ("cpu", "cuda", "mps")  # those of torch.nonzero_static
+_DEVICES = ("cpu", "cuda")  # elsewhere torch.nonzero_static may be missing, and a count may stall the device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -65,15 +65,13 @@ class CountOnDevice:
 
     Args:
         count: 0-d, of integers.
-        event: Creates an event of the count's device; by default that of its device module. Not used on the CPU, which
-            has nothing to wait for.
+        event: Creates the event to wait for; by default CUDA's for a count on CUDA. Any other count is read when asked.
     """
 
     def __init__(self, count: torch.Tensor, event: Callable[[], Any] | None = None) -> None:
         self._ready: Any = None
         self._count = count
-        if event is None and count.device.type != "cpu":
-            event = torch.get_device_module(count.device).Event
+        event = torch.cuda.Event if event is None and count.is_cuda else event
         if event is not None:
             self._count = torch.empty((), dtype=count.dtype, pin_memory=count.is_cuda)
             self._count.copy_(count, non_blocking=True)

@@ -11,7 +11,7 @@ from transformers import BatchEncoding
 
 from liger_trainer.head import context, labelled_rows
 from liger_trainer.trainers import labelled_bound
-from liger_trainer.trainers.labelled_bound import CountOnDevice, LabelledBounds, add_count
+from liger_trainer.trainers.labelled_bound import CountOnDevice, LabelledBounds, add_count, bound_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal
 from tests.trainers.parity import build, lora
@@ -105,7 +105,7 @@ CAUSAL = {
 
 
 @pytest.mark.parametrize("case", CAUSAL)
-def test_trainer(case, tmp_path, monkeypatch, chosen, on_device):
+def test_batches_of_the_collator(case, tmp_path, monkeypatch, chosen, on_device):
     options = {"bf16": False, "rows": few_labels(), **CAUSAL[case]}
     assert_trains_alike(lambda: causal(tmp_path, **options), monkeypatch, chosen)
     assert not on_device, "the collator knew the labels"
@@ -277,6 +277,12 @@ def test_the_larger_count_bounds_every_forward():
     assert labelled_bound._KEY not in batch
     assert bounds.of(dict(batch))() == 3
     assert isinstance(bounds.of({**batch, "completion_mask": torch.ones(1, 3)}), CountOnDevice)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(None, 7), (3, 7), (2, 5), (1, 4)])
+def test_forwards_of_some_rows_each(rows, most):
+    mask = torch.tensor([[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    assert bound_of_parts(mask, rows)() == most
 
 
 def test_a_count_on_the_device_is_waited_for_once():
