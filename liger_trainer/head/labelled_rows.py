@@ -98,11 +98,12 @@ def labelled_rows(
         teacher: `(..., X)` of the same tokens, without gradient, if its rows are gathered too.
     """
     everything = AllRows(target, logits_memory)
+    if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES:
+        return everything
     total = target.numel()
     worth = math.floor(_MOST_OF_ALL * total)
-    if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES or worth < _ROW_MULTIPLE:
-        return everything
-    most = most_labelled_rows() if hidden.shape[:-1].numel() == total else None
+    is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
+    most = most_labelled_rows() if is_known else None
     if most is None:
         return everything
     kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE

@@ -221,9 +221,18 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
         """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
-        # A loss function of the user may score other tokens. TRL's trainers have a string in its place.
-        own = self.model.training and self.args.use_liger_kernel and not callable(self.compute_loss_func)
-        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if own and self._has_whole_rows else None)
+        counts = (
+            self.model.training and self.args.use_liger_kernel and self._has_whole_rows and not self._has_users_loss
+        )
+        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if counts else None)
+
+    @property
+    def _has_users_loss(self) -> bool:
+        """Whether a function or a subclass of the user computes the loss, which may score any tokens."""
+        # TRL's trainers have a string in place of the function, and the loss in a method of their own.
+        known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
+        users = (kind for kind in type(self).__mro__ if not kind.__module__.startswith(known))
+        return callable(self.compute_loss_func) or any("_compute_loss" in vars(kind) for kind in users)
 
     @property
     def _has_whole_rows(self) -> bool:

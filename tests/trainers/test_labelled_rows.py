@@ -7,17 +7,20 @@ import random
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import BatchEncoding
 
+from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.head import context, labelled_rows
 from liger_trainer.trainers import labelled_bound
+from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.labelled_bound import CountOnDevice, LabelledBounds, add_count, bound_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal
 from tests.trainers.parity import build, lora
 from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.test_parity_distillation import student
-from tests.trainers.tiny import logged, token_rows
+from tests.trainers.tiny import COMMON, WORDS, llama, logged, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -215,6 +218,21 @@ def test_a_loss_function_of_the_user_gets_all_rows(tmp_path, chosen):
     assert not trainer._guard.findings
 
 
+def test_a_loss_of_a_subclass_gets_all_rows(tmp_path, chosen):
+    class OverPrompts(LigerDPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            everything = {**inputs, "completion_mask": inputs["attention_mask"]}
+            return super()._compute_loss(model, everything, return_outputs)
+
+    rows = [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
+    settings = {**COMMON, "bf16": False, "gradient_checkpointing": False}
+    args = LigerDPOConfig(str(tmp_path), **settings)
+    trainer = OverPrompts(llama(), llama(), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    trainer.train()
+    assert not chosen
+    assert not trainer._guard.findings
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_labels_that_were_changed_are_counted_again(in_place, tmp_path, on_device, chosen):
     class Unmasking(LigerTrainer):
@@ -235,8 +253,6 @@ def test_labels_that_were_changed_are_counted_again(in_place, tmp_path, on_devic
 @pytest.mark.parametrize("streamed", [False, True])
 def test_batches_that_accelerate_dispatches(streamed, tmp_path, chosen, on_device):
     """Such a loader can split nothing but tensors, so the device counts."""
-    from datasets import Dataset
-
     rows = [{name: tensor.tolist() for name, tensor in row.items()} for row in few_labels()]
     data = Dataset.from_list(rows)
     data = data.to_iterable_dataset() if streamed else data
