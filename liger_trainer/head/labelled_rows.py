@@ -145,6 +145,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, too_many: torch.Tensor
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.total = hidden.shape[0]
         ctx.save_for_backward(slots)
         rows = hidden.index_select(0, index)
@@ -152,23 +153,29 @@ class _Gather(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (slots,) = ctx.saved_tensors
-        return _placed(grad, slots, ctx.total), None, None, None
+        return None if grad is None else _placed(grad, slots, ctx.total), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
-    """`values` `(K,)` at `slots` of zeros. An expanded gradient stays expanded, so that it is seen to be one number."""
+    """`values` `(K,)` at `slots` of zeros.
+
+    An expanded gradient stays expanded, so that it is seen to be one number, and no gradient stays none.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, values: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(index)
         return _placed(values, slots, shape.numel()).clone().view(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
         (index,) = ctx.saved_tensors
         number = one_number(grad)
         taken = grad.reshape(-1).index_select(0, index) if number is None else number.expand(index.shape)

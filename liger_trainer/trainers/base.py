@@ -221,10 +221,9 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
 
     def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
         """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
-        counts = (
-            self.model.training and self.args.use_liger_kernel and self._has_whole_rows and not self._has_users_loss
-        )
-        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if counts else None)
+        trains = self.model.training and self.args.use_liger_kernel
+        knows = trains and self._has_whole_rows and not self._has_users_loss
+        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if knows else None)
 
     @property
     def _has_users_loss(self) -> bool:

@@ -221,6 +221,37 @@ def test_the_gradient_of_a_sum_is_seen_to_be_one_number(weighted, monkeypatch):
     assert bool(read) is weighted
 
 
+class Sink(torch.autograd.Function):
+    """Passes on gradients that are missing, as DistributedDataParallel does."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_a_missing_gradient_stays_missing(monkeypatch):
+    """One of zeros would make the head compute its logits again."""
+    again = lambda *args: pytest.fail("the logits were recomputed")  # noqa: E731
+    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", again)
+    head, hidden = make_head("trained"), make_hidden()
+    with labelled_rows_at_most(lambda: 300):
+        found = head_log_probs(defer(head, hidden), make_labels(300), ("entropy",), expected_grad=1.0)
+    chosen, _ = Sink.apply(found.log_probs, found.entropy)
+    (-chosen).sum().backward()
+    assert hidden.grad.any()
+    Sink.apply(make_rows(hidden).gathered(hidden), hidden)[1].sum().backward()
+
+
+def make_rows(hidden):
+    with labelled_rows_at_most(lambda: 300):
+        return labelled_rows(hidden, make_labels(300), -100, 2**20)
+
+
 def test_nothing_is_read_by_the_host():
     """Fake tensors have no values: reading one is an error."""
     with FakeTensorMode(), labelled_rows_at_most(lambda: 300):
