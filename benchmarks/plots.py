@@ -191,7 +191,9 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         for library, own in _by_library(found).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
-            axis.plot(*zip(*points), marker="o", markersize=4, label=library, color=_COLOURS.get(library))
+            style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
+            style["linestyle"] = "-" if any(record.activation_memory for record in own) else ":"  # nothing in between
+            axis.plot(*zip(*points), **style)
             for record, point in zip(own, points):
                 axis.annotate(_setting(record), point, (4, 4), textcoords="offset points", fontsize=6)
         axis.set_xlabel("peak memory, GiB")

@@ -289,6 +289,7 @@ def test_the_picture_of_speed_and_memory(tmp_path, monkeypatch):
     (axis,) = drawn[0].axes  # the other model has no `activation_memory`, so it has no picture
     lines = {line.get_label(): [*zip(*line.get_data())] for line in axis.get_lines()}
     ours = [(60.0, 1.0), (61.0, 3.0), (80.0, 5.0), (90.0, 6.0)]
+    assert [line.get_linestyle() for line in axis.get_lines()] == [":", "-"]
     assert lines == {"liger-kernel": [(62.0, 0.5)], "liger_trainer": ours}
     assert [text.get_text() for text in axis.texts] == ["", "", "8GiB", "auto", "no checkpointing"]
     assert plots.draw_pareto(others, "GPU", file) is None
