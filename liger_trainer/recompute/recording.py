@@ -118,13 +118,13 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
             for address in given:  # which of them is written to does not matter: such a call is rare
                 self._forget(address)
         results = list(_tensors(result))
-        made = {address: tensor for tensor in results for address in _addresses(tensor)}
-        is_new = bool(results) and not given & made.keys()
+        made = {address for tensor in results for address in _addresses(tensor)}
+        is_new = bool(results) and all(map(_memory_of, results)) and not given & made
         keepable = is_new and all(map(torch.equal, drawn, _random_state(self._device)))
-        for address in made:
+        for address in made - given:  # a view leaves the memory to the call that made it
             self._made[address] = call if keepable else None
         if keepable:
-            self._frame.bytes[call] = sum(_local(tensor).nbytes for tensor in results)
+            self._frame.bytes[call] = sum(_memory_of(tensor) for tensor in results)
         return result
 
     def _forget(self, address: int) -> None:
@@ -213,12 +213,18 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this process has."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor with the memory of `tensor`, the local one of a DTensor; None for other subclasses."""
+    tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    plain = _plain(tensor)
+    return 0 if plain is None else plain.nbytes
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    storage = _local(tensor).untyped_storage()
-    if storage.nbytes():
-        yield storage.data_ptr()
+    plain = _plain(tensor)
+    if plain is not None and plain.untyped_storage().nbytes():
+        yield plain.untyped_storage().data_ptr()
