@@ -11,6 +11,8 @@ from liger_trainer.recompute.activation_memory import ActivationMemory
 from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.builders import causal, dpo, losses_and_norms, sft
+from tests.trainers.parity import KINDS, build
+from tests.trainers.parity import lora as adapters
 from tests.trainers.tiny import llama, token_rows
 
 ON = {"gradient_checkpointing": True, "max_steps": 4, "kernel_report": False}
@@ -27,8 +29,8 @@ def lora(dropout=0.0, model=llama):
     return adapted
 
 
-def trained(build, folder, make, **options):
-    trainer = build(folder, make(), **{**ON, **options})
+def trained(builder, folder, make, **options):
+    trainer = builder(folder, make(), **{**ON, **options})
     trainer.train()
     return trainer
 
@@ -77,11 +79,16 @@ def test_no_bit_changes_with(options, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("build", [sft, dpo])
-@pytest.mark.parametrize("make", [llama, lora])
-def test_trainers_of_trl(build, make, tmp_path):
-    without = trained(build, tmp_path, make)
-    kept = trained(build, tmp_path, make, activation_memory="1GiB")
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainers_of_trl(kind, adapted, tmp_path, folders):
+    def train(**options):
+        further = {"peft_config": adapters()} if adapted else {}
+        trainer = build(kind, True, tmp_path, folders["llama"], **{**ON, **further, **options})
+        trainer.train()
+        return trainer
+
+    without, kept = train(), train(activation_memory="1GiB")
     assert_same(kept, without)
     assert kept._kept.kept > 0
 
