@@ -1,7 +1,8 @@
 """Measuring a training step that keeps nothing: what its layers could keep, and the memory that it takes.
 
 A layer's forward shows which results could be kept: new tensors that nothing writes to afterwards, of operators that
-draw no random numbers. Its recomputation shows what each would save, and ends where nothing more is needed.
+draw no random numbers and exchange nothing with other processes, which might not keep the same. Its recomputation shows
+what each of them would save, and ends where nothing more is needed.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
         results = list(_tensors(result))
         made = {address for tensor in results for address in _addresses(tensor)}
         is_new = bool(results) and all(map(_memory_of, results)) and not given & made
-        keepable = is_new and all(map(torch.equal, drawn, _random_state(self._device)))
+        keepable = is_new and not _communicates(func) and all(map(torch.equal, drawn, _random_state(self._device)))
         for address in made - given:  # a view leaves the memory to the call that made it
             self._made[address] = call if keepable else None
         if keepable:
@@ -153,6 +154,10 @@ def _next_call(operator: Any, count: Counter[str]) -> Call:
     name = operator_name(operator)
     count[name] += 1
     return Call(name, count[name] - 1)
+
+
+def _communicates(operator: Any) -> bool:
+    return any(argument.name in ("group", "group_name") for argument in operator._schema.arguments)
 
 
 def _candidates(frame: _Frame, copy: float) -> tuple[Candidate, ...]:

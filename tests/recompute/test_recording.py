@@ -21,6 +21,16 @@ def noisy(x: torch.Tensor) -> torch.Tensor:
 noisy.register_fake(torch.empty_like)
 noisy.register_autograd(lambda ctx, grad: grad)
 
+
+@torch.library.custom_op("liger_trainer_tests::sent", mutates_args=())
+def sent(x: torch.Tensor, group: str) -> torch.Tensor:
+    """An operator that all processes of a group have to call."""
+    return x.sin()
+
+
+sent.register_fake(lambda x, group: torch.empty_like(x))
+sent.register_autograd(lambda ctx, grad: (grad, None))
+
 A, B = torch.randn(64, 64), torch.randn(64, 64)
 
 
@@ -66,6 +76,12 @@ def test_what_is_written_to_afterwards_is_no_candidate(through_view):
 def test_random_results_are_no_candidates():
     found, _ = record(lambda x: (noisy(x @ A).sin() @ B).sin(), 512, 64)
     assert not {call.operator for call in found} & {"liger_trainer_tests::noisy"}
+    assert Call("aten::mm", 0) in found
+
+
+def test_what_other_processes_send_is_no_candidate():
+    found, _ = record(lambda x: (sent(x @ A, "world").sin() @ B).sin(), 512, 64)
+    assert not {call.operator for call in found} & {"liger_trainer_tests::sent"}
     assert Call("aten::mm", 0) in found
 
 
