@@ -9,8 +9,8 @@ token, where a token attends to C tokens in the mean:
     gate, up    2 I                     4 H I           not with `tiled_mlp`
     experts     2 k E                   4 H k E         gate and up of k experts a token, in our operator
 
-Adapters change none of these widths; with dropout, a layer keeps nothing. Norms, rope, and activations cost little
-time, and the down projection is not repeated by a recomputation, so they are never kept.
+Adapters change none of these widths. The down projection is not repeated by a recomputation. Norms, rope and
+activations come last, as they save little time for their bytes; they are not counted here.
 
 A result with more time a byte is kept before others; where two are equal, in this order. Time is counted in FLOP of
 matmuls; attention takes `ATTENTION_TIME` as long for as many. Each is kept in the last
@@ -77,13 +77,13 @@ def layer_results(
     hidden, query, projected = shape.hidden, shape.query, shape.query + 2 * shape.key_value
     attended = ATTENTION_TIME * 4 * query * attended_tokens(shape, length)
     chosen = 2 * shape.experts_per_token * shape.expert_intermediate
-    tiled, drawn = tiled_mlp and not shape.experts_per_token, shape.adapter_dropout
+    tiled = tiled_mlp and not shape.experts_per_token
     found = [
-        Result("residual", compute * hidden, 2 * query * hidden, not drawn),
-        Result("attention", compute * query + 4 * shape.heads, attended, not drawn and implementation != "eager"),
-        Result("q, k, v", compute * projected, 2 * hidden * projected, not drawn),
-        Result("gate, up", compute * 2 * shape.intermediate, 4 * hidden * shape.intermediate, not (drawn or tiled)),
-        Result("experts", compute * chosen, 2 * hidden * chosen, not drawn and shape.fused_experts),
+        Result("residual", compute * hidden, 2 * query * hidden),
+        Result("attention", compute * query + 4 * shape.heads, attended, implementation != "eager"),
+        Result("q, k, v", compute * projected, 2 * hidden * projected),
+        Result("gate, up", compute * 2 * shape.intermediate, 4 * hidden * shape.intermediate, not tiled),
+        Result("experts", compute * chosen, 2 * hidden * chosen, shape.fused_experts),
     ]
     return [result for result in found if result.bytes]
 

@@ -103,6 +103,8 @@ def test_without_operations_it_lists_them(capsys):
         (["rms_norm", "--provider_file", "absent.py"], "No provider file 'absent.py'."),
         (["training", "--activation_memory", "auto", "--providers", "hf"], "add it to `--providers`"),
         (["training", "--activation_memory", "auto", "--no_checkpointing"], "leave `--no_checkpointing` out"),
+        (["training", "--activation_memory", "auto", "--warmup", "1"], "give `--warmup` 2 or more"),
+        (["training", "--activation_memory", "auto", "--steps", "2"], "more `--steps` than that"),
         (["longest", "--activation_memory", "auto"], "`--activation_memory` is for `bench training`"),
         (["training", "--activation_memory", "much"], "`activation_memory` is 'much'; give bytes"),
         (["training", "--quantize", "nf4", "--device", "cpu"], "there is nothing to train; give `--lora`"),

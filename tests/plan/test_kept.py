@@ -58,10 +58,6 @@ def test_what_can_be_kept(implementation, tiled, names):
     assert len(found) == 4  # all of them take time
 
 
-def test_layers_with_dropout_keep_nothing():
-    assert bytes_a_token("llama3-8b", rank=16, adapter_dropout=True) == {}
-
-
 @pytest.mark.parametrize(
     ("window", "full", "length", "attended"),
     [

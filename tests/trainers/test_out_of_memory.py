@@ -117,7 +117,8 @@ def test_the_plan_of_a_trainer_counts_what_it_keeps(tmp_path, monkeypatch):
         trainer.args.activation_memory = size
         assert running(trainer, (4, 1000)) == (run, dataclasses.replace(without, activation_memory=bytes_))
     trainer.args.activation_memory = "auto"
-    card = types.SimpleNamespace(total_memory=2 * estimate(run, without).total)
+    everything = estimate(run, dataclasses.replace(without, activation_memory=2**40)).total
+    card = types.SimpleNamespace(total_memory=everything)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda", 0))
     _, setting = running(trainer, (4, 1000))
