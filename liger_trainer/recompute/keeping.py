@@ -7,7 +7,6 @@ import functools
 from collections import Counter
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from liger_trainer.recompute.budget import Call
@@ -25,7 +24,7 @@ def keeping_contexts(calls: frozenset[Call]) -> _Contexts:
     seen: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     operators = {call.operator for call in calls}
 
-    def policy(context: Any, operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator_name(operator)
         if name not in operators:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -38,6 +37,6 @@ def keeping_contexts(calls: frozenset[Call]) -> _Contexts:
 
 
 @functools.cache
-def operator_name(operator: torch._ops.OpOverload) -> str:
+def operator_name(operator: Any) -> str:
     """The operator as ``namespace::name.overload``."""
     return operator.name()

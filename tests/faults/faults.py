@@ -115,7 +115,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"first \+ QUERIES - window, 0", "first - window, 0", "attention_kernel::test_any_tile", "window"),
         ("attention's keys miss their last queries", "_queries_of",
          r"first \+ KEYS - 1 \+ window", "first + window", "attention_kernel::test_any_tile", "window"),
-        ("dk without the slope of the soft-cap", "_key_gradients_kernel", r"ds \*= slope", "ds *= 0.25",
+        ("dk without the slope of the soft-cap", "key_gradients_kernel", r"ds \*= slope", "ds *= 0.25",
          "attention_kernel::test_fp32", "capped"),
         ("sinks do not scale the result of attention", "_with_sinks", r"return out\.mul_\(factor\)", "return out",
          "attention/test_attention::test_values_and_gradients", "sinks and fp32"),
