@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from liger_trainer.attention.interface import NAME
-from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
+from liger_trainer.parallel.sequences import split_by_file
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.head import HeadSettings
@@ -22,7 +23,7 @@ from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
-from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
+from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values, model_class, published_config
 from liger_trainer.recipe.schema import mapping
@@ -48,6 +49,7 @@ class Inputs:
         run: Model and work.
         notes: What was assumed, or is not counted.
         shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
+        activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     """
 
     source: Path
@@ -55,6 +57,7 @@ class Inputs:
     run: Run
     notes: tuple[str, ...]
     shared_experts: int = 0
+    activation_memory: int | Literal["auto"] = 0
 
     @property
     def batch_is_fixed(self) -> bool:
@@ -86,6 +89,7 @@ def read_inputs(
     fused = bool(values["use_liger_kernel"] and kernels.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
     try:
         every, reduced = _every_n_layers(values), _sync_each_batch(values)
+        budget = activation_memory_of(SimpleNamespace(**values)) or 0
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))
@@ -93,7 +97,8 @@ def read_inputs(
             check_logits_memory(int(kernels.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
-    notes = _notes(values, config, prompt_length)
+    split = split_by_file(accelerate_config(values["accelerate_config"])) if values["accelerate_config"] else ""
+    notes = _notes(values, config, prompt_length, split)
     half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
@@ -103,13 +108,13 @@ def read_inputs(
         weight_bytes=dtype.itemsize,
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
-        implementation=_attention(values, kernels, model),
+        implementation=_attention(values, kernels, model, split),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
         sync_each_batch=reduced,
     )
     splits = can_split_experts(config) and split_obstacle(values) is None  # what recipes refuse is not proposed
-    return Inputs(source, values, run, notes, count_experts(config) if splits else 0)
+    return Inputs(source, values, run, notes, count_experts(config) if splits else 0, budget)
 
 
 def _check_experts(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
@@ -200,11 +205,11 @@ def _bits(values: Mapping[str, Any]) -> int | None:
     return 4 if values["load_in_4bit"] else 8 if values["load_in_8bit"] else None
 
 
-def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any) -> str:
+def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any, split: str) -> str:
     """The attention that the model will run: ours in the place of transformers' default, if it is on and proved."""
     default, asked = named_attention(model), values["attn_implementation"]
     written = default if asked in (None, "auto") else str(asked)
-    if written != default or not (values["use_liger_kernel"] and kernels.attention):
+    if split or written != default or not (values["use_liger_kernel"] and kernels.attention):
         return written
     probe = Probe(torch.device("cpu"))
     with probe.isolated():
@@ -256,8 +261,10 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     return {"generated": steps or 1, "all_micro_batches": not steps}
 
 
-def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
+def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int, split: str) -> tuple[str, ...]:
     notes = []
+    if split:
+        notes.append(f"Sequences are planned whole, although {split}.")
     name = values["model_name_or_path"]
     if name is not None and published_config(name, values["model_revision"]) is not None:
         notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")
