@@ -27,7 +27,7 @@ from liger_trainer.head.lm_head import (
     whole_parameter,
 )
 from liger_trainer.head.partitions import is_partitioned, on_whole_parameters
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.head.loss_arguments import checked_class_weights, inverse_normalizer
 
@@ -126,23 +126,23 @@ def vocab_size_of(head: nn.Module) -> int | None:
 
 
 def chunked_rows(
-    logits: Any, target: torch.Tensor, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
+    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
 ) -> list[torch.Tensor]:
     """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
     Args:
         logits: `(..., V)`, deferred, of any head.
-        target: `(...)` class ids.
-        of_rows: Maps logits `(n, V)`, labels `(n,)` and the rows of `others` for the same tokens to tensors of `(n,)`;
-            it runs again in the backward.
-        others: `(..., X)`, of the same tokens.
+        of_rows: Maps logits `(n, V)` and the rows of `others` for the same tokens to tensors of `(n, ...)`; it runs
+            again in the backward.
+        others: `(...)` or `(..., X)`, of the same tokens and on the device of the logits.
 
     Returns:
-        The tensors, shaped as `target`.
+        The tensors, with the leading dimensions of `logits` in the place of n.
     """
     recorded = logits.recorded
     recorded.check()
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
+    lead = logits.meta.shape[:-1]
     has_graph = logits.has_graph and torch.is_grad_enabled()
 
     def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -151,13 +151,14 @@ def chunked_rows(
             return of_rows(rows, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
-    size = max(1, call.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
-    flat = [hidden, target.to(hidden.device).reshape(-1), *(other.reshape(-1, other.shape[-1]) for other in others)]
+    size = max(1, call.logits_memory // (call.vocab_size * logits.meta.element_size()))
+    flat = [hidden, *(other.reshape(len(hidden), *other.shape[len(lead) :]) for other in others)]
     with torch.set_grad_enabled(has_graph):
         # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
         parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
-        columns = [through_owner(call.head, torch.cat(column)).view(target.shape) for column in zip(*parts)]
+        columns = [torch.cat(column) for column in zip(*parts)]
+        columns = [through_owner(call.head, column).view(*lead, *column.shape[1:]) for column in columns]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
 
@@ -169,8 +170,12 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
     class_weights: torch.Tensor | None,
-) -> torch.Tensor:
-    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time."""
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time.
+
+    With `outputs`, values of each token that `cross_entropy` takes, it is a `CrossEntropyOutput`.
+    """
     hidden = logits.recorded.hidden
     target = target.to(hidden.device)
     class_weights = checked_class_weights(
@@ -178,12 +183,17 @@ def chunked_cross_entropy(
     )
 
     def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
-        return [cross_entropy(rows, labels, ignore_index, "none", None, label_smoothing, class_weights=class_weights)]
+        found: Any = cross_entropy(
+            *(rows, labels, ignore_index, "none", None, label_smoothing),
+            class_weights=class_weights,
+            outputs=outputs,
+        )
+        return [found.loss, *(getattr(found, name) for name in outputs)] if outputs else [found]
 
-    (loss,) = chunked_rows(logits, target, losses)
-    if reduction == "none":
-        return loss
-    return loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
+    loss, *tokens = chunked_rows(logits, losses, target)
+    if reduction != "none":
+        loss = loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
+    return CrossEntropyOutput(loss, **dict(zip(outputs, tokens))) if outputs else loss
 
 
 def chunked_log_probs(
@@ -195,5 +205,5 @@ def chunked_log_probs(
         found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
         return [found.log_probs, *(getattr(found, name) for name in outputs)]
 
-    chosen, *others = chunked_rows(logits, target, statistics)
+    chosen, *others = chunked_rows(logits, statistics, target.to(logits.device))
     return LogProbsOutput(chosen, **dict(zip(outputs, others)))

@@ -122,7 +122,7 @@ def _of_chunks(
 ) -> list[torch.Tensor]:
     """`of_rows`, with the logits of one chunk of tokens in memory at a time."""
     if not isinstance(teacher, DeferredLogits) or not teacher.recordable:
-        return chunked_rows(student, labels, of_rows, build(teacher).detach())
+        return chunked_rows(student, of_rows, labels, build(teacher).detach())
     recorded = teacher.recorded
     recorded.check()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def _of_chunks(
             teacher_rows = recorded.chain.replay(product(hidden))
         return of_rows(rows, labels, teacher_rows)
 
-    return chunked_rows(student, labels, of_hidden, recorded.hidden.detach())
+    return chunked_rows(student, of_hidden, labels, recorded.hidden.detach())
 
 
 def _of_rows(
