@@ -218,6 +218,15 @@ def test_no_warning_where_nothing_is_collected(tmp_path, caplog):
     assert "collects" not in caplog.text
 
 
+def test_what_a_function_returns_is_built_in_its_step(tmp_path):
+    trainer = build(tmp_path, llama(), preprocess_logits_for_metrics=PREPROCESS["last token"])
+    kept, gather = [], trainer.gather_function
+    trainer.gather_function = lambda value: (kept.append(type(value)), gather(value))[1]
+    trainer.predict(token_rows(10))
+    assert set(kept) == {torch.Tensor}
+    assert len(kept) == 3 * 3, "losses, predictions and labels of three batches"
+
+
 class Accuracy:
     """Metrics of one batch after the other."""
 
@@ -283,16 +292,20 @@ def test_errors_of_the_users_functions_come_through(tmp_path):
         trainer.evaluate()
 
 
-def test_generation_inside_metrics_is_not_deferred(tmp_path):
-    trainer = build(tmp_path, llama())
-    ids = torch.tensor([[5, 6, 7]])
+def test_a_generation_inside_a_step_has_its_logits(tmp_path):
+    kinds = []
 
-    def preprocess(logits, labels):
-        trainer.model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        return logits.argmax(-1)
+    class Generating(LigerTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            hook = model.register_forward_hook(lambda module, inputs, outputs: kinds.append(type(outputs.logits)))
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+            hook.remove()
+            return super().compute_loss(model, *args, **kwargs)
 
-    trainer.preprocess_logits_for_metrics, trainer.compute_metrics = preprocess, compute_metrics
-    assert trainer.evaluate()["eval_size0"] == 10 * LENGTH
+    functions = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": PREPROCESS["argmax"]}
+    metrics = causal(tmp_path, llama(), Generating, eval_dataset=token_rows(4), **functions).evaluate()
+    assert kinds == [torch.Tensor] * 4
+    assert metrics["eval_size0"] == 4 * LENGTH
 
 
 # The metrics of all tokens.
@@ -407,14 +420,16 @@ def test_not_logged(options, tmp_path):
     assert not set(OWN) & build(tmp_path, llama(), **options).evaluate().keys()
 
 
-def test_a_loss_of_two_heads_is_of_neither(tmp_path):
-    class Twice(LigerTrainer):
+def test_a_batch_with_two_losses_leaves_them_out(tmp_path):
+    class SometimesTwo(LigerTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            first = super().compute_loss(model, inputs, True, num_items_in_batch)
-            second = super().compute_loss(model, inputs, False, num_items_in_batch)
-            return (first[0] + second, first[1]) if return_outputs else first[0] + second
+            if (inputs["labels"] != -100).sum() > 12:
+                super().compute_loss(model, inputs, True, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    trainer = causal(tmp_path, llama(), Twice, eval_dataset=token_rows(4))
+    trainer = causal(tmp_path, llama(), SometimesTwo, eval_dataset=token_rows(4), per_device_eval_batch_size=2)
+    counts = [int((batch["labels"] != -100).sum()) for batch in trainer.get_eval_dataloader()]
+    assert min(counts) <= 12 < max(counts)
     assert not set(OWN) & trainer.evaluate().keys()
 
 
