@@ -12,12 +12,15 @@ from liger_trainer.callbacks.logged import LoggedMetricsCallback
 
 _GIB = 2**30
 
+_remembered: dict[torch.device, int] = {}
+
 
 class MemoryCallback(LoggedMetricsCallback):
     """Logs `peak_memory_gib`, the most this process has had allocated so far.
 
     On an accelerator that is the peak of the caching allocator (`max_memory_allocated`), whose counter is not reset, so
-    that others can measure with it. On a CPU it is the peak resident memory of the process.
+    that others can measure with it; only `activation_memory` resets it, in the second step. On a CPU it is the peak
+    resident memory of the process.
     """
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
@@ -27,10 +30,15 @@ class MemoryCallback(LoggedMetricsCallback):
     summary = metrics
 
 
+def remember_peak(device: torch.device) -> None:
+    """To be called before the allocator's peak of `device` is reset."""
+    _remembered[device] = _peak(device)
+
+
 def _peak(device: torch.device) -> int:
     backend = _allocator(device)
     if backend is not None:
-        return backend.max_memory_allocated(device)
+        return max(_remembered.get(device, 0), backend.max_memory_allocated(device))
     try:
         import resource
     except ImportError:  # not on Windows

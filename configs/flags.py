@@ -69,12 +69,17 @@ class KernelFlags:
             Fraction of those bytes that is offloaded, above 0 and at most 1: every second layer's input with 0.5. The
             rest stays on the accelerator, for a host with too little memory. Pinned memory may be allocated in powers
             of two, so that a tensor takes up to twice its size there.
+        activation_memory (`str` or `int`, *optional*):
+            With gradient checkpointing, memory for results that the layers keep for the backward pass instead of
+            computing them again: bytes, a string such as `"20GiB"`, or `"auto"` for what the GPU has left. `0` keeps
+            none, as does the default. Loss and gradients keep their bits.
 
     Raises:
         ValueError: for an unknown component (the message names the nearest valid one), a flag or switch that is not a
             boolean, a configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is not
-            a size, a `learning_rate` that is not finite or below 0, a `router_z_loss_coef` below 0, or an
-            `activation_offloading_fraction` that is out of range or given without `activation_offloading`.
+            a size, a `learning_rate` that is not finite or below 0, a `router_z_loss_coef` below 0, an
+            `activation_offloading_fraction` that is out of range or given without `activation_offloading`, or an
+            `activation_memory` that is neither a size nor `"auto"`.
     """
 
     use_liger_kernel: bool = field(
@@ -126,6 +131,13 @@ class KernelFlags:
         default=1.0,
         metadata={"help": "Fraction of the bytes saved for backward that is offloaded: above 0, up to 1."},
     )
+    activation_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "With gradient checkpointing, memory for results that layers keep instead of computing them again: "
+            "bytes, a size such as '20GiB', or 'auto' for what the GPU has left."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
@@ -140,6 +152,7 @@ class KernelFlags:
             raise ValueError(f"`learning_rate` is {rate!r}; it must be a finite number, 0 or more.")
         self.kernel_config()  # an error belongs here, where the user wrote the value
         retained_bytes_of(self)
+        activation_memory_of(self)
         check_loss_type(self)
         if self.non_finite not in ("stop", "skip", "off"):
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
@@ -194,6 +207,21 @@ def retained_bytes_of(args: Any) -> int | None:
     """`retain_logits_memory` of any training arguments, in bytes; None if it is not set."""
     value = getattr(args, "retain_logits_memory", None)
     return None if value is None else parse_bytes(value, "retain_logits_memory", at_least=0)
+
+
+def activation_memory_of(args: Any) -> int | Literal["auto"] | None:
+    """`activation_memory` of any training arguments: bytes, ``"auto"``, or None if it is not set.
+
+    Raises:
+        ValueError: if it is neither a size, 0 or more, nor ``"auto"``.
+    """
+    value = getattr(args, "activation_memory", None)
+    if value is None or value == "auto":
+        return value
+    try:
+        return parse_bytes(value, "activation_memory", at_least=0)
+    except ValueError as error:
+        raise ValueError(f"{error} Or 'auto', for what the GPU has left.") from None
 
 
 def kernel_mapping_of(args: Any) -> dict[str, Any]:

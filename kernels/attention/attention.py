@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import FLASH_OPERATOR
-from liger_trainer.kernels.attention import attention_kernel
+from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import refuse_second_derivative
@@ -83,7 +83,7 @@ def _attention(
         out = out.contiguous()  # its strides are those of q
     else:
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out, lse = attention_kernel.forward(*tokens, offsets, longest, window, True, scale, softcap)
+        out, lse = attention_launch.forward(*tokens, offsets, longest, window, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return out.view(q.shape), lse
@@ -126,11 +126,12 @@ def _attention_backward(
     if _flash_runs(q, offsets, softcap):
         places, options = _flash_arguments(offsets, longest, window, scale)
         by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)  # of dropout
+        # The seed and offset of dropout: without it, nothing writes them in the forward or reads them here.
+        state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
         gradients = torch.ops.aten._flash_attention_backward(*by_document, lse, *places, state, unused, **options)
     else:
         tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
-        gradients = attention_kernel.backward(*tokens, lse, offsets, longest, window, True, scale, softcap)
+        gradients = attention_launch.backward(*tokens, lse, offsets, longest, window, scale, softcap)
     dq, dk, dv = (gradient.contiguous().view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
     db = q.new_empty(0) if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
     return dq, dk, dv, db
@@ -138,7 +139,7 @@ def _attention_backward(
 
 def _sinks_gradient(d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     batch, length, heads, _ = out.shape
-    dots = attention_kernel.row_dots(d_out.flatten(0, 1), out.flatten(0, 1))
+    dots = attention_launch.row_dots(d_out.flatten(0, 1), out.flatten(0, 1))
     by_head = lse if lse.dim() == 2 else lse.transpose(0, 1).reshape(heads, batch * length)
     return -(torch.exp(sinks.float()[:, None] - by_head) * dots).sum(1).to(sinks.dtype)
 

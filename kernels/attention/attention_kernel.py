@@ -26,15 +26,9 @@ masked; those that all of its queries see whole, without a mask; those on the di
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
-
 from liger_trainer.kernels.fast_math import tanh_and_derivative
-from liger_trainer.kernels.head.logit_rows import transform_factors, transform_logits
-from liger_trainer.kernels.norms.launch import device_limits
-from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
-from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.head.logit_rows import transform_logits
+from liger_trainer.kernels.runtime import tl, triton
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the kernels share. Positions are those within a document, int32; offsets of elements are int64. Strides of tokens
@@ -96,28 +90,21 @@ def _scores(products, inner, outer, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr
 
 
 @triton.jit
-def _sees(query, key, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _sees(query, key, length, window, WINDOW: tl.constexpr):
     """Which queries see which keys; one is a row of positions and the other a column."""
-    seen = (query < length) & (key < length)
-    if CAUSAL:
-        seen = seen & (key <= query)
+    seen = (query < length) & (key < length) & (key <= query)
     if WINDOW:
         seen = seen & (key > query - window)
     return seen
 
 
 @triton.jit
-def _keys_of(
-    first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
+def _keys_of(first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The keys of QUERIES queries: where they begin, where blocks that all see whole begin and end, where they end."""
     begin = 0
     whole = 0
-    edge = length // KEYS * KEYS
-    end = length
-    if CAUSAL:
-        edge = (first + 1) // KEYS * KEYS
-        end = tl.minimum(first + QUERIES, length)
+    edge = (first + 1) // KEYS * KEYS
+    end = tl.minimum(first + QUERIES, length)
     if WINDOW:
         begin = tl.maximum(first + 1 - window, 0) // KEYS * KEYS
         whole = tl.minimum(tl.cdiv(tl.maximum(first + QUERIES - window, 0), KEYS) * KEYS, end)
@@ -126,21 +113,16 @@ def _keys_of(
 
 
 @triton.jit
-def _queries_of(
-    first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
+def _queries_of(first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The queries of KEYS keys, as `_keys_of`."""
-    begin = 0
-    whole = 0
     edge = length // QUERIES * QUERIES
     end = length
     if WINDOW:
         edge = tl.minimum(edge, (first + window) // QUERIES * QUERIES)
         end = tl.minimum(first + KEYS - 1 + window, length)
-    if CAUSAL:
-        begin = first // QUERIES * QUERIES
-        whole = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
-        edge = tl.maximum(edge, whole)
+    begin = first // QUERIES * QUERIES
+    whole = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
+    edge = tl.maximum(edge, whole)
     return begin, whole, edge, end
 
 
@@ -161,7 +143,7 @@ def _part(part: tl.constexpr, begin, whole, edge, end):
 
 
 @triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
-def _forward_kernel(
+def forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -186,7 +168,6 @@ def _forward_kernel(
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -196,7 +177,7 @@ def _forward_kernel(
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
     block, head, document = _program(blocks, HEADS)
     start, length = _document(offsets_ptr, longest, document)
-    first = (blocks - 1 - block) * QUERIES  # under causality, the last blocks have the most keys: they go first
+    first = (blocks - 1 - block) * QUERIES  # the last blocks have the most keys: they go first
     if first >= length:
         return
     query = first + tl.arange(0, QUERIES)
@@ -206,7 +187,7 @@ def _forward_kernel(
     sums = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
     for part in tl.static_range(3):
         low, high = _part(part, begin, whole, edge, end)
         for first_key in range(low, high, KEYS):
@@ -214,7 +195,7 @@ def _forward_kernel(
             k = _load_rows(k_ptr, key, k_token, length, part != 1, D, BLOCK_D)
             scores, _ = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
             if part != 1:
-                seen = _sees(query[:, None], key[None, :], length, window, CAUSAL, WINDOW)
+                seen = _sees(query[:, None], key[None, :], length, window, WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             base = new_peak
@@ -237,7 +218,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
-def _delta_kernel(
+def delta_kernel(
     dout_ptr,
     out_ptr,
     delta_ptr,
@@ -271,7 +252,7 @@ def _load_statistics(lse_ptr, delta_ptr, query, length, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
-def _key_gradients_kernel(
+def key_gradients_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -302,7 +283,6 @@ def _key_gradients_kernel(
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -322,7 +302,7 @@ def _key_gradients_kernel(
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     if dv_ptr is not None:
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    begin, whole, edge, end = _queries_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    begin, whole, edge, end = _queries_of(first, length, window, QUERIES, KEYS, WINDOW)
     for member in range(GROUP):
         head = key_head * GROUP + member
         q_base = q_ptr + start * q_token + head * q_head
@@ -338,7 +318,7 @@ def _key_gradients_kernel(
                 scores, slope = _scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
                 p = tl.exp2(scores - lse[None, :])
                 if part != 1:
-                    p = tl.where(_sees(query[None, :], key[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
+                    p = tl.where(_sees(query[None, :], key[:, None], length, window, WINDOW), p, 0.0)
                 dout = _load_rows(dout_base, query, dout_token, length, part != 1, D, BLOCK_D)
                 if dv_ptr is not None:
                     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -355,7 +335,7 @@ def _key_gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
-def _query_gradients_kernel(
+def query_gradients_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -385,7 +365,6 @@ def _query_gradients_kernel(
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -406,7 +385,7 @@ def _query_gradients_kernel(
     k_ptr += start * k_token + head // GROUP * k_head
     v_ptr += start * v_token + head // GROUP * v_head
     dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, CAUSAL, WINDOW)
+    begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
     for part in tl.static_range(3):
         low, high = _part(part, begin, whole, edge, end)
         for first_key in range(low, high, KEYS):
@@ -416,265 +395,9 @@ def _query_gradients_kernel(
             scores, slope = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
             p = tl.exp2(scores - lse[:, None])
             if part != 1:
-                p = tl.where(_sees(query[:, None], key[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
+                p = tl.where(_sees(query[:, None], key[None, :], length, window, WINDOW), p, 0.0)
             ds = p * (tl.dot(dout, v.T, input_precision=PRECISION) - delta[:, None])
             if SOFTCAP:
                 ds *= slope
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     _store_rows(dq_ptr + (start * HEADS + head) * D, dq * factor, query, HEADS * D, length, D, BLOCK_D)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Tile(NamedTuple):
-    """A launch configuration of one of the kernels."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-_HOPPER = 227 * 1024
-"""Bytes of shared memory that a program may have on Hopper and on B200."""
-
-_TILES = {
-    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
-    "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
-}
-"""Tiles of half precision for heads of up to so many columns, where a program has `_HOPPER`."""
-
-_SMALL_TILES = {
-    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
-    "key gradients": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 2)},
-    "query gradients": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
-}
-"""The same for other devices, whose programs have 99 KiB or more."""
-
-_FP32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
-"""Tiles of fp32, whose products are made of single multiplications and keep their operands in registers."""
-
-
-def tile_for(kernel: str, q: torch.Tensor) -> Tile:
-    """The tile of a kernel: ``"forward"``, ``"key gradients"`` or ``"query gradients"``."""
-    if INTERPRETED:
-        return Tile(32, 16, 4, 1)
-    large = device_limits(q.device).shared_memory >= _HOPPER
-    tiles = _FP32_TILES if q.dtype == torch.float32 else (_TILES if large else _SMALL_TILES)[kernel]
-    return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
-
-
-def _documents_and_window(
-    tokens: int, offsets: torch.Tensor | None, longest: int, window: int, causal: bool
-) -> tuple[int, int]:
-    """The number of documents, and the window; 0 if no document is longer."""
-    if window and not causal:
-        raise ValueError(f"`window` is {window} with causal=False; it must be 0, which is no window.")
-    if offsets is None and tokens % longest:
-        raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
-    documents = tokens // longest if offsets is None else offsets.numel() - 1
-    return documents, window if window < longest else 0
-
-
-def _constants(
-    q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, causal: bool, softcap: float
-) -> dict[str, Any]:
-    """What the three kernels know when they are compiled."""
-    head_dim = q.shape[2]
-    return {
-        "HEADS": q.shape[1],
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": head_dim,
-        "BLOCK_D": max(16, next_power_of_2(head_dim)),
-        "QUERIES": tile.queries,
-        "KEYS": tile.keys,
-        "CAUSAL": causal,
-        "WINDOW": window > 0,
-        "SOFTCAP": softcap > 0,
-        "PRECISE": q.dtype == torch.float32,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    offsets: torch.Tensor | None,
-    longest: int,
-    window: int,
-    causal: bool,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each document to itself.
-
-    Args:
-        q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
-            if the last one is not 1.
-        k: Keys, (T, k_heads, D); query head h reads key head h // (q_heads / k_heads), which must divide.
-        v: Values, shaped as `k`.
-        offsets: int32 (documents + 1,), on the device: document d is the tokens offsets[d] to offsets[d + 1] - 1, and
-            may be empty; every token belongs to one. None for documents of `longest` tokens each.
-        longest: At least the number of tokens of the longest document, at least 1.
-        window: A query i sees the keys from i - window + 1 on; 0 for all of its document.
-        causal: Whether it sees only the keys up to i. Without, `window` must be 0.
-        scale: Factor of q . k.
-        softcap: Bound of the scaled scores, softcap * tanh(score / softcap); 0 for none.
-
-    Returns:
-        out (T, q_heads, D), contiguous and in the dtype of `q`, and lse (q_heads, T) in float32, the natural logarithm
-        of the sum of the exponentials of the scaled and capped scores.
-
-    Raises:
-        ValueError: If `window` is set without `causal`, or `longest` does not divide T without `offsets`.
-    """
-    tokens, heads, _ = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    q, k, v = (contiguous_columns(x) for x in (q, k, v))
-    documents, window = _documents_and_window(tokens, offsets, longest, window, causal)
-    tile = tile_for("forward", q)
-    inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
-    blocks = cdiv(longest, tile.queries)
-    with on_device(q):
-        _forward_kernel[(blocks * heads * documents,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            offsets,
-            tokens,
-            longest,
-            blocks,
-            window,
-            inner,
-            outer,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            **_constants(q, k, tile, window, causal, softcap),
-        )
-    return out, lse
-
-
-def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The delta (heads, T), the dot products of the rows of `d_out` and `out`, both (T, heads, D), in float32."""
-    tokens, heads, head_dim = out.shape
-    delta = out.new_empty((heads, tokens), dtype=torch.float32)
-    if out.numel() == 0:
-        return delta
-    d_out, out = contiguous_columns(d_out), contiguous_columns(out)
-    block_d, rows = max(16, next_power_of_2(head_dim)), 32
-    blocks = cdiv(tokens, rows)
-    with on_device(out):
-        _delta_kernel[(blocks * heads,)](
-            d_out,
-            out,
-            delta,
-            tokens,
-            blocks,
-            *d_out.stride()[:2],
-            *out.stride()[:2],
-            D=head_dim,
-            BLOCK_D=block_d,
-            ROWS=rows,
-            num_warps=4,
-        )
-    return delta
-
-
-def backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    offsets: torch.Tensor | None,
-    longest: int,
-    window: int,
-    causal: bool,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `forward`, or of one whose result was merged with that of further keys.
-
-    Args:
-        d_out: Gradient of `out`, (T, q_heads, D), in its dtype and with any strides.
-        q: As for `forward`, like `k`, `v` and all that is not described here.
-        k: Keys.
-        v: Values.
-        out: Result, (T, q_heads, D): that of `forward`, or merged.
-        lse: Logarithm of the sum of exponentials, float32 (q_heads, T), contiguous: that of `forward`, or merged.
-        offsets: Documents.
-        longest: Length.
-        window: Window.
-        causal: Causality.
-        scale: Factor.
-        softcap: Bound.
-
-    Returns:
-        The gradients of q, k and v, contiguous and in their dtypes. The same bits in every run.
-
-    Raises:
-        ValueError: As `forward`.
-    """
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    if dq.numel() == 0:
-        return dq, dk, dv
-    q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
-    delta, lse = row_dots(d_out, out), lse.contiguous()
-    tokens, heads, head_dim = q.shape
-    documents, window = _documents_and_window(tokens, offsets, longest, window, causal)
-    factors = transform_factors(softcap or None, scale, 1.0)
-    strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
-    with on_device(q):
-        tile = tile_for("key gradients", q)
-        blocks = cdiv(longest, tile.keys)
-        # The registers hold one sum of heads of more than 128 columns: one launch for each, both of which compute p.
-        for gradients in ((dk, None), (None, dv)) if head_dim > 128 else ((dk, dv),):
-            _key_gradients_kernel[(blocks * k.shape[1] * documents,)](
-                q,
-                k,
-                v,
-                d_out,
-                lse,
-                delta,
-                *gradients,
-                offsets,
-                tokens,
-                longest,
-                blocks,
-                window,
-                *factors,
-                *strides,
-                **_constants(q, k, tile, window, causal, softcap),
-            )
-        tile = tile_for("query gradients", q)
-        blocks = cdiv(longest, tile.queries)
-        _query_gradients_kernel[(blocks * heads * documents,)](
-            q,
-            k,
-            v,
-            d_out,
-            lse,
-            delta,
-            dq,
-            offsets,
-            tokens,
-            longest,
-            blocks,
-            window,
-            *factors,
-            *strides,
-            **_constants(q, k, tile, window, causal, softcap),
-        )
-    return dq, dk, dv

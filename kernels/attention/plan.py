@@ -18,11 +18,13 @@ class AttentionPlan(NamedTuple):
         window: How many keys a query sees at most, itself included; 0 for all in its document.
         offsets: int32 (documents + 1,), where documents begin, and the number of tokens; None if rows are documents.
         longest: At least the length of the longest document.
+        whole_rows: Whether rows without `offsets` are known to be documents; else `position_ids` may tell of packing.
     """
 
     window: int
     offsets: torch.Tensor | None
     longest: int
+    whole_rows: bool = False
 
     @property
     def ndim(self) -> int:

@@ -90,7 +90,7 @@ _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str, Any]) -> AttentionPlan:
     """`plan` with the documents of packed rows, which some models (GPT-OSS) do not tell their mask function of."""
     positions, offsets, longest = (kwargs.get(name) for name in ("position_ids", "cu_seq_lens_q", "max_length_q"))
-    if plan.offsets is not None:
+    if plan.offsets is not None or plan.whole_rows:
         return plan
     if offsets is not None and longest is not None:
         return plan._replace(offsets=offsets.to(torch.int32), longest=int(longest))

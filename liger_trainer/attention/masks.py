@@ -143,11 +143,8 @@ def _plan(
         return None
     chunks = 0 < pattern.chunk < length
     if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
-        plan = AttentionPlan(window, None, length)
-        if padding_mask is None or plan.masks_nothing:
-            return plan
-        # With a padding mask, transformers does not look for packing. Offsets keep our attention from looking, too.
-        return plan_of(list(range(0, batch * length, length)), batch * length, window, device)
+        # With a padding mask, transformers does not look for packing.
+        return AttentionPlan(window, None, length, whole_rows=padding_mask is not None)
     starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
     return plan_of(starts, batch * length, window, device)
 

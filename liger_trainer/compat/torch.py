@@ -90,6 +90,21 @@ WHOLE_GRAPHS = Feature(
     needed=False,
 )
 
+OPERATOR_CALLS = Feature(
+    "keeping activations by `activation_memory`",
+    Private("torch.utils._python_dispatch:TorchDispatchMode"),
+    Private("torch.utils._pytree:tree_leaves", "tree, ..."),
+    Private("torch._ops:OpOverload.__init__", uses="_schema"),
+)
+
+CHECKPOINT_WRAPPERS = Feature(
+    "keeping activations of layers that FSDP checkpoints",
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper.forward",
+        uses="checkpoint_fn, _checkpoint_wrapped_module",
+    ),
+)
+
 MODULE_CONTENTS = Feature(
     "reading the parameters, buffers and children of a module",
     Private("torch.nn:Module.__init__", uses="_parameters, _buffers, _modules"),

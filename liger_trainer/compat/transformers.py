@@ -181,3 +181,9 @@ ATTENTION = Feature(
     Private("transformers:PreTrainedModel._supports_sdpa"),
     needed=False,
 )
+
+CHECKPOINTED_LAYERS = Feature(
+    "keeping activations by `activation_memory`",
+    Private("transformers.modeling_layers:GradientCheckpointingLayer.gradient_checkpointing"),
+    Private("transformers:PreTrainedModel._set_gradient_checkpointing", uses="_gradient_checkpointing_func"),
+)

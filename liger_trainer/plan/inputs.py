@@ -13,6 +13,7 @@ import torch
 from liger_trainer.attention.interface import NAME
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
+from liger_trainer.parallel.sequences import split_by_file
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.head import HeadSettings
@@ -22,7 +23,7 @@ from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
 from liger_trainer.recipe.checks import split_obstacle
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
-from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe
+from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values, model_class, published_config
 from liger_trainer.recipe.schema import mapping
@@ -93,7 +94,8 @@ def read_inputs(
             check_logits_memory(int(kernels.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
-    notes = _notes(values, config, prompt_length)
+    split = split_by_file(accelerate_config(values["accelerate_config"])) if values["accelerate_config"] else ""
+    notes = _notes(values, config, prompt_length, split)
     half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
@@ -103,7 +105,7 @@ def read_inputs(
         weight_bytes=dtype.itemsize,
         mixed=half,
         optim=str(getattr(values["optim"], "value", values["optim"])),
-        implementation=_attention(values, kernels, model),
+        implementation=_attention(values, kernels, model, split),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
         sync_each_batch=reduced,
@@ -200,11 +202,11 @@ def _bits(values: Mapping[str, Any]) -> int | None:
     return 4 if values["load_in_4bit"] else 8 if values["load_in_8bit"] else None
 
 
-def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any) -> str:
+def _attention(values: Mapping[str, Any], kernels: KernelConfig, model: Any, split: str) -> str:
     """The attention that the model will run: ours in the place of transformers' default, if it is on and proved."""
     default, asked = named_attention(model), values["attn_implementation"]
     written = default if asked in (None, "auto") else str(asked)
-    if written != default or not (values["use_liger_kernel"] and kernels.attention):
+    if split or written != default or not (values["use_liger_kernel"] and kernels.attention):
         return written
     probe = Probe(torch.device("cpu"))
     with probe.isolated():
@@ -256,8 +258,10 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     return {"generated": steps or 1, "all_micro_batches": not steps}
 
 
-def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int) -> tuple[str, ...]:
+def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int, split: str) -> tuple[str, ...]:
     notes = []
+    if split:
+        notes.append(f"Sequences are planned whole, although {split}.")
     name = values["model_name_or_path"]
     if name is not None and published_config(name, values["model_revision"]) is not None:
         notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")

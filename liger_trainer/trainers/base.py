@@ -44,9 +44,9 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
+from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
-from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator
 from liger_trainer.trainers.checks.launch import check_launch
@@ -84,7 +84,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
@@ -134,6 +134,7 @@ class LigerTrainerMixin(EvaluatingMixin, ResumingMixin, ConvertedCheckpointsMixi
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
         self._offloading = step_offloading(self)
+        self._prepare_activation_memory()
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""

@@ -20,6 +20,7 @@ from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.head import patch_head
+from liger_trainer.trainers.activation_memory import check_selective
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
@@ -55,6 +56,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         config = given.arguments["args"] = own_arguments(self._configured(given.arguments.get("args"), model))
         check_loss_type(config)
         check_offloading(config)  # TRL would raise an AttributeError
+        check_selective(config)  # TRL takes it out of the arguments
         wants = wants_kernels(config)
         head = self._own_fused_head(config)
         # For TRL, `use_liger_kernel` means the liger-kernel package: it would warn, and switch its fused head off.

@@ -100,6 +100,15 @@ def test_the_attention_that_is_assumed(capsys, options, line):
     assert line in out.splitlines()
 
 
+def test_attention_that_is_left_to_the_launch(capsys, tmp_path):
+    launch = tmp_path / "launch.yaml"
+    launch.write_text("distributed_type: FSDP\nparallelism_config:\n  parallelism_config_cp_size: 2\n")
+    code, out, err = run(capsys, "llama3_8b_sft", "--gpus", "2", "--accelerate_config", str(launch))
+    assert code == 0, err
+    assert "attention: torch's SDPA" in out.splitlines()
+    assert "Sequences are planned whole, although the launch splits sequences with `cp_size=2`" in out
+
+
 def test_no_tensor_is_allocated(capsys, monkeypatch):
     sizes = []
     real = torch.nn.Parameter.__new__

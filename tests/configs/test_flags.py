@@ -10,7 +10,7 @@ from trl import TrlParser
 from liger_trainer.configs.cpo_config import LigerCPOConfig
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.configs.flags import activation_memory_of, kernel_config_of, retained_bytes_of
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
 from liger_trainer.configs.kto_config import LigerKTOConfig
@@ -50,6 +50,16 @@ def test_retained_logits(cls, tmp_path):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
+def test_activation_memory(cls, tmp_path):
+    sizes = {"0": 0, 0: 0, "20GiB": 20 * 2**30, 2**30: 2**30, "auto": "auto", None: None}
+    assert [activation_memory_of(make(cls, tmp_path, activation_memory=value)) for value in sizes] == [*sizes.values()]
+    assert activation_memory_of(make(cls.__bases__[1], tmp_path)) is None
+    options = f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --activation_memory 1.5GiB"
+    (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(options.split())
+    assert activation_memory_of(args) == 3 * 2**29
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_mapping_and_json_and_liger_names(cls, tmp_path):
     for value in ({"rms_norm": False}, '{"rms_norm": false}'):
         args = make(cls, tmp_path, liger_kernel_config=value)
@@ -76,6 +86,10 @@ def test_unknown_key_names_the_nearest(cls, tmp_path):
         ({"logits_memory": "lots"}, "logits_memory"),
         ({"logits_memory": "0"}, "more than 0"),
         ({"logits_memory": "1.5"}, "bytes as an int"),
+        ({"activation_memory": "20 GiBs"}, "`activation_memory` is '20 GiBs'; give bytes .* Or 'auto'"),
+        ({"activation_memory": "max"}, "`activation_memory` is 'max'"),
+        ({"activation_memory": -1}, "`activation_memory` is -1; it must be 0 or more bytes"),
+        ({"activation_memory": True}, "`activation_memory` is True"),
         ({"non_finite": "maybe"}, "'stop', 'skip' or 'off'"),
         ({"use_liger_kernel": "no"}, "`use_liger_kernel` is 'no'; it must be true or false"),
         ({"strict_kernels": "yes"}, "`strict_kernels` is 'yes'"),

@@ -81,9 +81,12 @@ class ResumingMixin(Trainer):
                 resume_from_checkpoint = os.fspath(resume_from_checkpoint)
                 checkpoint = Path(resume_from_checkpoint)
                 finish_interrupted(checkpoint.parent)
-                _check(checkpoint, self.model)
-                self._say_what_is_lost(checkpoint)
+                self._before_resuming(checkpoint)
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+
+    def _before_resuming(self, checkpoint: Path) -> None:
+        _check(checkpoint, self.model)
+        self._say_what_is_lost(checkpoint)
 
     def _say_what_is_lost(self, checkpoint: Path) -> None:
         """Warns if the checkpoint does not have all of a run's state, as with `save_only_model`."""

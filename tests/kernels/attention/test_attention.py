@@ -14,6 +14,7 @@ from liger_trainer.kernels.attention.attention import attention, attention_refer
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.accuracy import seeded_randn
+from tests.device import peak_memory
 
 BATCH, LENGTH = 2, 20
 OFFSETS = (0, 1, 9, 9, 20, 31, 40)  # with an empty document and one of a single token
@@ -66,10 +67,13 @@ def check(tensors, sinks, plan, **options):
     ours = distances(results(attention, tensors, sinks, plan, **options), truth)
     eager = distances(results(attention_reference, tensors, sinks, plan, **options), truth)
     half = tensors[0].dtype != torch.float32
+    # With sinks, the kernel's output, which is rounded, is scaled and rounded once more, and the gradients are computed
+    # from it. Such errors are spread over half a unit in the last place, of at most eps: eps / sqrt(12) in the norm.
+    again = torch.finfo(tensors[0].dtype).eps / 12**0.5 if half and sinks is not None else 0.0
     # The last is the sinks': sums of products of the output, which is rounded to half precision and cancels.
     floors = [2.0**-8 if half else 1e-6] * 4 + [2.0**-7 if half else 1e-6]
     for error, allowed, floor in zip(ours, eager, floors):
-        assert error <= max(SLACK * allowed, floor)
+        assert error <= max(SLACK * allowed + again, floor)
 
 
 @pytest.mark.kernel
@@ -253,10 +257,12 @@ def test_flash_is_deterministic_where_torch_is(device):
 
 
 @pytest.mark.gpu
-def test_a_row_of_16384_tokens_keeps_no_matrix(device):
-    leaves = [x.requires_grad_() for x in operands(device, torch.bfloat16, (8, 4), 256, length=16384, batch=1)]
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    attention(*leaves, plan=AttentionPlan(1024, None, 16384)).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 2 * 16384**2  # a mask in bfloat16
+def test_memory_grows_with_the_length_of_a_row(device):
+    """Not with its square, as that of a mask or of scores would: twice the tokens would take four times as much."""
+
+    def peak(length):
+        leaves = [x.requires_grad_() for x in operands(device, torch.bfloat16, (8, 4), 256, length=length, batch=1)]
+        plan = AttentionPlan(1024, None, length)
+        return peak_memory(lambda: torch.autograd.grad(attention(*leaves, plan=plan).sum(), leaves))
+
+    assert peak(16384) <= 2.2 * peak(8192)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_trainer.kernels.attention import attention_kernel
-from liger_trainer.kernels.attention.attention_kernel import Tile, backward, forward, row_dots
+from liger_trainer.kernels.attention import attention_launch
+from liger_trainer.kernels.attention.attention_launch import Tile, backward, forward, row_dots
 from liger_trainer.kernels.norms.launch import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
@@ -22,7 +22,6 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (1, 1)
     head_dim: int = 16
     window: int = 0
-    causal: bool = True
     softcap: float = 0.0
 
     def offsets(self, device):
@@ -31,7 +30,7 @@ class Case(NamedTuple):
     def arguments(self, device):
         """What follows q, k and v (or lse) in the arguments of `forward` and `backward`."""
         # A bound on the longest document may be loose.
-        return self.offsets(device), max(self.lengths) + 3, self.window, self.causal, self.scale, self.softcap
+        return self.offsets(device), max(self.lengths) + 3, self.window, self.scale, self.softcap
 
     @property
     def scale(self):
@@ -51,9 +50,7 @@ class Case(NamedTuple):
         position = torch.arange(tokens, device=device)
         document = torch.repeat_interleave(torch.tensor(self.lengths)).to(device)
         distance = position[:, None] - position[None, :]
-        seen = document[:, None] == document[None, :]
-        if self.causal:
-            seen &= distance >= 0
+        seen = (document[:, None] == document[None, :]) & (distance >= 0)
         if self.window:
             seen &= distance < self.window
         return seen
@@ -113,21 +110,18 @@ CASES = {
     "window 21": Case((75,), window=21),
     "window of a block": Case((75,), window=32),
     "window as long": Case((40,), window=40),
-    "all keys": Case((45,), causal=False),
     "documents": Case((0, 33, 1, 0, 18, 0)),
     "documents with a window": Case((33, 1, 40), window=5),
-    "documents, all keys": Case((17, 1, 34), causal=False),
     "lengths around a block": Case((1, 63, 64, 127, 192), window=70),
     "capped": Case((40,), softcap=1.0),
     "capped, with a window": Case((50,), softcap=3.0, window=9),
-    "capped, all keys": Case((20,), softcap=0.5, causal=False),
     "capped, far from the cap": Case((40,), softcap=500.0),
     "grouped": Case((35,), heads=(4, 2)),
     "one key head": Case((20,), heads=(3, 1), softcap=2.0),
     "three to one": Case((20, 18), heads=(6, 2), window=11),
     "64": Case((33,), head_dim=64),
     "80": Case((33,), head_dim=80, heads=(2, 1)),
-    "96": Case((20,), head_dim=96, causal=False),
+    "96": Case((20,), head_dim=96),
     "128": Case((33,), head_dim=128, softcap=2.0),
     "192": Case((17,), head_dim=192, window=3),
     "256": Case((17,), head_dim=256, softcap=2.0),
@@ -154,12 +148,12 @@ def test_half_precision_is_no_worse_than_eager(name, dtype, device):
 @pytest.mark.parametrize("tile", [(16, 16), (16, 64), (64, 16)])
 @pytest.mark.parametrize(
     "case",
-    [Case((100, 5), window=33), Case((37, 80)), Case((70,), window=2), Case((50,), causal=False)],
-    ids=["window", "documents", "window 2", "all keys"],
+    [Case((100, 5), window=33), Case((37, 80)), Case((70,), window=2)],
+    ids=["window", "documents", "window 2"],
 )
 def test_any_tile(case, tile, device, monkeypatch):
     """The bounds of the parts with and without a mask follow from both sides of a tile."""
-    monkeypatch.setattr(attention_kernel, "tile_for", lambda *kernel: Tile(*tile, 4, 1))
+    monkeypatch.setattr(attention_launch, "tile_for", lambda *kernel: Tile(*tile, 4, 1))
     assert_accurate(case, torch.float32, device)
 
 
@@ -179,7 +173,7 @@ def test_equal_documents_without_offsets(device):
     case = Case((35, 35))
     q, k, v, d_out = case.inputs(torch.float32, device)
     expected = case.ours(q, k, v, d_out)
-    arguments = (None, 35, 0, True, case.scale, 0.0)
+    arguments = (None, 35, 0, case.scale, 0.0)
     out, lse = forward(q, k, v, *arguments)
     results = [out, lse, *backward(d_out, q, k, v, out, lse, *arguments)]
     assert all(torch.equal(ours, right) for ours, right in zip(results, expected))
@@ -207,11 +201,15 @@ def test_scores_whose_exponentials_underflow(dtype, device):
     exact, ours = case.exact(q, k, v, d_out), case.ours(q, k, v, d_out)
     assert exact[1].max() < -100
     assert all(x.isfinite().all() for x in ours)
-    if dtype == torch.float32:  # a score of -180 has an error of 1e-5
-        assert max(errors(ours, exact)) < 2e-5
-    else:
-        for error, eager in zip(errors(ours, exact), errors(case.dense(q, k, v, d_out), exact)):
-            assert error <= 1.1 * eager
+    # Besides the errors of the products q . k, which eager has too, p has that of a score of -180: half a unit in the
+    # last place. In the backward the compiler makes one operation of a score's product and difference, so it is another
+    # one than in the forward, and the terms of dq, in which the common part of the keys cancels, no longer add up to 0.
+    rounding = 2.0**-24 * exact[1].abs().max().item() if dtype == torch.float32 else 0.0
+    cancelled = (k.norm() / (k - k.mean(0)).norm()).item()
+    eager = errors(case.dense(q, k, v, d_out), exact)
+    for name, error, theirs in zip(NAMES, errors(ours, exact), eager):
+        limit = 1.1 * theirs + rounding * (cancelled if name == "dq" else 1.0)
+        assert error <= limit, f"{name}: error {error:.2e}, allowed {limit:.2e}"
 
 
 @pytest.mark.kernel
@@ -265,25 +263,23 @@ def test_every_element_is_written(device):
 
 def test_no_tokens():
     q, offsets = torch.zeros(0, 2, 16), torch.zeros(1, dtype=torch.int32)
-    out, lse = forward(q, q, q, offsets, 1, 0, True, 1.0, 0.0)
+    out, lse = forward(q, q, q, offsets, 1, 0, 1.0, 0.0)
     assert out.shape == (0, 2, 16)
     assert lse.shape == (2, 0)
-    assert [x.shape for x in backward(q, q, q, q, out, lse, offsets, 1, 0, True, 1.0, 0.0)] == [(0, 2, 16)] * 3
+    assert [x.shape for x in backward(q, q, q, q, out, lse, offsets, 1, 0, 1.0, 0.0)] == [(0, 2, 16)] * 3
 
 
 def test_errors():
     q = torch.zeros(8, 2, 16)
-    with pytest.raises(ValueError, match="`window` is 3 with causal=False; it must be 0"):
-        forward(q, q, q, None, 8, 3, False, 1.0, 0.0)
     with pytest.raises(ValueError, match="`longest` is 5; without `offsets` it must divide the 8 tokens"):
-        forward(q, q, q, None, 5, 0, True, 1.0, 0.0)
+        forward(q, q, q, None, 5, 0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("target", "shared"), [("sm_90", 227), ("sm_80", 99), ("gfx942", 64)])
 def test_kernels_compile(target, shared, monkeypatch):
     """The longest heads, with a window and a soft-cap, in the shared memory (KiB) of the target and its like."""
     limits = DeviceLimits(max_warps=16, shared_memory=shared * 1024)
-    monkeypatch.setattr(attention_kernel, "device_limits", lambda device: limits)
+    monkeypatch.setattr(attention_launch, "device_limits", lambda device: limits)
     case = Case((4096,), heads=(4, 2), head_dim=256, window=1024, softcap=50.0)
     q, kv = (torch.zeros(4096, heads, 256, dtype=torch.bfloat16) for heads in case.heads)
     with recorded_launches() as launches:
@@ -298,7 +294,7 @@ REAL = {
     "Gemma2, window": Case((3000, 1096), heads=(2, 1), head_dim=256, softcap=50.0, window=1000),
     "128": Case((1000, 1, 0, 1500), heads=(4, 1), head_dim=128, softcap=30.0),
     "64": Case((2048,), heads=(3, 1), head_dim=64, window=128),
-    "80, all keys": Case((1000, 1111), heads=(2, 2), head_dim=80, causal=False),
+    "80": Case((1000, 1111), heads=(2, 2), head_dim=80),
 }
 
 
@@ -325,7 +321,7 @@ def test_more_than_2_to_31_elements(device):
         torch.randn(1025 * documents, heads, 256, dtype=torch.bfloat16, device=device) for heads in (8, 1, 1, 8)
     )
     assert q.numel() > 2**31
-    arguments = (None, 1025, 0, True, last.scale, last.softcap)
+    arguments = (None, 1025, 0, last.scale, last.softcap)
     out, lse = forward(q, k, v, *arguments)
     gradients = backward(d_out, q, k, v, out, lse, *arguments)
     ours = [out[-1025:], lse[:, -1025:], *(x[-1025:] for x in gradients)]

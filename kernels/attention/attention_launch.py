@@ -1,0 +1,258 @@
+"""The launches of the attention kernels: tiles, grids, and what is allocated."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.kernels.attention.attention_kernel import (
+    delta_kernel,
+    forward_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+)
+from liger_trainer.kernels.head.logit_rows import transform_factors
+from liger_trainer.kernels.norms.launch import device_limits
+from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
+from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device
+
+
+class Tile(NamedTuple):
+    """A launch configuration of one of the kernels."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_HOPPER = 227 * 1024
+"""Bytes of shared memory that a program may have on Hopper and on B200."""
+
+_TILES = {
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
+    "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+}
+"""Tiles of half precision for heads of up to so many columns, where a program has `_HOPPER`."""
+
+_SMALL_TILES = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+    "key gradients": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 2)},
+    "query gradients": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
+}
+"""The same for other devices, whose programs have 99 KiB or more."""
+
+_FP32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
+"""Tiles of fp32, whose products are made of single multiplications and keep their operands in registers."""
+
+
+def tile_for(kernel: str, q: torch.Tensor) -> Tile:
+    """The tile of a kernel: ``"forward"``, ``"key gradients"`` or ``"query gradients"``."""
+    if INTERPRETED:
+        return Tile(32, 16, 4, 1)
+    large = device_limits(q.device).shared_memory >= _HOPPER
+    tiles = _FP32_TILES if q.dtype == torch.float32 else (_TILES if large else _SMALL_TILES)[kernel]
+    return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
+
+
+def _documents_and_window(tokens: int, offsets: torch.Tensor | None, longest: int, window: int) -> tuple[int, int]:
+    """The number of documents, and the window; 0 if no document is longer."""
+    if offsets is None and tokens % longest:
+        raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
+    documents = tokens // longest if offsets is None else offsets.numel() - 1
+    return documents, window if window < longest else 0
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, softcap: float) -> dict[str, Any]:
+    """What the three kernels know when they are compiled."""
+    head_dim = q.shape[2]
+    return {
+        "HEADS": q.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "WINDOW": window > 0,
+        "SOFTCAP": softcap > 0,
+        "PRECISE": q.dtype == torch.float32,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of each document to itself.
+
+    Args:
+        q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
+            if the last one is not 1.
+        k: Keys, (T, k_heads, D); query head h reads key head h // (q_heads / k_heads), which must divide.
+        v: Values, shaped as `k`.
+        offsets: int32 (documents + 1,), on the device: document d is the tokens offsets[d] to offsets[d + 1] - 1, and
+            may be empty; every token belongs to one. None for documents of `longest` tokens each.
+        longest: At least the number of tokens of the longest document, at least 1.
+        window: A query i sees the keys from i - window + 1 to i; 0 for all of its document up to i.
+        scale: Factor of q . k.
+        softcap: Bound of the scaled scores, softcap * tanh(score / softcap); 0 for none.
+
+    Returns:
+        out (T, q_heads, D), contiguous and in the dtype of `q`, and lse (q_heads, T) in float32, the natural logarithm
+        of the sum of the exponentials of the scaled and capped scores.
+
+    Raises:
+        ValueError: If `longest` does not divide T without `offsets`.
+    """
+    tokens, heads, _ = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    q, k, v = (contiguous_columns(x) for x in (q, k, v))
+    documents, window = _documents_and_window(tokens, offsets, longest, window)
+    tile = tile_for("forward", q)
+    inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
+    blocks = cdiv(longest, tile.queries)
+    with on_device(q):
+        forward_kernel[(blocks * heads * documents,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            offsets,
+            tokens,
+            longest,
+            blocks,
+            window,
+            inner,
+            outer,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            **_constants(q, k, tile, window, softcap),
+        )
+    return out, lse
+
+
+def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The delta (heads, T), the dot products of the rows of `d_out` and `out`, both (T, heads, D), in float32."""
+    tokens, heads, head_dim = out.shape
+    delta = out.new_empty((heads, tokens), dtype=torch.float32)
+    if out.numel() == 0:
+        return delta
+    d_out, out = contiguous_columns(d_out), contiguous_columns(out)
+    block_d, rows = max(16, next_power_of_2(head_dim)), 32
+    blocks = cdiv(tokens, rows)
+    with on_device(out):
+        delta_kernel[(blocks * heads,)](
+            d_out,
+            out,
+            delta,
+            tokens,
+            blocks,
+            *d_out.stride()[:2],
+            *out.stride()[:2],
+            D=head_dim,
+            BLOCK_D=block_d,
+            ROWS=rows,
+            num_warps=4,
+        )
+    return delta
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offsets: torch.Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `forward`, or of one whose result was merged with that of further keys.
+
+    Args:
+        d_out: Gradient of `out`, (T, q_heads, D), in its dtype and with any strides.
+        q: As for `forward`, like `k`, `v` and all that is not described here.
+        k: Keys.
+        v: Values.
+        out: Result, (T, q_heads, D): that of `forward`, or merged.
+        lse: Logarithm of the sum of exponentials, float32 (q_heads, T), contiguous: that of `forward`, or merged.
+        offsets: Documents.
+        longest: Length.
+        window: Window.
+        scale: Factor.
+        softcap: Bound.
+
+    Returns:
+        The gradients of q, k and v, contiguous and in their dtypes. The same bits in every run.
+
+    Raises:
+        ValueError: As `forward`.
+    """
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if dq.numel() == 0:
+        return dq, dk, dv
+    q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
+    delta, lse = row_dots(d_out, out), lse.contiguous()
+    tokens, heads, head_dim = q.shape
+    documents, window = _documents_and_window(tokens, offsets, longest, window)
+    factors = transform_factors(softcap or None, scale, 1.0)
+    strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
+    with on_device(q):
+        tile = tile_for("key gradients", q)
+        blocks = cdiv(longest, tile.keys)
+        # The registers hold one sum of heads of more than 128 columns: one launch for each, both of which compute p.
+        for gradients in ((dk, None), (None, dv)) if head_dim > 128 else ((dk, dv),):
+            key_gradients_kernel[(blocks * k.shape[1] * documents,)](
+                q,
+                k,
+                v,
+                d_out,
+                lse,
+                delta,
+                *gradients,
+                offsets,
+                tokens,
+                longest,
+                blocks,
+                window,
+                *factors,
+                *strides,
+                **_constants(q, k, tile, window, softcap),
+            )
+        tile = tile_for("query gradients", q)
+        blocks = cdiv(longest, tile.queries)
+        query_gradients_kernel[(blocks * heads * documents,)](
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            dq,
+            offsets,
+            tokens,
+            longest,
+            blocks,
+            window,
+            *factors,
+            *strides,
+            **_constants(q, k, tile, window, softcap),
+        )
+    return dq, dk, dv

@@ -1,0 +1,1 @@
+"""Gradient checkpointing that keeps what a budget of memory allows, instead of recomputing it."""

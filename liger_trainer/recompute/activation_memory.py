@@ -1,0 +1,190 @@
+"""`activation_memory`: what the checkpointed layers of a model in training keep, from the third step on.
+
+The first step warms up, and allocates what the optimizer needs. The second is recorded, and keeps nothing either. The
+plan that follows from it depends on nothing but the record, the limits and the number of tokens, all of which are the
+same on every process, so that processes with batches of one size keep the same. A longer batch than the recorded one
+gets a plan of its own, with less.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from liger_trainer.recompute.budget import Plan, Step, choose, merged, most
+from liger_trainer.recompute.keeping import keeping_contexts
+from liger_trainer.recompute.layers import Checkpoint, is_reentrant, replace_checkpoints
+from liger_trainer.recompute.recording import Memory, StepRecorder
+
+logger = logging.getLogger("liger_trainer")
+
+_GIB = 2**30
+_RECORDED = 1  # the second step
+_SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
+_SHRINK = 0.92  # of the limit, when the allocator ran out of memory
+_WATCH_EVERY = 16  # steps
+
+
+class LimitedMemory(Memory, Protocol):
+    """The allocator of a device with a limit."""
+
+    def limit(self) -> float:
+        """Bytes that may be allocated."""
+
+    def ran_out(self) -> bool:
+        """Whether a block did not fit at first since the last call."""
+
+
+class ActivationMemory:
+    """Lets the checkpointed layers of a model keep results for their backward.
+
+    Args:
+        budget: Bytes to keep, or ``"auto"`` for as many as fit.
+        device: Where the model is trained.
+        memory: The device's allocator; only needed for ``"auto"``.
+    """
+
+    def __init__(
+        self, budget: int | Literal["auto"], device: torch.device, memory: LimitedMemory | None = None
+    ) -> None:
+        assert budget != "auto" or memory is not None
+        self.budget, self._device, self._memory = budget, device, memory
+        self.limit = math.inf  # of what is allocated
+        self.record: Step | None = None
+        self._recorded: list[Step] = []
+        self._recorder: StepRecorder | None = None
+        self._first: int | None = None
+        self._watched = 0
+        self._tokens: dict[str, int] = {}  # of the record's layers
+        self._plans: dict[float, Plan] = {}  # by growth
+        self._calls: Counter[str] = Counter()
+        self._growth: float | None = None  # of this micro-batch; None before its first layer
+        self.kept = 0
+        """Bytes that the layers kept in the last micro-batch."""
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """To be called before the forward of a micro-batch of optimizer step `step`, counted from any number."""
+        replace_checkpoints(model, self._checkpoint)
+        self._first = step if self._first is None else self._first
+        self._calls.clear()
+        self._growth, self.kept = None, 0
+        self._recorder = None
+        if self.record is not None:
+            self._watch(step)
+        elif step == self._first + _RECORDED:
+            self._recorder = StepRecorder(self._device, self._memory)
+            self._recorder.begin()
+        elif self._recorded:
+            self._decide()
+
+    def end(self) -> None:
+        """To be called after the backward of a micro-batch."""
+        if self._recorder is not None:
+            self._recorded.append(self._recorder.step())
+            self._recorder = None
+
+    def resume(self, record: Step, limit: float) -> None:
+        """Goes on with the record and the limit of an earlier run, without recording again."""
+        self.record, self.limit = record, limit
+        self._tokens = {layer.name: layer.tokens for layer in record.layers}
+        self._plans.clear()
+
+    def _checkpoint(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        tokens = _tokens(args)
+        if not torch.is_grad_enabled() or not tokens or is_reentrant(checkpoint):
+            return checkpoint(function, *args, **kwargs)
+        self._calls[name] += 1
+        name = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
+        if self._recorder is not None:
+            contexts = self._recorder.contexts(name, tokens)
+            return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
+        calls = self._calls_to_keep(name, tokens)
+        if not calls:
+            return checkpoint(function, *args, **kwargs)
+        return checkpoint(function, *args, context_fn=lambda: keeping_contexts(calls), **kwargs)
+
+    def _calls_to_keep(self, name: str, tokens: int) -> frozenset:
+        recorded = self._tokens.get(name)
+        if recorded is None:
+            return frozenset()
+        growth = math.ceil(_SHARES * tokens / recorded) / _SHARES
+        if self._growth is None:
+            self._growth = growth
+            self.kept = self.plan(growth).bytes
+        # A layer of more tokens than were planned for, such as those of images, keeps nothing.
+        return self.plan(self._growth).calls.get(name, frozenset()) if growth <= self._growth else frozenset()
+
+    def plan(self, growth: float = 1.0) -> Plan:
+        """What the layers keep of a micro-batch with `growth` times the tokens of the recorded one."""
+        assert self.record is not None
+        if growth not in self._plans:
+            kept = math.inf if self.budget == "auto" else self.budget
+            self._plans[growth] = choose(self.record, growth, kept, self.limit)
+        return self._plans[growth]
+
+    def _decide(self) -> None:
+        """Agrees with the other processes on a record and a limit."""
+        limit = math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()
+        found = _gathered((merged(self._recorded), limit))
+        self.resume(merged([step for step, _ in found]), min(limit for _, limit in found))
+        self._recorded.clear()
+
+    def _watch(self, step: int) -> None:
+        """Lowers the limit of all processes if one of them ran out of memory for a moment."""
+        if self.budget != "auto" or self._memory is None or step < self._watched + _WATCH_EVERY:
+            return
+        self._watched = step
+        if any(_gathered(self._memory.ran_out())):
+            self.limit *= _SHRINK
+            self._plans.clear()
+            logger.warning(
+                "`activation_memory`: the device was out of memory for a moment, so the layers keep less from now on: "
+                "at most %.1f GiB are allocated.",
+                self.limit / _GIB,
+            )
+
+    def summary(self) -> str:
+        """One line about what is kept of a micro-batch as large as the recorded one."""
+        assert self.record is not None
+        plan, candidates = self.plan(), [one for layer in self.record.layers for one in layer.candidates]
+        if not candidates:
+            return "activation_memory: the checkpointed layers have no results that are worth keeping."
+        if not plan.bytes:
+            room = self.limit - self.record.peak if self.budget == "auto" else self.budget
+            least = min(candidate.bytes for candidate in candidates)
+            return (
+                f"activation_memory: nothing is kept; there is room for {_size(max(room, 0))}, and the smallest result "
+                f"of a layer takes {_size(least)}."
+            )
+        of_all = sum(candidate.seconds for candidate in candidates)
+        return (
+            f"activation_memory: {len(plan.calls)} of {len(self.record.layers)} layers keep {_size(plan.bytes)} of "
+            f"{_size(most(self.record))}, which saves {plan.seconds:.3f} of {of_all:.3f} s of recomputation in a "
+            "micro-batch."
+        )
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+
+
+def _tokens(args: tuple[Any, ...]) -> int:
+    """Tokens of the hidden states, `(..., H)`, that a layer is given first."""
+    hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    return 0 if hidden is None else math.prod(hidden.shape[:-1])
+
+
+def _gathered(value: Any) -> list[Any]:
+    """The values of all processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,155 @@
+"""Which results the checkpointed layers keep: the choice that a budget of memory allows.
+
+A layer that keeps the result of an operator does not call it again in its recomputation. Kept bytes take memory from
+the layer's forward to its backward, so with k_i bytes kept by layer i
+
+    at the loss              peak_loss + sum of all k_i      <= limit
+    in the backward of j     peak_j + sum of k_i with i < j  <= limit
+
+where the peaks are those of a step that keeps nothing; what layer j keeps is part of what its recomputation allocates
+anyway. The last layers' bytes are free again before most gradients exist, so among equals the last layer is first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One call of an operator in the forward of a layer."""
+
+    operator: str  # such as "aten::mm"
+    number: int  # of calls of the operator that come before it in the layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A result that a layer could keep: its bytes, and the seconds that calling the operator again takes."""
+
+    call: Call
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A checkpointed layer, as it was measured.
+
+    Args:
+        name: The module's, with the number of its call if it runs more than once.
+        tokens: Tokens that it was given.
+        candidates: What it could keep.
+        peak: Most bytes allocated from its recomputation to that of the layer before.
+    """
+
+    name: str
+    tokens: int
+    candidates: tuple[Candidate, ...]
+    peak: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A micro-batch that kept nothing, as it was measured.
+
+    Args:
+        layers: In the order of the forward.
+        start: Bytes allocated before its forward.
+        peak: Most bytes allocated from there to the first recomputation.
+    """
+
+    layers: tuple[Layer, ...]
+    start: int = 0
+    peak: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The step in types that JSON has."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Step:
+        """The inverse of `to_dict`, also after a journey through JSON."""
+        layers = []
+        for layer in values["layers"]:
+            candidates = [Candidate(Call(*one["call"]), one["bytes"], one["seconds"]) for one in layer["candidates"]]
+            layers.append(Layer(layer["name"], layer["tokens"], tuple(candidates), layer["peak"]))
+        return cls(tuple(layers), values["start"], values["peak"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the layers keep.
+
+    Args:
+        calls: By the layer's name.
+        bytes: Of all layers, at the loss.
+        seconds: That are not spent on calling the operators again.
+    """
+
+    calls: dict[str, frozenset[Call]]
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def merged(steps: Sequence[Step]) -> Step:
+    """One step that stands for several micro-batches, or for those of several processes: the highest of their peaks.
+
+    Layers and candidates are those of the first step with most layers; layers that it lacks are left out.
+    """
+    base = max(steps, key=lambda step: len(step.layers))
+    peaks: dict[str, int] = defaultdict(int)
+    for step in steps:
+        for layer in step.layers:
+            peaks[layer.name] = max(peaks[layer.name], layer.peak)
+    layers = tuple(dataclasses.replace(layer, peak=peaks[layer.name]) for layer in base.layers)
+    return Step(layers, min(step.start for step in steps), max(step.peak for step in steps))
+
+
+def most(step: Step) -> int:
+    """Bytes of all candidates."""
+    return sum(candidate.bytes for layer in step.layers for candidate in layer.candidates)
+
+
+def choose(step: Step, growth: float, kept: float, allocated: float) -> Plan:
+    """The plan that saves most time.
+
+    Args:
+        step: The measured step.
+        growth: Tokens of the micro-batch to plan for, as a multiple of those of the measured one.
+        kept: Most bytes to keep.
+        allocated: Most bytes to allocate.
+    """
+    # Rooms of the layers' backwards in the order of the forward, and last that of the loss.
+    rooms = [allocated - _grown(layer.peak, step.start, growth) for layer in step.layers]
+    rooms.append(min(kept, allocated - _grown(step.peak, step.start, growth)))
+    calls: dict[str, set[Call]] = defaultdict(set)
+    size = seconds = 0.0
+    for place, candidate in _by_worth(step.layers):
+        need = candidate.bytes * growth
+        if need > min(rooms[place + 1 :]):
+            continue
+        rooms[place + 1 :] = [room - need for room in rooms[place + 1 :]]
+        calls[step.layers[place].name].add(candidate.call)
+        size, seconds = size + need, seconds + candidate.seconds * growth
+    return Plan({name: frozenset(chosen) for name, chosen in calls.items()}, int(size), seconds)
+
+
+def _grown(peak: int, start: int, growth: float) -> float:
+    """A peak with more tokens; with fewer it is not counted on to fall."""
+    return start + (peak - start) * max(growth, 1.0)
+
+
+def _by_worth(layers: Sequence[Layer]) -> Iterable[tuple[int, Candidate]]:
+    """Places of layers and their candidates: most seconds a byte first, and the last layer among equals.
+
+    Layers measured alike but for noise are equals: a call's worth is that of all calls of its kind.
+    """
+    kinds: dict[tuple[Call, int], list[float]] = defaultdict(list)
+    found = [(place, candidate) for place, layer in enumerate(layers) for candidate in layer.candidates]
+    for _, candidate in found:
+        kinds[candidate.call, candidate.bytes].append(candidate.seconds / candidate.bytes)
+    worth = {kind: sorted(values)[len(values) // 2] for kind, values in kinds.items()}
+    return sorted(found, key=lambda one: (-worth[one[1].call, one[1].bytes], one[1].call, -one[0]))

@@ -1,0 +1,235 @@
+"""Measuring a training step that keeps nothing: what its layers could keep, and the memory that it takes.
+
+A layer's forward shows which results could be kept: new tensors that nothing writes to afterwards, of operators that
+draw no random numbers and exchange nothing with other processes, which might not keep the same. Its recomputation shows
+what each of them would save, and ends where nothing more is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import OPERATOR_CALLS
+from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
+from liger_trainer.recompute.keeping import operator_name
+
+TorchDispatchMode, tree_leaves, *_ = require(OPERATOR_CALLS)
+
+_LEAST_SHARE = 0.002  # of the time of its layer, that a candidate must save
+_LEAST_COPIES = 0.5  # a candidate must take as long as this many copies of its result
+
+
+class Memory(Protocol):
+    """The allocator of a device."""
+
+    def allocated(self) -> int:
+        """Bytes that are allocated now."""
+
+    def take_peak(self) -> int:
+        """The most bytes that were allocated since the last call."""
+
+
+@dataclasses.dataclass
+class _Frame:
+    """One checkpointed call of a layer."""
+
+    name: str
+    tokens: int
+    bytes: dict[Call, int] = dataclasses.field(default_factory=dict)
+    timings: list[tuple[Call, Callable[[], float]]] = dataclasses.field(default_factory=list)
+    peak: int = 0
+
+
+class StepRecorder:
+    """Records micro-batches.
+
+    Args:
+        device: Where the model is trained.
+        memory: Its allocator; None where memory is not measured.
+    """
+
+    def __init__(self, device: torch.device, memory: Memory | None) -> None:
+        self._device, self._memory = device, memory
+        self._frames: list[_Frame] = []
+        self._start = 0
+        self._peak: int | None = None
+        self._running: _Frame | None = None  # the layer whose recomputation was the last to start
+
+    def begin(self) -> None:
+        """To be called before the forward of a micro-batch."""
+        if self._memory is not None:
+            self._memory.take_peak()
+            self._start = self._memory.allocated()
+
+    def contexts(self, name: str, tokens: int) -> tuple[contextlib.AbstractContextManager, ...]:
+        """The contexts of the forward and of the recomputation of a layer with `tokens` tokens."""
+        frame = _Frame(name, tokens)
+        self._frames.append(frame)
+        return _ForwardMode(frame, self._device), self._recomputation(frame)
+
+    def step(self) -> Step:
+        """The recorded micro-batch, after its backward; waits for the device."""
+        self._end_moment()
+        frames = [frame for frame in self._frames if frame.timings]
+        copy = _copy_seconds(self._device) if frames else 0.0
+        layers = (Layer(frame.name, frame.tokens, _candidates(frame, copy), frame.peak) for frame in frames)
+        return Step(tuple(layers), self._start, self._peak or 0)
+
+    @contextlib.contextmanager
+    def _recomputation(self, frame: _Frame) -> Iterator[None]:
+        self._end_moment()
+        self._running = frame
+        with _RecomputationMode(frame, self._device):
+            yield
+
+    def _end_moment(self) -> None:
+        """Notes the peak of what ends now: the forward and the loss, or the backward of a layer."""
+        peak = 0 if self._memory is None else self._memory.take_peak()
+        if self._running is not None:
+            self._running.peak = peak
+        elif self._peak is None:
+            self._peak = peak
+
+
+class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
+    """Notes the bytes of every result that could be kept."""
+
+    def __init__(self, frame: _Frame, device: torch.device) -> None:
+        super().__init__()
+        self._frame, self._device = frame, device
+        self._count: Counter[str] = Counter()
+        self._made: dict[int, Call | None] = {}  # by the address of its memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        call = _next_call(func, self._count)
+        drawn = _random_state(self._device)
+        result = func(*args, **kwargs)
+        given = {address for tensor in _tensors((args, kwargs)) for address in _addresses(tensor)}
+        if func._schema.is_mutable:
+            for address in given:  # which of them is written to does not matter: such a call is rare
+                self._forget(address)
+        results = list(_tensors(result))
+        made = {address for tensor in results for address in _addresses(tensor)}
+        is_new = bool(results) and all(map(_memory_of, results)) and not given & made
+        keepable = is_new and not _communicates(func) and all(map(torch.equal, drawn, _random_state(self._device)))
+        for address in made - given:  # a view leaves the memory to the call that made it
+            self._made[address] = call if keepable else None
+        if keepable:
+            self._frame.bytes[call] = sum(_memory_of(tensor) for tensor in results)
+        return result
+
+    def _forget(self, address: int) -> None:
+        call = self._made.pop(address, None)
+        if call is not None:
+            self._frame.bytes.pop(call, None)
+
+
+class _RecomputationMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
+    """Notes the time of every call."""
+
+    def __init__(self, frame: _Frame, device: torch.device) -> None:
+        super().__init__()
+        self._frame, self._device = frame, device
+        self._count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        call = _next_call(func, self._count)
+        stop = _stopwatch(self._device)
+        result = func(*args, **(kwargs or {}))
+        self._frame.timings.append((call, stop()))
+        return result
+
+
+def _next_call(operator: Any, count: Counter[str]) -> Call:
+    name = operator_name(operator)
+    count[name] += 1
+    return Call(name, count[name] - 1)
+
+
+def _communicates(operator: Any) -> bool:
+    return any(argument.name in ("group", "group_name") for argument in operator._schema.arguments)
+
+
+def _candidates(frame: _Frame, copy: float) -> tuple[Candidate, ...]:
+    """What is worth its memory; `copy` is the time in which a byte is copied."""
+    seconds = {call: elapsed() for call, elapsed in frame.timings}
+    least = _LEAST_SHARE * sum(seconds.values())
+    found = []
+    for call, took in seconds.items():
+        size = frame.bytes.get(call, 0)
+        if size and took >= max(least, _LEAST_COPIES * copy * size):
+            found.append(Candidate(call, size, took))
+    return tuple(found)
+
+
+def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Starts to measure; the result stops, and its result is the seconds between the two, once the device is idle."""
+    if device.type == "cpu":
+        begun = time.perf_counter()
+
+        def stop_host() -> Callable[[], float]:
+            took = time.perf_counter() - begun
+            return lambda: took
+
+        return stop_host
+    first, last = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+    first.record()
+
+    def stop_device() -> Callable[[], float]:
+        last.record()
+
+        def elapsed() -> float:
+            last.synchronize()
+            return first.elapsed_time(last) / 1e3
+
+        return elapsed
+
+    return stop_device
+
+
+def _copy_seconds(device: torch.device, size: int = 2**26) -> float:
+    """The time in which a byte is copied on the device."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        stop = _stopwatch(device)
+        target.copy_(source)
+        times.append(stop()())
+    return min(times) / size
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor with the memory of `tensor`, the local one of a DTensor; None for other subclasses."""
+    tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    plain = _plain(tensor)
+    return 0 if plain is None else plain.nbytes
+
+
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    plain = _plain(tensor)
+    if plain is not None and plain.untyped_storage().nbytes():
+        yield plain.untyped_storage().data_ptr()

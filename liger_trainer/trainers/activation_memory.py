@@ -1,0 +1,161 @@
+"""`activation_memory` in a trainer: when it works, where it is refused, its log, and resuming with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import TrainerState, TrainingArguments
+
+from liger_trainer.callbacks.logged import LoggedMetricsCallback
+from liger_trainer.configs.flags import activation_memory_of
+from liger_trainer.patching.report import KernelReport
+from liger_trainer.recompute.activation_memory import ActivationMemory
+from liger_trainer.recompute.budget import Step
+from liger_trainer.recompute.device_memory import DeviceMemory
+from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
+
+logger = logging.getLogger("liger_trainer")
+
+_FILE = "activation_memory.json"  # in a checkpoint
+_GIB = 2**30
+
+
+class KeptActivationsCallback(LoggedMetricsCallback):
+    """Logs `kept_activations_gib`, what the layers kept of the last micro-batch instead of recomputing it."""
+
+    def __init__(self, kept: ActivationMemory) -> None:
+        self._kept = kept
+
+    def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+        """That of this process."""
+        return {"kept_activations_gib": round(self._kept.kept / _GIB, 3)}
+
+
+class ActivationMemoryMixin(ResumingMixin):
+    """Comes before a Trainer: its checkpointed layers keep what `activation_memory` allows."""
+
+    model: nn.Module
+    kernel_report: KernelReport | None
+    _kept: ActivationMemory | None = None
+
+    def _prepare_activation_memory(self) -> None:
+        """To be called once the trainer is built."""
+        budget = activation_memory_of(self.args)
+        if not budget or not _can_keep(self):
+            return
+        device = self.args.device
+        memory = None if device.type == "cpu" else DeviceMemory(device)
+        self._kept = ActivationMemory(budget, device, memory)
+        self.callback_handler.callbacks.insert(0, KeptActivationsCallback(self._kept))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a micro-batch; see [`~transformers.Trainer.compute_loss`]."""
+        # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
+        if self._kept is not None and self.model.training and torch.is_grad_enabled():
+            known = self._kept.record is not None
+            self._kept.begin(self.model_wrapped, self.state.global_step)
+            if not known and self._kept.record is not None:
+                self._announce_plan(self._kept.summary())
+        return super().compute_loss(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; see [`~transformers.Trainer.training_step`]."""
+        loss = super().training_step(*args, **kwargs)
+        if self._kept is not None:
+            self._kept.end()
+        return loss
+
+    def _announce_plan(self, line: str) -> None:
+        if self.is_world_process_zero() and getattr(self.args, "kernel_report", True):
+            print(line, flush=True)
+        if self.kernel_report is not None:
+            self.kernel_report = dataclasses.replace(self.kernel_report, remarks=(*self.kernel_report.remarks, line))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model; see [`~transformers.Trainer.save_model`]."""
+        super().save_model(output_dir, _internal_call)
+        in_checkpoint = _internal_call and output_dir is not None and self.args.should_save
+        if in_checkpoint and self._kept is not None and self._kept.record is not None:
+            values = {"run": self._run(), "limit": self._kept.limit, "record": self._kept.record.to_dict()}
+            Path(str(output_dir), _FILE).write_text(json.dumps(values), encoding="utf-8")
+
+    def _before_resuming(self, checkpoint: Path) -> None:
+        super()._before_resuming(checkpoint)
+        if self._kept is None:
+            return
+        found: list[Any] = [None]
+        if self.is_world_process_zero() and (checkpoint / _FILE).is_file():
+            found = [json.loads((checkpoint / _FILE).read_text(encoding="utf-8"))]
+        values = broadcast_object_list(found)[0]  # the others may not see the first process's disk
+        if values is not None and values["run"] == self._run():
+            self._kept.resume(Step.from_dict(values["record"]), values["limit"])
+            self._announce_plan(self._kept.summary())
+
+    def _run(self) -> dict[str, Any]:
+        """What a record of memory is valid for."""
+        args: Any = self.args
+        names = ("activation_memory", "gradient_accumulation_steps", "per_device_train_batch_size", "world_size")
+        return {"optim": str(args.optim), **{name: getattr(args, name) for name in names}}
+
+
+def check_selective(args: Any) -> None:
+    """Checks that TRL's own choice of what to keep, which it takes out of the arguments, is not asked for too.
+
+    Raises:
+        ValueError: for `activation_memory` with TRL's `selective`.
+    """
+    if activation_memory_of(args) is not None and _checkpointing_kwargs(args).get("selective"):
+        raise ValueError(
+            f"`activation_memory` is {args.activation_memory!r}, and `gradient_checkpointing_kwargs` has `selective`, "
+            "which keeps attention in every layer. Leave one of them out; `activation_memory` keeps attention first."
+        )
+
+
+def _can_keep(trainer: Any) -> bool:
+    """Whether the layers can keep anything; False, with a warning, for reentrant checkpointing.
+
+    Raises:
+        ValueError: for `activation_memory` without gradient checkpointing or with a compiler; and for `"auto"` on a
+            CPU, or with vLLM on the same device.
+    """
+    args = trainer.args
+    given = f"`activation_memory` is {args.activation_memory!r}"
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    of_fsdp = plugin is not None and plugin.activation_checkpointing
+    if not of_fsdp and not args.gradient_checkpointing:
+        raise ValueError(
+            f"{given}, which says what checkpointed layers keep, but `gradient_checkpointing` is false and every layer "
+            "keeps all. Set `gradient_checkpointing: true`, or leave `activation_memory` out."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            f"{given}, and `torch_compile` is true: the compiler chooses itself what is recomputed. Leave one of them "
+            "out."
+        )
+    if args.activation_memory == "auto":
+        if args.device.type == "cpu":
+            raise ValueError(f"{given}, but training is on the CPU, whose memory is not measured; give bytes.")
+        if getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate":
+            raise ValueError(
+                f"{given}, but vLLM shares the device (`vllm_mode` is 'colocate') and takes memory when it wakes up; "
+                "give bytes."
+            )
+    if not of_fsdp and _checkpointing_kwargs(args).get("use_reentrant"):
+        logger.warning(
+            "%s, but checkpointing is reentrant (`use_reentrant` in `gradient_checkpointing_kwargs`), with which "
+            "layers keep nothing.",
+            given,
+        )
+        return False
+    return True
+
+
+def _checkpointing_kwargs(args: Any) -> dict[str, Any]:
+    return getattr(args, "gradient_checkpointing_kwargs", None) or {}

@@ -1,0 +1,254 @@
+"""`activation_memory`: what the layers keep changes no bit of the training, in every trainer that checkpoints."""
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from liger_trainer.recompute.activation_memory import ActivationMemory
+from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.builders import causal, dpo, losses_and_norms, sft
+from tests.trainers.parity import KINDS, build
+from tests.trainers.parity import lora as adapters
+from tests.trainers.tiny import llama, token_rows
+
+ON = {"gradient_checkpointing": True, "max_steps": 4, "kernel_report": False}
+
+
+def lora(dropout=0.0, model=llama):
+    adapted = get_peft_model(
+        model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return adapted
+
+
+def trained(builder, folder, make, **options):
+    trainer = builder(folder, make(), **{**ON, **options})
+    trainer.train()
+    return trainer
+
+
+def assert_same(one, other):
+    assert losses_and_norms(one) == losses_and_norms(other)
+    for (name, ours), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+MAKERS = {
+    "llama": llama,
+    "lora": lora,
+    "lora with dropout": lambda: lora(0.3),
+    "gemma3": TINY_MODELS["gemma3_text"],
+    "qwen3_moe": TINY_MODELS["qwen3_moe"],
+    "attention with dropout": lambda: llama(attention_dropout=0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("budget", ["40KiB", "1GiB"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_bit_changes(name, budget, tmp_path):
+    without = trained(causal, tmp_path, MAKERS[name])
+    kept = trained(causal, tmp_path, MAKERS[name], activation_memory=budget)
+    assert_same(kept, without)
+    assert kept._kept.kept > 0
+    assert kept._kept.kept <= (40 * 2**10 if budget == "40KiB" else 2**30)
+    assert len(kept._kept.record.layers) == len(kept._kept.plan().calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [
+    {"gradient_accumulation_steps": 3},
+    {"liger_kernel_config": {"tiled_mlp": True}},
+    {"use_liger_kernel": False},
+    {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    {"per_device_train_batch_size": 1},
+], ids=str)  # fmt: skip
+def test_no_bit_changes_with(options, tmp_path):
+    assert_same(
+        trained(causal, tmp_path, llama, activation_memory="1GiB", **options),
+        trained(causal, tmp_path, llama, **options),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainers_of_trl(kind, adapted, tmp_path, folders):
+    def train(**options):
+        further = {"peft_config": adapters()} if adapted else {}
+        trainer = build(kind, True, tmp_path, folders["llama"], **{**ON, **further, **options})
+        trainer.train()
+        return trainer
+
+    without, kept = train(), train(activation_memory="1GiB")
+    assert_same(kept, without)
+    assert kept._kept.kept > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_keep_although_trl_gives_them_their_own_functions_back(tmp_path):
+    """An adapter's reference is the model without it, and TRL checkpoints nothing while it answers."""
+    trainer = dpo(tmp_path, lora(), **ON, activation_memory="1GiB")
+    names = []
+    inner = trainer._kept._calls_to_keep
+    trainer._kept._calls_to_keep = lambda name, tokens: (names.append(name), inner(name, tokens))[1]
+    trainer.train()
+    assert len(names) == 2 * 3  # two layers in the first, third and fourth step; the second is recorded
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_batches_of_other_lengths(tmp_path):
+    """A longer batch than the recorded one gets a plan within the same budget; a shorter one keeps as much or more."""
+    rows = [
+        {key: value[:length] for key, value in row.items()}
+        for row, length in zip(token_rows(n=24, length=64), [16] * 8 + [64] * 4 + [32] * 4 + [7] * 8, strict=True)
+    ]
+    options = {"rows": rows, "train_sampling_strategy": "sequential", "max_steps": 6}
+    without = trained(causal, tmp_path, llama, **options)
+    kept = trained(causal, tmp_path, llama, activation_memory="60KiB", **options)
+    assert_same(kept, without)
+    sizes = [log["kept_activations_gib"] * 2**30 for log in kept.state.log_history if "loss" in log]
+    assert len(kept._kept._plans) > 2
+    assert all(plan.bytes <= 60 * 2**10 for plan in kept._kept._plans.values())
+    assert len(sizes) == 6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_plan_is_printed_logged_and_in_the_report(tmp_path, capsys):
+    trainer = trained(causal, tmp_path, llama, activation_memory="1GiB", kernel_report=True)
+    line = trainer._kept.summary()
+    assert capsys.readouterr().out.count(line) == 1
+    assert line.startswith("activation_memory: 2 of 2 layers keep ")
+    assert trainer.kernel_report.remarks[-1] == line
+    assert all("kept_activations_gib" in log for log in trainer.state.log_history if "loss" in log)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_budget_below_the_smallest_result_says_so(tmp_path, capsys):
+    trainer = trained(causal, tmp_path, llama, activation_memory="1B", kernel_report=True)
+    assert "nothing is kept; there is room for 0.00 MiB, and the smallest result" in capsys.readouterr().out
+    assert trainer._kept.kept == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_keeps_the_plan(tmp_path):
+    options = {"activation_memory": "50KiB", "save_strategy": "steps", "save_steps": 3, "max_steps": 5}
+    whole = trained(causal, tmp_path / "a", llama, **options)
+    checkpoint = tmp_path / "a" / "checkpoint-3"
+    resumed = causal(tmp_path / "b", llama(), **{**ON, **options})
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed._kept.record == whole._kept.record
+    assert resumed._kept._recorded == []
+    assert_same_end(resumed, whole)
+    saved = json.loads((checkpoint / "activation_memory.json").read_text())
+    saved["run"]["per_device_train_batch_size"] = 99  # another run's record is not valid
+    (checkpoint / "activation_memory.json").write_text(json.dumps(saved))
+    other = causal(tmp_path / "c", llama(), **{**ON, **options})
+    other.train(resume_from_checkpoint=str(checkpoint))
+    assert other._kept.record is None  # two steps are too few for a plan of its own
+    assert_same_end(other, whole)
+
+
+def assert_same_end(one, other):
+    for (name, ours), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("value", [None, 0, "0"])
+def test_off(value, tmp_path):
+    assert causal(tmp_path, **ON, activation_memory=value)._kept is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_checkpointing": False}, "`gradient_checkpointing` is false"),
+        ({"torch_compile": True}, "`torch_compile` is true"),
+        ({"activation_memory": "auto"}, "training is on the CPU"),
+        ({"activation_memory": "20GX"}, "`activation_memory` is '20GX'"),
+        ({"activation_memory": -1}, "`activation_memory` is -1"),
+    ],
+    ids=str,
+)
+def test_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        causal(tmp_path, **{**ON, "activation_memory": "1GiB", **options})
+
+
+def test_refused_beside_the_selective_checkpointing_of_trl(tmp_path):
+    with pytest.raises(ValueError, match="`selective`"):
+        sft(tmp_path, **{**ON, "activation_memory": "1GiB", "gradient_checkpointing_kwargs": {"selective": True}})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reentrant_checkpointing_keeps_nothing_and_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        trainer = causal(
+            tmp_path, **ON, activation_memory="1GiB", gradient_checkpointing_kwargs={"use_reentrant": True}
+        )
+    assert trainer._kept is None
+    assert "reentrant" in caplog.text
+
+
+class FakeMemory:
+    """An allocator that always had the same peak."""
+
+    def __init__(self, limit, peak=0):
+        self._limit, self._peak, self.out = limit, peak, False
+
+    def allocated(self):
+        return 0
+
+    def take_peak(self):
+        return self._peak
+
+    def limit(self):
+        return self._limit
+
+    def ran_out(self):
+        out, self.out = self.out, False
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_auto_fills_what_is_free_and_shrinks_when_memory_runs_out(tmp_path, caplog):
+    memory = FakeMemory(limit=10_000 + 45_000, peak=10_000)
+    trainer = causal(tmp_path, llama(), **{**ON, "max_steps": 40, "activation_memory": "1GiB"})
+    trainer._kept = ActivationMemory("auto", torch.device("cpu"), memory)
+    kept = []
+    step = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        memory.out = memory.out or trainer.state.global_step == 20
+        loss = step(*args, **kwargs)
+        kept.append(trainer._kept.kept)
+        return loss
+
+    trainer.training_step = training_step
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        trainer.train()
+    assert kept[:2] == [0, 0]
+    assert 30_000 < kept[2] <= 45_000
+    assert kept[-1] < kept[2]
+    assert kept[-1] <= 0.92 * 55_000 - 10_000
+    assert caplog.text.count("out of memory for a moment") == 1
+    assert_same_end(trainer, trained(causal, tmp_path, llama, max_steps=40))
+
+
+def test_a_layer_of_more_tokens_than_were_planned_for_keeps_nothing():
+    call = Call("aten::mm", 0)
+    layers = tuple(Layer(name, 100, (Candidate(call, 10, 1.0),)) for name in ("text", "images"))
+    kept = ActivationMemory(1000, torch.device("cpu"))
+    kept.resume(Step(layers), 0.0 + 1e9)
+    assert kept._calls_to_keep("text", 90) == {call}
+    assert kept._calls_to_keep("images", 100) == frozenset()
+    assert kept._calls_to_keep("images", 90) == {call}
+    assert kept._calls_to_keep("unknown", 90) == frozenset()
