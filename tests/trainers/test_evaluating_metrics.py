@@ -136,6 +136,22 @@ def test_settings_of_the_trainer(settings, tmp_path):
     assert_equal_metrics(*results, relative=1e-2 if "bf16" in settings else 1e-6)
 
 
+def test_a_tuple_of_outputs(tmp_path):
+    seen = []
+
+    def preprocess(outputs, labels):
+        seen.append(type(outputs[0]))
+        return PREPROCESS["of a tuple"](outputs, labels)
+
+    results = []
+    for ours in (True, False):
+        model = llama(output_hidden_states=True)
+        functions = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": preprocess}
+        results.append(build(tmp_path, model, ours, **functions).evaluate())
+    assert_equal_metrics(*results)
+    assert seen == [DeferredLogits] * 3 + [torch.Tensor] * 3
+
+
 def adapted(name="lm_head"):
     torch.manual_seed(1)
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", name], task_type="CAUSAL_LM"))
