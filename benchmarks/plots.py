@@ -1,12 +1,13 @@
-"""Pictures of a run: time and memory over the token count, and speed against memory for the LM head."""
+"""Pictures of a run: time and memory over the token count, and speed against memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from liger_trainer.benchmarks.records import Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 
 _COLOURS = {
@@ -155,3 +156,60 @@ def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, 
         axis.set_title(heading, fontsize=10)
     axes[0].legend(frameon=False, fontsize=8)
     return _save(figure, file)
+
+
+def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> Path | None:
+    """Tokens/s over peak memory of each task, one line per library through its settings; upper left is better.
+
+    Drawn are tasks in which a record has `activation_memory`. Records that differ only in whether layers are
+    checkpointed belong to one task.
+
+    Args:
+        records: Those without a result or a peak are left out.
+        device: The device's name, for the title.
+        file: The image.
+
+    Returns:
+        `file`; None if there is no record to draw.
+    """
+    from liger_trainer.benchmarks.models import MODELS
+
+    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
+    for record in records:
+        if record.tokens_per_second is not None and record.peak_gibibytes is not None:
+            tasks[dataclasses.replace(record, checkpointing=True).group].append(record)
+    shown = [found for found in tasks.values() if any(record.activation_memory for record in found)]
+    if not shown:
+        return None
+    figure, axes = _axes(len(shown), f"Speed and memory of a training step, {device}")
+    for axis, found in zip(axes, shown):
+        first = found[0]
+        adapters = f"LoRA r={first.lora}" if first.lora else ""
+        gpus = f"{first.gpus} GPUs" if first.gpus > 1 else ""
+        sizes = f"{first.batch} × {first.length}"
+        axis.set_title(" · ".join(filter(None, (MODELS[first.model].title, adapters, sizes, gpus))), fontsize=10)
+        for library, own in _by_library(found).items():
+            own.sort(key=lambda record: record.peak_gibibytes or 0)
+            points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
+            style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
+            style["linestyle"] = "-" if any(record.activation_memory for record in own) else ":"  # nothing in between
+            axis.plot(*zip(*points), **style)
+            for record, point in zip(own, points):
+                axis.annotate(_setting(record), point, (4, 4), textcoords="offset points", fontsize=6)
+        axis.set_xlabel("peak memory, GiB")
+        axis.set_ylabel("tokens/s" if first.gpus == 1 else "tokens/s a GPU")
+    axes[0].legend(frameon=False, fontsize=7)
+    return _save(figure, file)
+
+
+def _by_library(records: Iterable[TrainingRecord]) -> dict[str, list[TrainingRecord]]:
+    found: defaultdict[str, list[TrainingRecord]] = defaultdict(list)
+    for record in records:
+        found[family(record.provider)].append(record)
+    return dict(found)
+
+
+def _setting(record: TrainingRecord) -> str:
+    """What sets a record apart from its library with every layer checkpointed."""
+    setting = record.provider.removeprefix(family(record.provider)).replace(ACTIVATION_MEMORY, " ").strip()
+    return setting if record.checkpointing else f"{setting} no checkpointing".strip()

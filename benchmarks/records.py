@@ -18,6 +18,9 @@ import torch
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.registry import BenchmarkError
 
+ACTIVATION_MEMORY = " activation_memory="
+"""In the name of a provider of training steps, stands before the bytes that the layers may keep, or ``auto``."""
+
 _PACKAGES = (  # versions that a run records
     *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
@@ -144,6 +147,11 @@ class TrainingRecord:
     def group(self) -> tuple:
         """The task; records with the same one can be compared."""
         return (*self.sweep, self.length, self.gpus)
+
+    @property
+    def activation_memory(self) -> str:
+        """The bytes that the layers may keep, as they were asked for; empty if they were not."""
+        return self.provider.partition(ACTIVATION_MEMORY)[2]
 
     @property
     def sweep(self) -> tuple:

@@ -7,6 +7,7 @@ between `<!-- table: NAME -->` and `<!-- end of table -->`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def render(text: str, results: Results) -> str:
 
 def main() -> None:
     """Rewrites the documents in place, and draws the picture."""
-    from liger_trainer.benchmarks.plots import draw_training
+    from liger_trainer.benchmarks.plots import draw_pareto, draw_training
 
     load_operations()
     results = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
@@ -204,6 +205,11 @@ def main() -> None:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8"), results), encoding="utf-8")
     draw_training(results.tasks, results.runs[-1].machine.device, ROOT / "docs" / "images" / "gain.png")
+    draw_pareto(
+        itertools.chain(*results.tasks.values()),
+        results.runs[-1].machine.device,
+        ROOT / "docs" / "images" / "pareto.png",
+    )
 
 
 if __name__ == "__main__":

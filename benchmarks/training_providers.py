@@ -9,14 +9,17 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.registry import BenchmarkError, closest
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY
+from liger_trainer.benchmarks.registry import BenchmarkError, closest, family
 from liger_trainer.benchmarks.training import PROMPT_FRACTION, Task
+from liger_trainer.configs.flags import activation_memory_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -299,9 +302,14 @@ def _offloaded(fraction: float) -> dict[str, Any]:
 def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
     """The provider NAME, or for ``NAME=NUMBER`` the provider NAME with that number as its second argument.
 
+    After the name of one of ours, `ACTIVATION_MEMORY` and a size, or ``auto``, set that argument.
+
     Raises:
-        BenchmarkError: if there is no such provider, or it takes no number.
+        BenchmarkError: if there is no such provider, or it takes no number or no such size.
     """
+    name, sized, size = name.partition(ACTIVATION_MEMORY)
+    if sized:
+        return _with_activation_memory(name, size)
     known, equals, number = name.partition("=")
     function = TRAINING_PROVIDERS[closest(known, TRAINING_PROVIDERS, "provider")]
     if not equals:
@@ -313,3 +321,15 @@ def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
         return functools.partial(function, **{settings[0]: float(number)})
     except ValueError:
         raise BenchmarkError(f"Provider {name!r}: {number!r} is no number.") from None
+
+
+def _with_activation_memory(name: str, size: str) -> Callable[[Setup], Trainer]:
+    function = find_training_provider(name)
+    if family(name) != "liger_trainer":
+        raise BenchmarkError(f"`activation_memory` is an argument of liger_trainer, not of {name!r}; leave it out.")
+    budget = {"activation_memory": size}
+    try:
+        activation_memory_of(SimpleNamespace(**budget))
+    except ValueError as error:
+        raise BenchmarkError(str(error)) from None
+    return lambda setup: function(dataclasses.replace(setup, arguments={**setup.arguments, **budget}))

@@ -100,7 +100,10 @@ def alignment_table(results: Results) -> str:
 
 
 def _on_one_gpu(results: Results) -> Tasks:
-    return [records for records in results.tasks.values() if not records[0].accelerate_config]
+    """The tasks on one GPU, without the sizes of `activation_memory`, which are in a picture."""
+    tasks = (records for records in results.tasks.values() if not records[0].accelerate_config)
+    shown = ([record for record in records if record.activation_memory in ("", "auto")] for records in tasks)
+    return [records for records in shown if records]
 
 
 def _is_alignment(records: Sequence[TrainingRecord]) -> bool:

@@ -99,6 +99,12 @@ def add_parser(commands: Any) -> None:
         metavar="SHARE",
         help="make this share of the tokens padding on the right, such as 0.5, with causal_lm or sft; default: none",
     )
+    training.add_argument(
+        "--activation_memory",
+        type=names,
+        metavar="SIZE[,...]",
+        help="run liger_trainer with each of these values of its argument, such as 0,8GiB,auto, and draw pareto.png",
+    )
     training.add_argument("--no_checkpointing", action="store_true", help="no gradient checkpointing")
 
 

@@ -38,6 +38,10 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
     measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
     for model in choose_models(arguments.model, device.module is None):
         measure(arguments, _task(arguments, model.name, device), providers, run)
+    if arguments.output is not None and arguments.activation_memory:
+        from liger_trainer.benchmarks.plots import draw_pareto
+
+        draw_pareto(run.training, device.name(), arguments.output / "pareto.png")
     return 0
 
 
@@ -181,9 +185,36 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
 
     if arguments.providers:
-        for name in arguments.providers:
-            find_training_provider(name)  # an unknown name is an error before anything is measured
-        return arguments.providers
+        asked = arguments.providers
+    elif arguments.operations == ["longest"]:
+        asked = [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
+    else:
+        asked = [name for name in TRAINING_PROVIDERS if " " not in name]
+    providers = _with_budgets(arguments, asked)
+    for name in providers:
+        find_training_provider(name)  # a mistake is an error before anything is measured
+    return providers
+
+
+def _with_budgets(arguments: argparse.Namespace, providers: list[str]) -> list[str]:
+    """The providers, with each of ours once for every `--activation_memory`; for 0, under its own name."""
+    from liger_trainer.benchmarks.records import ACTIVATION_MEMORY
+    from liger_trainer.benchmarks.registry import BenchmarkError, family
+
+    sizes = arguments.activation_memory
+    if not sizes:
+        return providers
     if arguments.operations == ["longest"]:
-        return [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
-    return [name for name in TRAINING_PROVIDERS if " " not in name]
+        raise BenchmarkError("`--activation_memory` is for `bench training`; leave it out.")
+    if arguments.no_checkpointing:
+        raise BenchmarkError("`--activation_memory` needs checkpointing; leave `--no_checkpointing` out.")
+    if arguments.warmup < 2 or (arguments.steps or arguments.warmup + 1) <= arguments.warmup:
+        raise BenchmarkError(
+            "Layers keep results from the third step on: with `--activation_memory`, give `--warmup` 2 or more, and "
+            "more `--steps` than that."
+        )
+    ours = [name for name in providers if family(name) == "liger_trainer"]
+    if not ours:
+        raise BenchmarkError("`--activation_memory` is an argument of liger_trainer; add it to `--providers`.")
+    suffixes = ["" if size == "0" else f"{ACTIVATION_MEMORY}{size}" for size in sizes]
+    return [name + suffix for name in providers for suffix in (suffixes if name in ours else [""])]

@@ -68,6 +68,7 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
     from rich.console import Console
 
     from liger_trainer.plan import report
+    from liger_trainer.plan.choose import activation_memory_rows
 
     console = Console(width=shutil.get_terminal_size((160, 24)).columns, highlight=False)
     title = f"{inputs.source.name}, GiB a GPU on {arguments.gpus} × {size / report.GIB:.1f} GiB"
@@ -78,6 +79,8 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
     console.print(report.memory_table(found, title, parts=False) if narrow else table)
     if narrow:
         console.print(report.parts_of(found), markup=False)
+    if rows := activation_memory_rows(inputs.run, found):
+        console.print(report.activation_memory_table(inputs.run, rows))
     for note in inputs.notes:
         console.print(note, markup=False)
     if found.best is None:
@@ -88,10 +91,15 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
 
 
 def _too_big(arguments: Namespace, inputs: Inputs, size: int) -> str:
-    from liger_trainer.plan.choose import gpus_that_fit, least, room_of
-    from liger_trainer.plan.report import GIB, way
+    from liger_trainer.plan.choose import GIB, gpus_that_fit, least, room_of
+    from liger_trainer.plan.report import way
 
     row = least(inputs, arguments.gpus)
+    if row.memory.total <= room_of(size, inputs.run):
+        return (
+            f"Nothing fits on {arguments.gpus} × {size / GIB:.1f} GiB with `activation_memory: "
+            f"{inputs.values['activation_memory']}`; give a smaller size, or 'auto' for what the GPU has left."
+        )
     needed = row.memory.total / room_of(1.0, inputs.run)
     gpus = gpus_that_fit(inputs, arguments.gpus, size)
     adapters = "" if inputs.values["use_peft"] else ", `--use_peft true`"

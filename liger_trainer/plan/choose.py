@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
-from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate
+from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate, kept, largest_activation_memory
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
 from liger_trainer.plan.work import Run
 
+GIB = 2**30
 MOST_GPUS = 1024
+FIRST_BUDGET = 4 * GIB  # of the table of `activation_memory`; each further one is twice as large
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
         gpus: Number of GPUs.
         gpu_memory: Bytes of each GPU.
     """
-    run, room = inputs.run, room_of(gpu_memory, inputs.run)
+    room = room_of(gpu_memory, inputs.run)
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in _rows(inputs, gpus, room):
         one = row.setting
@@ -61,7 +64,7 @@ def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
     rows = tuple(map(_preferred, groups.values()))
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: row.cost, default=None)
-    return Plan(rows, best, _row(run, written_setting(inputs, gpus), room), room)
+    return Plan(rows, best, _row(inputs, written_setting(inputs, gpus), room), room)
 
 
 def written_setting(inputs: Inputs, gpus: int) -> Setting:
@@ -87,7 +90,8 @@ def _named_strategy(config: str | None) -> str:
 
 
 def least(inputs: Inputs, gpus: int) -> Row:
-    """The setting with the least memory on `gpus` GPUs."""
+    """The setting with the least memory on `gpus` GPUs, without `activation_memory`."""
+    inputs = dataclasses.replace(inputs, activation_memory=0)
     return min(_rows(inputs, gpus, 0.0), key=lambda row: row.memory.total)
 
 
@@ -112,13 +116,45 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         experts=inputs.shared_experts,
         whole=bool(values["load_in_4bit"] and inputs.run.parameters.groups["experts"].elements),
     )
-    return (_row(inputs.run, setting, room) for setting in settings)
+    return (_row(inputs, setting, room) for setting in settings)
 
 
-def _row(run: Run, setting: Setting, room: float) -> Row:
+def _row(inputs: Inputs, setting: Setting, room: float) -> Row:
+    """The row of a setting, with the recipe's `activation_memory` if it is checkpointed."""
+    if setting.checkpointing and inputs.activation_memory:
+        budget = inputs.activation_memory
+        size = largest_activation_memory(inputs.run, setting, room) if budget == "auto" else budget
+        setting = dataclasses.replace(setting, activation_memory=size)
+    return _row_of(inputs.run, setting, room)
+
+
+def _row_of(run: Run, setting: Setting, room: float) -> Row:
     memory = estimate(run, setting)
     tokens = run.work.rows * run.work.length * setting.batch
-    return Row(setting, memory, memory.total <= room, relative_cost(setting, tokens, run.parameters, run.shape))
+    cost = relative_cost(setting, tokens, run.parameters, run.shape, kept(run, setting).saved)
+    return Row(setting, memory, memory.total <= room, cost)
+
+
+def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
+    """A checkpointed setting with ever more `activation_memory`, from 0 to all that fits or can be kept.
+
+    The setting is the recipe's own if that is checkpointed and fits, else the fastest that is and does.
+
+    Returns:
+        The rows; none if no such setting fits, or nothing can be kept.
+    """
+    others = sorted(plan.rows, key=lambda row: row.cost)
+    settings = [row.setting for row in (plan.written, *others) if row.setting.checkpointing]
+    bare = [_row_of(run, dataclasses.replace(setting, activation_memory=0), plan.room) for setting in settings]
+    first = next((row for row in bare if row.fits), None)
+    largest = largest_activation_memory(run, first.setting, plan.room) if first else 0
+    if first is None or not largest:
+        return []
+    doubled = (FIRST_BUDGET << power for power in itertools.count())
+    sizes = [*itertools.takewhile(lambda size: size < largest, doubled), largest]
+    return [first] + [
+        _row_of(run, dataclasses.replace(first.setting, activation_memory=size), plan.room) for size in sizes
+    ]
 
 
 def _preferred(rows: list[Row]) -> Row:

@@ -12,16 +12,22 @@ The peak is at one of these moments, depending on the model:
 `splitting` has the memory that is allocated at every moment, by the way the model is split. Autocast over fp32 weights
 caches half-precision copies in the forward pass; our experts make theirs layer by layer.
 
+Results that checkpointed layers keep are all there at the loss, and in a layer's backward those of the layers before
+it. The memory between the last and the first layer is never above that of both: the gradients and the inputs change by
+the same bytes with each layer, and what is kept shrinks fastest at the start, as the last layers keep most.
+
 The estimate does not contain the allocator's slack; `ALLOCATOR_SLACK` of the GPU is left free for it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 
 from liger_trainer.plan.activations import LayerMemory, layer_memory
 from liger_trainer.plan.head import HeadMemory, head_memory
+from liger_trainer.plan.kept import Kept, Result, keep, layer_results, most
 from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, trained_share
@@ -30,6 +36,7 @@ from liger_trainer.plan.work import Run
 ALLOCATOR_SLACK = 0.08
 """Fraction of a GPU's memory that is left free, for CUDA, NCCL and fragmentation."""
 
+AUTO_STEPS = 4096  # how finely `largest_activation_memory` divides all that can be kept
 OFFLOAD_STASH = 5  # layer inputs that TRL's offloading holds while they are copied to the host
 
 
@@ -64,6 +71,22 @@ def host_bytes(run: Run, setting: Setting) -> float:
     return setting.gpus * setting.offloading * inputs
 
 
+def kept(run: Run, setting: Setting) -> Kept:
+    """What the checkpointed layers keep."""
+    return keep(_results(run, setting), _checkpoints(run, setting), _tokens(run, setting), setting.activation_memory)
+
+
+def largest_activation_memory(run: Run, setting: Setting, room: float) -> int:
+    """Bytes that the layers can keep in `room` bytes of a GPU; 0 if the setting does not fit without."""
+    everything = most(_results(run, setting), _checkpoints(run, setting), _tokens(run, setting))
+    budgets = [everything * part // AUTO_STEPS for part in range(AUTO_STEPS + 1)]
+
+    def is_too_large(budget: int) -> bool:
+        return estimate(run, dataclasses.replace(setting, activation_memory=budget)).total > room
+
+    return budgets[max(bisect.bisect_left(budgets, True, key=is_too_large) - 1, 0)]
+
+
 def moments(run: Run, setting: Setting) -> list[Memory]:
     """The memory at each moment that may be the peak."""
     parameters, compute = run.parameters, precision_of(run, setting).compute
@@ -74,6 +97,8 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
     stored, during_forward, loading = _activations(layer, setting, run)
+    results = kept(run, setting)
+    waiting = results.bytes - (results.in_last if run.checkpoint_every == 1 else 0)  # the last layer's are at work
     embedding = parameters.groups["embedding"].trained_bytes
     idle = 0.0 if setting.sharded else always.buffers
     late = head.weight_gradient if not setting.sharded else 0.0  # for a sharded head it is a buffer
@@ -85,13 +110,13 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     changes: dict[str, dict[str, float]] = {
         "loss": {
             "gradients": accumulated,
-            "activations": during_forward,
+            "activations": during_forward + results.bytes,
             "logits": head.peak - (head.weight_gradient - late),
             "buffers": on_gpu.loss_buffers + copies,
         },
         "last layer": {
             "gradients": accumulated,
-            "activations": stored + loading + layer.working,
+            "activations": stored + loading + layer.working + waiting,
             "logits": late,
             "buffers": backward,
         },
@@ -116,13 +141,27 @@ def _layer(run: Run, setting: Setting) -> LayerMemory:
     return layer_memory(
         dataclasses.replace(run.shape, experts=run.shape.experts // sharing, exchanged_experts=sharing > 1),
         precision_of(run, setting),
-        run.work.rows * setting.batch * run.work.length,
+        _tokens(run, setting),
         run.work.length,
         run.implementation,
         run.recompute_mlp,
         setting.tiled_mlp,
         experts,
     )
+
+
+def _results(run: Run, setting: Setting) -> list[Result]:
+    compute = precision_of(run, setting).compute
+    return layer_results(run.shape, compute, run.work.length, run.implementation, setting.tiled_mlp)
+
+
+def _checkpoints(run: Run, setting: Setting) -> int:
+    """Layers that are checkpointed."""
+    return math.ceil(run.parameters.layers / run.checkpoint_every) if setting.checkpointing else 0
+
+
+def _tokens(run: Run, setting: Setting) -> int:
+    return run.work.rows * setting.batch * run.work.length
 
 
 def _head(run: Run, setting: Setting) -> HeadMemory:
@@ -144,8 +183,7 @@ def _autocast_copies(run: Run, setting: Setting) -> float:
 
 def _activations(layer: LayerMemory, setting: Setting, run: Run) -> tuple[float, float, float]:
     """Activations at the start of the last layer's backward, at the loss, and one being loaded from the host."""
-    layers = run.parameters.layers
-    checkpoints = math.ceil(layers / run.checkpoint_every) if setting.checkpointing else 0
+    layers, checkpoints = run.parameters.layers, _checkpoints(run, setting)
     whole = (layers - checkpoints) * layer.saved
     stored = checkpoints * layer.input * (1 - setting.offloading) + whole
     stash = min(checkpoints * setting.offloading, OFFLOAD_STASH) * layer.input

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from liger_trainer.attention.interface import NAME
-from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import split_by_file
 from liger_trainer.patching.attention import find_attention
@@ -49,6 +49,7 @@ class Inputs:
         run: Model and work.
         notes: What was assumed, or is not counted.
         shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
+        activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     """
 
     source: Path
@@ -56,6 +57,7 @@ class Inputs:
     run: Run
     notes: tuple[str, ...]
     shared_experts: int = 0
+    activation_memory: int | Literal["auto"] = 0
 
     @property
     def batch_is_fixed(self) -> bool:
@@ -87,6 +89,7 @@ def read_inputs(
     fused = bool(values["use_liger_kernel"] and kernels.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
     try:
         every, reduced = _every_n_layers(values), _sync_each_batch(values)
+        budget = activation_memory_of(SimpleNamespace(**values)) or 0
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))
@@ -111,7 +114,7 @@ def read_inputs(
         sync_each_batch=reduced,
     )
     splits = can_split_experts(config) and split_obstacle(values) is None  # what recipes refuse is not proposed
-    return Inputs(source, values, run, notes, count_experts(config) if splits else 0)
+    return Inputs(source, values, run, notes, count_experts(config) if splits else 0, budget)
 
 
 def _check_experts(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from liger_trainer.attention.interface import NAME
 from liger_trainer.plan.activations import is_masked
-from liger_trainer.plan.choose import Plan, Row, written_setting
-from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes
+from liger_trainer.plan.choose import GIB, Plan, Row, written_setting
+from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes, kept
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting
 from liger_trainer.recipe.schema import mapping
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from liger_trainer.plan.parameters import Parameters
     from liger_trainer.plan.work import Run
 
-GIB = 2**30
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
 _NAMES = {
     "single": "one GPU",
@@ -79,6 +78,28 @@ def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
         verdict = "[bold green]best[/]" if row is plan.best else "fits" if row.fits else "[red]too big[/]"
         batch = f"{row.setting.batch} × {row.setting.accumulation}"
         table.add_row(name, batch, *sizes, f"{row.memory.total / GIB:.1f}", row.memory.moment, verdict)
+    return table
+
+
+def activation_memory_table(run: Run, rows: Sequence[Row]) -> Table:
+    """A table of one setting's peak and speed over `activation_memory`.
+
+    Args:
+        run: The model and its work.
+        rows: The setting without and with ever more of it; the last one takes what the GPU has left, as ``"auto"``.
+    """
+    title = f"activation_memory: {way(rows[0].setting)}, batch {rows[0].setting.batch} × {rows[0].setting.accumulation}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("activation_memory", "GiB a GPU", "fullest at", "tokens/s"):
+        table.add_column(heading, justify="left" if heading == "fullest at" else "right")
+    table.add_column("results kept, and in how many of the last layers", overflow="fold")
+    for row in rows:
+        size = row.setting.activation_memory / GIB
+        name = f"auto, {size:.1f}GiB" if row is rows[-1] else f"{size:.0f}GiB" if size else "0"
+        layers = kept(run, row.setting).layers
+        what = " · ".join(f"{result} {count}" for result, count in layers.items() if count)
+        speed = f"{rows[0].cost / row.cost:.2f} ×"
+        table.add_row(name, f"{row.memory.total / GIB:.1f}", row.memory.moment, speed, what)
     return table
 
 
@@ -175,6 +196,8 @@ def changed_keys(inputs: Inputs, setting: Setting) -> dict[str, Any]:
         keys["activation_offloading"] = bool(setting.offloading)
     if values["activation_offloading_fraction"] != 1:  # a plan offloads all or nothing
         keys["activation_offloading_fraction"] = 1.0
+    if inputs.activation_memory and not setting.checkpointing:  # refused without checkpointing
+        keys["activation_memory"] = 0
     if setting.tiled_mlp != kernels_of(values, inputs.source).tiled_mlp:
         written = mapping("liger_kernel_config", values["liger_kernel_config"]) or {}
         keys["liger_kernel_config"] = {**written, "tiled_mlp": setting.tiled_mlp}

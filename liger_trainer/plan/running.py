@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
-from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
+from liger_trainer.plan.estimate import ALLOCATOR_SLACK, largest_activation_memory
 from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
@@ -56,7 +59,20 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         getattr(args, "activation_offloading_fraction", 1.0) if offloads else 0.0,
         sharing,
     )
+    if checkpointing:
+        setting = dataclasses.replace(setting, activation_memory=_activation_memory(args, run, setting))
     return run, setting
+
+
+def _activation_memory(args: Any, run: Run, setting: Setting) -> int:
+    """The bytes that checkpointed layers may keep; for ``"auto"``, what a plan leaves of the GPU."""
+    budget = activation_memory_of(args)
+    if budget != "auto":
+        return budget or 0
+    if args.device.type != "cuda":  # no other device's memory is counted
+        return 0
+    room = torch.cuda.get_device_properties(args.device).total_memory * (1 - ALLOCATOR_SLACK)
+    return largest_activation_memory(run, setting, room)
 
 
 def _loss(trainer: Any, model: Any) -> str:

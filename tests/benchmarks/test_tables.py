@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from liger_trainer.benchmarks import tables
+from liger_trainer.benchmarks import plots, tables
 from liger_trainer.benchmarks.records import (
     LongestRecord,
     Machine,
@@ -262,3 +262,39 @@ def test_the_longest_of_each_provider_counts():
         ["Llama-3 8B, DPO, LoRA r=16, batch 1", "hf", "65,536", "73,728", "5,000", "130.0"],
         ["Llama-3 8B, DPO, LoRA r=16, batch 1", "liger_trainer", "131,072", "–", "–", "–"],
     ]
+
+
+def budgets(checkpointing=True):
+    """A line of ours over `activation_memory`, and another library's point, or those without checkpointing."""
+    task = ("llama3-8b", 0, "causal_lm", 4, 4096, checkpointing)
+    if not checkpointing:
+        whole = TrainingRecord(*task, "liger_trainer", 6.0, None, 90.0)
+        return [TrainingRecord(*task, "liger-kernel", failure="out of memory"), whole]
+    points = {"": (1.0, 60.0), " activation_memory=auto": (5.0, 80.0), " activation_memory=8GiB": (3.0, 61.0)}
+    records = [TrainingRecord(*task, f"liger_trainer{name}", rate, None, peak) for name, (rate, peak) in points.items()]
+    return [TrainingRecord(*task, "liger-kernel", 0.5, None, 62.0), *records]
+
+
+def test_sizes_of_activation_memory_are_in_the_picture_alone():
+    (row,) = cells(training_table(results(training=budgets())))
+    assert row == ["Llama-3 8B", "0 / 62.0", "1 / 60.0; **5 / 80.0** with `activation_memory=auto`"]
+
+
+def test_the_picture_of_speed_and_memory(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, file: drawn.append(figure) or file)
+    others = [TrainingRecord("qwen3-8b", 0, "causal_lm", 4, 4096, True, "liger_trainer", 1.0, None, 1.0)]
+    file = tmp_path / "pareto.png"
+    assert plots.draw_pareto([*budgets(), *budgets(False), *others], "GPU", file) == file
+    (axis,) = drawn[0].axes  # the other model has no `activation_memory`, so it has no picture
+    lines = {line.get_label(): [*zip(*line.get_data())] for line in axis.get_lines()}
+    ours = [(60.0, 1.0), (61.0, 3.0), (80.0, 5.0), (90.0, 6.0)]
+    assert [line.get_linestyle() for line in axis.get_lines()] == [":", "-"]
+    assert lines == {"liger-kernel": [(62.0, 0.5)], "liger_trainer": ours}
+    assert [text.get_text() for text in axis.texts] == ["", "", "8GiB", "auto", "no checkpointing"]
+    assert plots.draw_pareto(others, "GPU", file) is None
+
+
+def test_the_picture_is_a_file(tmp_path):
+    file = plots.draw_pareto(budgets(), "GPU", tmp_path / "made" / "pareto.png")
+    assert file.stat().st_size > 1000

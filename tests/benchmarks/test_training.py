@@ -5,10 +5,11 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from liger_trainer.benchmarks import plots
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import Run
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.training import Task, reason
+from liger_trainer.benchmarks.training import Task, TrainingProcess, reason
 from liger_trainer.benchmarks.training_providers import (
     TRAINING_PROVIDERS,
     RandomTokens,
@@ -84,6 +85,60 @@ def test_a_provider_with_a_number():
     for wrong, message in {f"{name}=half": "no number", "hf=0.5": "takes no number", "hg": "Did you mean 'hf'"}.items():
         with pytest.raises(BenchmarkError, match=message):
             find_training_provider(wrong)
+
+
+def test_a_provider_with_activation_memory():
+    def built(setup, **arguments):
+        return {**setup.arguments, **arguments}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Setup, "trainer", built)
+        setup = Setup(None, None, {"max_steps": 1}, [])
+        found = find_training_provider("liger_trainer activation_offloading=0.5 activation_memory=2GiB")(setup)
+    assert found["activation_memory"] == "2GiB"
+    assert found["activation_offloading_fraction"] == 0.5
+    assert found["max_steps"] == 1
+    assert "activation_memory" not in setup.arguments
+    for wrong, message in {
+        "hf activation_memory=auto": "not of 'hf'",
+        "liger_trainer activation_memory=much": "`activation_memory` is 'much'",
+        "liger_trainr activation_memory=auto": "Did you mean 'liger_trainer'",
+    }.items():
+        with pytest.raises(BenchmarkError, match=message):
+            find_training_provider(wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_argument_arrives():
+    task, seen = Task("tiny", layers=1, batch=1, length=8, steps=1, device="cpu"), Batches()
+
+    @training_provider("liger_trainer watched")
+    def watched(setup):
+        setup.callbacks.append(seen)
+        return setup.trainer(ours=True)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Batches, "on_train_begin", lambda self, args, *others, **kwargs: self.found.append(args))
+        run(task, "liger_trainer watched activation_memory=1MiB")
+    del TRAINING_PROVIDERS["liger_trainer watched"]
+    assert [args.activation_memory for args in seen.found] == ["1MiB"]
+
+
+def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):
+    seen, drawn = [], []
+    monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: seen.append(self.arguments[2]) or self)
+    monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    monkeypatch.setattr(plots, "draw_pareto", lambda records, device, file: drawn.append((len(records), file)))
+    options = ["--device", "cpu", "--activation_memory", "0,1MiB,auto", "--output", str(tmp_path)]
+    assert main(["bench", "training", *options, "--providers", "hf,liger_trainer"]) == 0
+    sizes = ["", " activation_memory=1MiB", " activation_memory=auto"]
+    assert seen == ["hf", *(f"liger_trainer{size}" for size in sizes)]
+    records = Run.read(tmp_path / "results.json").training
+    assert [record.activation_memory for record in records] == ["", "", "1MiB", "auto"]
+    assert len({record.group for record in records}) == 1
+    assert drawn == [(4, tmp_path / "pareto.png")]
+    assert "liger_trainer activation_memory=auto" in capsys.readouterr().out
 
 
 def test_pairs_and_completions():

@@ -170,3 +170,17 @@ def test_a_model_that_fits_nowhere(capsys):
     assert "too big" in out
     assert "The least is one GPU" in err
     assert "take GPUs of at least" in err
+
+
+def test_the_table_of_activation_memory(capsys):
+    code, out, err = run(capsys, "llama3_8b_sft", "--gpus", "1", "--gpu_memory", "80GB")
+    assert code == 0, err
+    below = out.partition("activation_memory: one GPU, checkpointing, batch 1 × 4")[2]
+    assert below.index("1.00 ×") < below.index("4GiB") < below.index("auto, ")
+
+
+def test_a_budget_that_fits_nowhere(capsys):
+    options = ["--gpus", "1", "--gpu_memory", "72GB", "--activation_memory", "60GiB"]
+    code, _, err = run(capsys, "llama3_8b_sft", *options)
+    assert code == 2
+    assert "Nothing fits on 1 × 67.1 GiB with `activation_memory: 60GiB`; give a smaller size, or 'auto'" in err

@@ -1,6 +1,8 @@
 """An out-of-memory error of training: its class and text stay, and what would take less memory follows."""
 
+import dataclasses
 import re
+import types
 
 import pytest
 import torch
@@ -85,6 +87,43 @@ def test_what_is_on_is_not_proposed(tmp_path):
     for budget in ("tiled_mlp", "per_device_train_batch_size: 1", "activation_offloading: true"):
         assert budget not in off
         assert budget in on
+
+
+@pytest.mark.parametrize(
+    ("size", "proposed"),
+    [
+        ("2GiB", ["activation_memory: 1073741824", "activation_memory: 0"]),
+        ("auto", ["activation_memory: 0, or a size in place of auto"]),
+        ("0", []),
+        (None, []),
+    ],
+)
+def test_kept_results_are_proposed_to_be_fewer(tmp_path, size, proposed):
+    trainer = causal(tmp_path, gradient_checkpointing=True)
+    trainer.args.activation_memory = size
+    found = [budget for budget in budgets(trainer) if "activation_memory" in budget.text]
+    assert [budget.text for budget in found] == proposed
+    assert not any(budget.on for budget in found)
+    text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 200_000))
+    assert all(f"  {one}" in text for one in proposed) or size == "auto"  # there is nothing to keep on a CPU
+    trainer.args.gradient_checkpointing = trainer.args.activation_checkpointing = False
+    assert not [budget for budget in budgets(trainer) if "activation_memory" in budget.text]
+
+
+def test_the_plan_of_a_trainer_counts_what_it_keeps(tmp_path, monkeypatch):
+    trainer = causal(tmp_path, gradient_checkpointing=True)
+    run, without = running(trainer, (4, 1000))
+    for size, bytes_ in ((2**20, 2**20), ("auto", 0), ("0", 0)):
+        trainer.args.activation_memory = size
+        assert running(trainer, (4, 1000)) == (run, dataclasses.replace(without, activation_memory=bytes_))
+    trainer.args.activation_memory = "auto"
+    everything = estimate(run, dataclasses.replace(without, activation_memory=2**40)).total
+    card = types.SimpleNamespace(total_memory=everything)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda", 0))
+    _, setting = running(trainer, (4, 1000))
+    assert setting.activation_memory > 0
+    assert estimate(run, without).total < estimate(run, setting).total <= 0.92 * card.total_memory
 
 
 def test_stock_arguments_and_no_kernels(tmp_path):

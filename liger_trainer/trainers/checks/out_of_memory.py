@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
@@ -113,7 +113,7 @@ def budgets(trainer: Trainer) -> list[Budget]:
     if args.use_liger_kernel:
         text = 'liger_kernel_config: {"tiled_mlp": true}'
         found.append(Budget(text, kernels.tiled_mlp, _with(tiled_mlp=True)))
-    found += [*_smaller_batch(trainer), *_offloading(args), *_splitting(trainer)]
+    found += [*_kept_results(args), *_smaller_batch(trainer), *_offloading(args), *_splitting(trainer)]
     return found
 
 
@@ -125,6 +125,17 @@ def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     more = steps * batch // less
     text = f"per_device_train_batch_size: {less}, gradient_accumulation_steps: {more}"
     yield Budget(text, batch == 1, _with(batch=less, accumulation=more))
+
+
+def _kept_results(args: Any) -> Iterator[Budget]:
+    """`activation_memory` takes memory, so less of it is proposed, and nothing where it is not set."""
+    size = activation_memory_of(args)
+    if not size or not args.gradient_checkpointing:
+        return
+    if size != "auto":
+        yield Budget(f"activation_memory: {size // 2}", False, _with(activation_memory=size // 2))
+    text = "activation_memory: 0" if size != "auto" else "activation_memory: 0, or a size in place of auto"
+    yield Budget(text, False, _with(activation_memory=0))
 
 
 def _offloading(args: Any) -> Iterator[Budget]:
