@@ -229,7 +229,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a longer batch is planned as the recorded one", "ActivationMemory._calls_to_keep",
          r"math\.ceil\(_SHARES \* tokens / recorded\) / _SHARES", "1.0",
          "trainers/test_activation_memory::test_batches_of_other_lengths"),
-        ("TRL's functions stay in the layers", "ActivationMemoryMixin.compute_loss",
+        ("TRL's functions stay in the layers", "ActivationMemoryMixin._let_layers_keep",
          r"self\._kept\.begin\(self\.model_wrapped, self\.state\.global_step\)",
          "self._kept.begin(self.model_wrapped if self.state.global_step < 1 else torch.nn.Identity(), "
          "self.state.global_step)",
@@ -370,7 +370,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "plan/::test_fsdp2_splits_fp32_weights_and_states"),
         ("the fused head takes no memory", "head_memory", r"HeadMemory\(chunk \+ ", "HeadMemory(",
          "plan/test_estimate::test_head"),
-        ("every setting is said to fit", "_row", r"memory\.total <= room", "True",
+        ("every setting is said to fit", "_row_of", r"memory\.total <= room", "True",
          "plan/::test_where_nothing_fits cli/::test_a_model_that_fits_nowhere"),
     ],
     "cli": [
