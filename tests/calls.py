@@ -40,7 +40,7 @@ class _Sizes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         inputs = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in inputs:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.data_ptr() not in inputs:
                 self.created.add(tensor.numel())
         return result
 

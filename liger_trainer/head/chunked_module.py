@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
-from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
+from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
     is_sharded,
@@ -28,7 +28,7 @@ from liger_trainer.head.lm_head import (
     whole_parameter,
 )
 from liger_trainer.head.partitions import is_partitioned, on_whole_parameters
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
 from liger_trainer.kernels.head.loss_arguments import checked_class_weights, inverse_normalizer
 
@@ -127,50 +127,46 @@ def vocab_size_of(head: nn.Module) -> int | None:
 
 
 def chunked_rows(
-    logits: Any,
-    target: torch.Tensor,
-    ignore_index: int,
-    of_rows: Callable[..., Sequence[torch.Tensor]],
-    *others: torch.Tensor,
+    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor, rows: AllRows | None = None
 ) -> list[torch.Tensor]:
     """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
     Args:
         logits: `(..., V)`, deferred, of any head.
-        target: `(...)` class ids.
-        ignore_index: Label of the tokens that do not count; `of_rows` gives them 0.
-        of_rows: Maps logits `(n, V)`, labels `(n,)` and the rows of `others` for the same tokens to tensors of `(n,)`;
-            it runs again in the backward.
-        others: `(..., X)`, of the same tokens.
+        of_rows: Maps logits `(n, V)` and the rows of `others` for the same tokens to tensors of `(n, ...)`; it runs
+            again in the backward.
+        others: `(...)` or `(..., X)`, of the same tokens and on the device of the logits.
+        rows: The rows to run on, of flat labels; by default all. The first of `others` is then these labels, and
+            `of_rows` returns tensors `(n,)`, 0 where the label is ignored.
 
     Returns:
-        The tensors, shaped as `target`.
+        The tensors, with the leading dimensions of `logits` in the place of n.
     """
     recorded = logits.recorded
     recorded.check()
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
+    lead = logits.meta.shape[:-1]
     has_graph = logits.has_graph and torch.is_grad_enabled()
-    target = target.to(hidden.device)
-    others = tuple(other.reshape(-1, other.shape[-1]) for other in others)
-    chosen = labelled_rows(hidden, target, ignore_index, call.logits_memory)
+    rows = AllRows(hidden, call.logits_memory) if rows is None else rows
+    flat = [other.reshape(len(hidden), *other.shape[len(lead) :]) for other in others]
 
-    def run(part: torch.Tensor, labels: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
-        rows = recorded.chain.replay(product(part))
-        if isinstance(chosen, LabelledRows):  # gathered here, so that only the index is saved for the backward
-            more = tuple(other.index_select(0, *more) for other in others)
+    def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
+        replayed = recorded.chain.replay(product(part))
+        if isinstance(rows, LabelledRows):  # gathered here, so that only the index is saved for the backward
+            labels, index = more
+            more = (labels, *(other.index_select(0, index) for other in flat[1:]))
         with torch.autocast(part.device.type, enabled=False):
-            return of_rows(rows, labels, *more)
+            return of_rows(replayed, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
-    size = max(1, chosen.logits_memory // (logits.meta.shape[-1] * logits.meta.element_size()))
-    further = (chosen.index,) if isinstance(chosen, LabelledRows) else others
+    size = max(1, rows.logits_memory // (call.vocab_size * logits.meta.element_size()))
     with torch.set_grad_enabled(has_graph):
         # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
-        flat = [chosen.gathered(hidden), chosen.target.reshape(-1), *further]
-        parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
-        joined = (through_owner(call.head, chosen.scattered(torch.cat(column))) for column in zip(*parts))
-        columns = [column.view(target.shape) for column in joined]
+        further = [rows.target, rows.index] if isinstance(rows, LabelledRows) else flat
+        split = (tensor.split(size) for tensor in (rows.gathered(hidden), *further))
+        columns = [rows.scattered(torch.cat(column)) for column in zip(*(step(*chunk) for chunk in zip(*split)))]
+        columns = [through_owner(call.head, column).view(*lead, *column.shape[1:]) for column in columns]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
 
@@ -182,8 +178,12 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
     class_weights: torch.Tensor | None,
-) -> torch.Tensor:
-    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time."""
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time.
+
+    With `outputs`, values of each token that `cross_entropy` takes, it is a `CrossEntropyOutput`.
+    """
     hidden = logits.recorded.hidden
     target = target.to(hidden.device)
     class_weights = checked_class_weights(
@@ -191,12 +191,18 @@ def chunked_cross_entropy(
     )
 
     def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
-        return [cross_entropy(rows, labels, ignore_index, "none", None, label_smoothing, class_weights=class_weights)]
+        found: Any = cross_entropy(
+            *(rows, labels, ignore_index, "none", None, label_smoothing),
+            class_weights=class_weights,
+            outputs=outputs,
+        )
+        return [found.loss, *(getattr(found, name) for name in outputs)] if outputs else [found]
 
-    (loss,) = chunked_rows(logits, target, ignore_index, losses)
-    if reduction == "none":
-        return loss
-    return loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    loss, *tokens = chunked_rows(logits, losses, target, rows=rows)
+    if reduction != "none":
+        loss = loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
+    return CrossEntropyOutput(loss, **dict(zip(outputs, tokens))) if outputs else loss
 
 
 def chunked_log_probs(
@@ -208,5 +214,7 @@ def chunked_log_probs(
         found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
         return [found.log_probs, *(getattr(found, name) for name in outputs)]
 
-    chosen, *others = chunked_rows(logits, target, ignore_index, statistics)
+    hidden, target = logits.recorded.hidden, target.to(logits.device)
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    chosen, *others = chunked_rows(logits, statistics, target, rows=rows)
     return LogProbsOutput(chosen, **dict(zip(outputs, others)))

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+TokenObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Takes what a loss of deferred logits has counted, three 0-d tensors: the sum of the cross entropies of the tokens,
+how many of their labels are the most likely token, and how many tokens have a label."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
@@ -18,13 +22,17 @@ class ForwardContext:
     Args:
         has_labels: Whether the loss is computed inside this forward.
         num_items: The `num_items_in_batch` that the model's loss divides its sum by.
+        read_later: Whether the logits are read after this forward too, where a sharded weight is not whole any more.
     """
 
     has_labels: bool
     num_items: int | torch.Tensor | None = None
+    read_later: bool = False
 
 
-def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | None = None) -> ForwardContext | None:
+def context_of(
+    model: Any, has_labels: bool, num_items: int | torch.Tensor | None = None, read_later: bool = False
+) -> ForwardContext | None:
     """The context of a forward of `model`; None where its head must not defer the logits.
 
     That is where FSDP1 has the head, or a part of it, in a unit of its own, whose weight is freed after its forward.
@@ -32,12 +40,14 @@ def context_of(model: Any, has_labels: bool, num_items: int | torch.Tensor | Non
     head = model.get_output_embeddings()
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in head.modules()):
         return None
-    return ForwardContext(has_labels, num_items)
+    return ForwardContext(has_labels, num_items, read_later)
 
 
 # Context variables, so that threads and nested forwards (such as a reference model's) do not share them.
 _forward: ContextVar[ForwardContext | None] = ContextVar("liger_trainer_forward", default=None)
 _loss_follows: ContextVar[bool] = ContextVar("liger_trainer_loss_follows", default=False)
+_read_later: ContextVar[bool] = ContextVar("liger_trainer_read_later", default=False)
+_observer: ContextVar[TokenObserver | None] = ContextVar("liger_trainer_observer", default=None)
 _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_expected", default=None)
 _most_labelled: ContextVar[Callable[[], int] | None] = ContextVar("liger_trainer_most_labelled", default=None)
 
@@ -74,6 +84,36 @@ def loss_follows() -> Iterator[None]:
 def does_loss_follow() -> bool:
     """Whether the current forward runs inside [`loss_follows`]."""
     return _loss_follows.get()
+
+
+@contextlib.contextmanager
+def logits_read_later() -> Iterator[None]:
+    """Lets the forwards inside defer logits that the caller will read, also in evaluation."""
+    token = _read_later.set(True)
+    try:
+        yield
+    finally:
+        _read_later.reset(token)
+
+
+def are_logits_read_later() -> bool:
+    """Whether the current forward runs inside [`logits_read_later`]."""
+    return _read_later.get()
+
+
+@contextlib.contextmanager
+def tokens_observed_by(observe: TokenObserver) -> Iterator[None]:
+    """Calls `observe` for every loss of deferred logits inside."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def token_observer() -> TokenObserver | None:
+    """The function of [`tokens_observed_by`], if any."""
+    return _observer.get()
 
 
 @contextlib.contextmanager

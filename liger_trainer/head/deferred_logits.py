@@ -20,6 +20,7 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
+from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, tree_leaves, tree_map
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded, RecordedChain
@@ -211,6 +212,8 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
 
     def _compute(self) -> torch.Tensor:
         recorded = self.recorded
+        if self.meta.shape[-1] < recorded.call.vocab_size:  # a slice of the vocabulary, which no gradient reaches
+            return chunked_rows(self, lambda rows: [rows.clone()])[0]
         recorded.check()
         logits = recorded.call.gathered_product()(recorded.hidden)
         return recorded.chain.replay(through_owner(recorded.call.head, logits))

@@ -129,19 +129,21 @@ def _of_chunks(
     of_rows: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """`of_rows`, with the logits of one chunk of tokens in memory at a time."""
+    memory = student.recorded.call.logits_memory
+    rows = labelled_rows(student.recorded.hidden, labels.reshape(-1), ignore_index, memory)
     if not isinstance(teacher, DeferredLogits) or not teacher.recordable:
-        return chunked_rows(student, labels, ignore_index, of_rows, build(teacher).detach())
+        return chunked_rows(student, of_rows, labels, build(teacher).detach(), rows=rows)
     recorded = teacher.recorded
     recorded.check()
     with torch.no_grad():
         product = recorded.call.gathered_product()
 
-    def of_hidden(rows: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def of_hidden(own: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():
             teacher_rows = recorded.chain.replay(product(hidden))
-        return of_rows(rows, labels, teacher_rows)
+        return of_rows(own, labels, teacher_rows)
 
-    return chunked_rows(student, labels, ignore_index, of_hidden, recorded.hidden.detach())
+    return chunked_rows(student, of_hidden, labels, recorded.hidden.detach(), rows=rows)
 
 
 def _of_rows(

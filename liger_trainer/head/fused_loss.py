@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
-from liger_trainer.head.context import expected_gradient
+from liger_trainer.head.context import expected_gradient, token_observer
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
 from liger_trainer.kernels.autograd import saved_as_is
-from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.head.log_probs import LogProbsOutput
@@ -66,14 +66,17 @@ def deferred_cross_entropy(
         return NotImplemented
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
     dtype = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else input.meta.dtype
+    outputs = () if token_observer() is None else ("token_nll", "predicted_tokens")
     if isinstance(call, ModuleCall):
-        return chunked_cross_entropy(input, target, ignore_index, reduction, label_smoothing, weight).to(dtype)
+        found = chunked_cross_entropy(input, target, ignore_index, reduction, label_smoothing, weight, outputs)
+        return _observed(found, target, ignore_index).to(dtype)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "softcap": form.softcap,
         "logit_scale": form.logit_scale,
+        "outputs": outputs,
     }
     if weight is not None:
         options["class_weights"] = weight
@@ -91,10 +94,24 @@ def deferred_cross_entropy(
             built = linear(hidden, matrix, bias, call.dtype)
             with saved_as_is():
                 loss = cross_entropy(built, target, **options)
-    assert isinstance(loss, torch.Tensor)
+    loss = _observed(loss, target, ignore_index)
     loss = rows.scattered(loss) if reduction == "none" else loss
     call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)
+
+
+def _observed(found: torch.Tensor | CrossEntropyOutput, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The loss `found`, of whose tokens the context's observer is told."""
+    observe = token_observer()
+    if isinstance(found, torch.Tensor) or observe is None:
+        assert isinstance(found, torch.Tensor)
+        return found
+    assert found.token_nll is not None
+    labels = target.to(found.loss.device)
+    labelled = labels != ignore_index
+    right = labelled & (found.predicted_tokens == labels)
+    observe(found.token_nll.sum(), right.sum(), labelled.sum())
+    return found.loss
 
 
 def head_log_probs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,20 @@ class Tanh:
         return x.tanh()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfRows:
+    """A function of whole rows, along the vocabulary: a softmax, or a slice of the vocabulary."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the step."""
+        return self.function(x)
+
+
+Step = Cast | Scale | Tanh | OfRows
+
+
 class FusedForm(NamedTuple):
     """The chain as options of the operators: ``softcap * tanh(x * logit_scale / softcap)``, or ``x * logit_scale``."""
 
@@ -67,11 +82,11 @@ class FusedForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedChain:
-    """Elementwise operations on logits."""
+    """Operations on logits, each on every row alone."""
 
-    steps: tuple[Cast | Scale | Tanh, ...] = ()
+    steps: tuple[Step, ...] = ()
 
-    def then(self, step: Cast | Scale | Tanh) -> RecordedChain:
+    def then(self, step: Step) -> RecordedChain:
         """This chain followed by `step`."""
         return RecordedChain((*self.steps, step))
 
@@ -89,6 +104,8 @@ class RecordedChain:
         """
         before, after, capped = 1.0, 1.0, False
         for step in self.steps:
+            if isinstance(step, OfRows):
+                return None
             if isinstance(step, Tanh):
                 if capped:
                     return None

@@ -17,6 +17,7 @@ from liger_trainer.head.deferred_logits import METADATA, RECORDERS, DeferredLogi
 from liger_trainer.head.fused_loss import deferred_cross_entropy
 from liger_trainer.head.lm_head import RECORDABLE_DTYPES
 from liger_trainer.head.recorded import Cast, Scale, Tanh
+from liger_trainer.head.vocab_functions import columns_of, runs_in_chunks
 from liger_trainer.head.warn_once import warn_once
 
 T = torch.Tensor
@@ -240,7 +241,7 @@ def _squeeze(x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 def _getitem(x: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if not _leaves_vocab_whole(items, x.meta.dim(), x.meta.shape[-1]):
-        return NotImplemented
+        return _of_vocab(x, items)
     # A slice of the vocabulary, if there is one, is a full slice; so it is for the hidden states.
     rows = (*items[:-1], slice(None)) if _reaches_last(items, x.meta.dim()) else items
     hidden = x.recorded.hidden[rows]
@@ -251,6 +252,22 @@ def _getitem(x: DeferredLogits, index: Any) -> Any:
         meta = torch.empty(*hidden.shape[:-1], x.meta.shape[-1], dtype=x.meta.dtype, device="meta")
     child = x.derive(meta, hidden)
     return x.add_view(child, lambda logits: logits[index]) if basic else child
+
+
+def _of_vocab(x: DeferredLogits, items: tuple) -> Any:
+    """``x[items]`` with an index of the vocabulary: the tokens first, whose logits are then few or come in chunks."""
+    *tokens, last = items
+    consumed = [_consumed(item) for item in items]
+    if None in consumed or consumed[-1] != 1 or sum(1 for item in tokens if item is Ellipsis) > 1:
+        return NotImplemented
+    if not _reaches_last(items, x.meta.dim()) or not runs_in_chunks(x):
+        return NotImplemented
+    if any(isinstance(item, (torch.Tensor, list)) for item in tokens):  # it goes together with an index like it
+        return NotImplemented
+    rows = x if all(item is Ellipsis or item == slice(None) for item in tokens) else _getitem(x, (*tokens, slice(None)))
+    if not runs_in_chunks(rows):
+        return rows[..., last]
+    return NotImplemented if isinstance(last, int) else columns_of(rows, last)
 
 
 def _consumed(item: Any) -> int | None:

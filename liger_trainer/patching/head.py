@@ -173,7 +173,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
         context = current_forward()
-        if context is None or is_gradient_hooked(self) or (is_sharded(self) and not context.has_labels):
+        if context is None or is_gradient_hooked(self) or not _keeps_weight(self, context):
             return native(self, input)
         pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
         deferred = defer(self, input)
@@ -188,6 +188,13 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
 
     never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
+
+
+def _keeps_weight(head: nn.Module, context: ForwardContext) -> bool:
+    """Whether the whole weight of `head` is at hand wherever the logits of this forward are read."""
+    if context.read_later:
+        return not (is_sharded(head) or is_split(head))
+    return context.has_labels or not is_sharded(head)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:

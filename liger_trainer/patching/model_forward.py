@@ -13,7 +13,13 @@ from torch import nn
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_OPTIONS
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
-from liger_trainer.head.context import context_of, current_forward, does_loss_follow, forward_context
+from liger_trainer.head.context import (
+    are_logits_read_later,
+    context_of,
+    current_forward,
+    does_loss_follow,
+    forward_context,
+)
 from liger_trainer.patching.as_written import generation_step
 from liger_trainer.patching.binding import is_bound_by_us
 
@@ -36,8 +42,8 @@ def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
     The logits are deferred in training, and in evaluation if the caller passes `skip_logits` (as the Trainer does for
-    evaluation without metrics, with labels or with its own loss) or uses [`loss_follows`]. Everything else (generation,
-    metrics, inference) does not change.
+    evaluation without metrics, with labels or with its own loss), or uses [`loss_follows`] or, as the Liger trainers do
+    for metrics, [`logits_read_later`]. Everything else (generation, inference) does not change.
 
     Args:
         native: The forward of the model's class.
@@ -57,8 +63,10 @@ def make_model_forward(native: Callable) -> Callable:
             return skip_logits
         return has_labels or torch.is_grad_enabled()
 
-    def run(self: Any, native: Callable, has_labels: bool, num_items: Any, args: tuple, kwargs: dict) -> Any:
-        with compiler_restored(), forward_context(context_of(self, has_labels, num_items)):
+    def run(
+        self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
+    ) -> Any:
+        with compiler_restored(), forward_context(context_of(self, has_labels, num_items, read_later)):
             return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
@@ -71,16 +79,25 @@ def make_model_forward(native: Callable) -> Callable:
         num_items = kwargs.get("num_items_in_batch")
         if not torch.compiler.is_compiling() and does_loss_follow():
             has_labels = skip_logits = True
+        read_later = not skip_logits and _read_later(self, kwargs)
+        skip_logits = skip_logits or read_later
         if not defers(self, has_labels, skip_logits):
             return _plain(self, native, args, kwargs)
         if not torch.compiler.is_compiling():
-            return run(self, native, has_labels, num_items, args, kwargs)
+            return run(self, native, has_labels, read_later, num_items, args, kwargs)
         if not CAN_DEFER_COMPILED or whole_graph_wanted():
             return native(self, *args, **kwargs)
-        return run_uncompiled(self, native_uncompiled, has_labels, num_items, args, kwargs)
+        return run_uncompiled(self, native_uncompiled, has_labels, read_later, num_items, args, kwargs)
 
     _model_forwards.add(forward)
     return forward
+
+
+def _read_later(self: nn.Module, kwargs: dict) -> bool:
+    """Whether this is the forward of an evaluation whose logits the trainer reads; never a step of a generation."""
+    if torch.compiler.is_compiling() or self.training or kwargs.get("past_key_values") is not None:
+        return False
+    return are_logits_read_later()
 
 
 def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:

@@ -55,15 +55,15 @@ class ActivationMemoryMixin(ResumingMixin):
         self._kept = ActivationMemory(budget, device, memory)
         self.callback_handler.callbacks.insert(0, KeptActivationsCallback(self._kept))
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a micro-batch; see [`~transformers.Trainer.compute_loss`]."""
+    def _let_layers_keep(self) -> None:
+        """To be called before the forward of every loss."""
         # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
-        if self._kept is not None and self.model.training and torch.is_grad_enabled():
-            known = self._kept.record is not None
-            self._kept.begin(self.model_wrapped, self.state.global_step)
-            if not known and self._kept.record is not None:
-                self._announce_plan(self._kept.summary())
-        return super().compute_loss(*args, **kwargs)
+        if self._kept is None or not self.model.training or not torch.is_grad_enabled():
+            return
+        known = self._kept.record is not None
+        self._kept.begin(self.model_wrapped, self.state.global_step)
+        if not known and self._kept.record is not None:
+            self._announce_plan(self._kept.summary())
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""

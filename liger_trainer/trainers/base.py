@@ -203,6 +203,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
+        self._let_layers_keep()
         smoother = self.label_smoother
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
         # TRL's trainers warn about `return_outputs`.

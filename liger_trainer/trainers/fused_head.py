@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
-from liger_trainer.head.context import context_of, forward_context
+from liger_trainer.head.context import context_of, forward_context, token_observer
 from liger_trainer.patching.binding import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
@@ -186,6 +186,9 @@ def fused_output(
         fields["log_probs"] = SummedLogProbs.of(statistics.log_probs, length)
     statistics = TokenStatistics(**fields)
 
+    observe = token_observer()
+    if observe is not None and statistics.is_top1 is not None:
+        observe(-statistics.log_probs.detach().sum(), statistics.is_top1.sum(), mask.sum())
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
     loss = -statistics.log_probs.sum() / torch.as_tensor(count, device=mask.device).clamp(min=1)
     aux_loss = getattr(outputs, "aux_loss", None)

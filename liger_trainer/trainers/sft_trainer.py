@@ -29,7 +29,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     Takes the same arguments; `args` is a [`LigerSFTConfig`], or an `SFTConfig`, with which the kernels are on. Loss,
     options and metrics are TRL's own code on statistics that are computed without logits. An adapter on the LM head,
     which TRL refuses, is trained. Each log also has `tokens_per_second`, `mfu` if the hardware's peak is known,
-    and `peak_memory_gib`.
+    and `peak_memory_gib`; an evaluation also has `eval_perplexity`, over all tokens.
 
     With `loss_type="nll"` the gradients at the head are computed in the forward. A subclass may take any loss of the
     log-probabilities and entropies, as with TRL's trainer. Where it calls the model itself, the head takes one matmul
@@ -44,6 +44,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     config_class = LigerSFTConfig
     args: SFTConfig
     _takes_parts_of_sequences = True
+    _token_metrics = ("perplexity",)  # TRL logs the accuracy
+    _metrics_of_deferred_logits = True
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:

@@ -20,13 +20,16 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     Takes the same arguments; `args` is a [`LigerTrainingArguments`], or a `TrainingArguments`, with which the kernels
     are on. The loss, the metrics and the checkpoints are those of the `Trainer`, except that the auxiliary loss of a
     mixture of experts is a mean over micro-batches and processes. Each log also has `tokens_per_second`,
-    `labelled_share`, `mfu` if the hardware's peak is known, and `peak_memory_gib`.
+    `labelled_share`, `mfu` if the hardware's peak is known, and `peak_memory_gib`; an evaluation of a language model
+    also has `eval_perplexity` and `eval_mean_token_accuracy`, over all tokens.
 
     Raises:
         ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
             `strict_kernels` for a kernel that cannot be applied.
     """
 
+    _token_metrics = ("perplexity", "mean_token_accuracy")
+    _metrics_of_deferred_logits = True
     _coefficients_of: nn.Module | None = None
     _coefficients: list[tuple[Any, str]]
 

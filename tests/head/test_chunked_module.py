@@ -214,7 +214,7 @@ def test_no_token_at_all():
     inputs = tiny_batch("llama", model)
     target = inputs.pop("labels")
     logits = model(**inputs).logits[:0]
-    (column,) = chunked_rows(logits, target[:0], -100, lambda rows, labels: [rows.sum(-1)])
+    (column,) = chunked_rows(logits, lambda rows, labels: [rows.sum(-1)], target[:0])
     assert column.shape == target[:0].shape
     all_ignored = F.cross_entropy(model(**inputs).logits.flatten(0, 1), torch.full((target.numel(),), -100))
     assert all_ignored == 0.0

@@ -5,6 +5,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from liger_trainer.trainers.trainer import LigerTrainer
+
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -88,5 +90,7 @@ def chat_dataset(n=16):
 
 def logged(trainer):
     """The numbers of the log that a stock trainer has too."""
-    own = ("per_second", "mfu", "peak_memory_gib", "labelled_share", "runtime", "preparation_time")
+    own = ("per_second", "mfu", "peak_memory_gib", "labelled_share", "runtime", "preparation_time", "perplexity")
+    if isinstance(trainer, LigerTrainer):
+        own = (*own, "eval_mean_token_accuracy")  # which TRL's trainers log themselves
     return [{k: v for k, v in log.items() if not k.endswith(own)} for log in trainer.state.log_history]
