@@ -142,6 +142,7 @@ class TrainingRecord:
     quantize: str = ""
     documents: int = 0  # tokens of each packed document
     padding: float = 0.0  # share of padding, whose tokens do not count
+    labelled: float = 1.0  # share of the tokens, without padding, that has a label
 
     @property
     def group(self) -> tuple:
@@ -157,7 +158,7 @@ class TrainingRecord:
     def sweep(self) -> tuple:
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
-        rows = (self.documents, self.padding)
+        rows = (self.documents, self.padding, self.labelled)
         return (*model, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 

@@ -192,9 +192,11 @@ def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
 
 
 def rows_in_words(record: TrainingRecord) -> str:
-    """What the rows are made of, where that is not one document of their length."""
-    packed = f"documents of {record.documents}" if record.documents else ""
-    return f"{percentage(record.padding)} padding" if record.padding else packed
+    """What the rows are made of, where that is not one document of their length, of which every token has a label."""
+    words = [f"documents of {record.documents}"] if record.documents else []
+    words += [f"{percentage(record.padding)} padding"] if record.padding else []
+    words += [f"{percentage(record.labelled)} labelled"] if record.labelled < 1 else []
+    return ", ".join(words)
 
 
 def _title(record: TrainingRecord, gpus: bool = True) -> str:

@@ -43,6 +43,7 @@ class Task:
     quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
     documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
     padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
+    labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
 
     @property
     def samples(self) -> int:
@@ -230,4 +231,5 @@ def _record(task: Task, provider: str) -> TrainingRecord:
         quantize=task.quantize,
         documents=task.documents,
         padding=task.padding,
+        labelled=task.labelled,
     )

@@ -39,36 +39,54 @@ class RandomTokens(torch.utils.data.Dataset):
         documents: Tokens of each document that a sequence is packed from, the last one of which may be shorter; 0 for
             one document.
         row_tokens: Tokens before the padding of each sequence of a step, which all steps repeat; empty for no padding.
+        labelled: The share of each document, at its end, that has labels.
     """
 
-    def __init__(self, size: int, length: int, vocab: int, documents: int = 0, row_tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        length: int,
+        vocab: int,
+        documents: int = 0,
+        row_tokens: Sequence[int] = (),
+        labelled: float = 1.0,
+    ) -> None:
         self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
         self.positions = torch.arange(length)
         self.documents = documents
         self.row_tokens = row_tokens
+        self.labelled = labelled
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index]
+        tokens, labels = self.tokens[index], self._labels(index)
         if self.documents:
             positions = self.positions % self.documents
-            labels = tokens.masked_fill(positions == 0, -100)  # nothing predicts the start of the next document
+            labels = labels.masked_fill(positions == 0, -100)  # nothing predicts the start of the next document
             return {"input_ids": tokens, "labels": labels, "position_ids": positions}
         if self.row_tokens:
             padding = self.positions >= self.row_tokens[index % len(self.row_tokens)]
-            labels, tokens = tokens.masked_fill(padding, -100), tokens.masked_fill(padding, 0)
+            labels, tokens = labels.masked_fill(padding, -100), tokens.masked_fill(padding, 0)
             return {"input_ids": tokens, "labels": labels, "attention_mask": (~padding).long()}
-        return {"input_ids": tokens, "labels": tokens}
+        return {"input_ids": tokens, "labels": labels}
+
+    def _labels(self, index: int) -> torch.Tensor:
+        """The tokens of a sequence, padding included, -100 at the start of each document."""
+        end = self.row_tokens[index % len(self.row_tokens)] if self.row_tokens else len(self.positions)
+        start = self.positions - self.positions % (self.documents or end)
+        sizes = (end - start).clamp(max=self.documents or end)
+        return self.tokens[index].masked_fill(self.positions - start < sizes - (sizes * self.labelled).round(), -100)
 
     def rows(self) -> Any:
         """The same as a dataset of lists, for TRL's collator, which makes positions, masks and padding itself."""
-        rows = self.tokens.tolist()
-        if self.row_tokens:
-            rows = [row[:tokens] for row, tokens in zip(rows, itertools.cycle(self.row_tokens))]
+        rows, labels = self.tokens.tolist(), [self._labels(index).tolist() for index in range(len(self))]
+        ends = itertools.cycle(self.row_tokens or [len(self.positions)])
         packed = {"seq_lengths": self._lengths()} if self.documents else {}
-        return _dataset([{"input_ids": row, "labels": row, **packed} for row in rows])
+        return _dataset(
+            [{"input_ids": row[:end], "labels": of_row[:end], **packed} for row, of_row, end in zip(rows, labels, ends)]
+        )
 
     def _lengths(self) -> list[int]:
         whole, rest = divmod(len(self.positions), self.documents)
@@ -100,11 +118,13 @@ class Setup:
         """The sequences of all steps."""
         task = self.task
         row_tokens = task.row_tokens if task.padding else ()
-        return self.tokens(task.samples, task.length, task.documents, row_tokens)
+        return self.tokens(task.samples, task.length, task.documents, row_tokens, task.labelled)
 
-    def tokens(self, size: int, length: int, documents: int = 0, row_tokens: Sequence[int] = ()) -> RandomTokens:
+    def tokens(
+        self, size: int, length: int, documents: int = 0, row_tokens: Sequence[int] = (), labelled: float = 1.0
+    ) -> RandomTokens:
         """Random sequences of the model's vocabulary."""
-        return RandomTokens(size, length, self.model.config.vocab_size, documents, row_tokens)
+        return RandomTokens(size, length, self.model.config.vocab_size, documents, row_tokens, labelled)
 
     def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
         """The trainer of the task, stock or `ours`, with some training arguments changed."""

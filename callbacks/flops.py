@@ -54,7 +54,8 @@ def flops_per_token(model: nn.Module) -> float:
     is trained: 6N for full fine-tuning, the usual count (Kaplan et al. 2020, appendix B), and 4N for the frozen weights
     under an adapter. N does not count the input embedding, which is a look-up (a tied one counts as the head), and
     counts only the share of a mixture of experts that a token is routed to. The attention scores and the recomputation
-    of gradient checkpointing are not counted, so the utilisation computed from it is a lower bound.
+    of gradient checkpointing are not counted, so the utilisation computed from it is a lower bound if all tokens have
+    labels. The LM head is counted for every token, although ours leaves out those without one.
 
     Args:
         model: The model before it is sharded.

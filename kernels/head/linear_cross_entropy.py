@@ -16,8 +16,9 @@ after the first, to accumulate dW. If the buffer holds few tokens, the first chu
 the memory that dW fills later (`logits_in_weight_gradient`). Memory: one chunk of logits, dX, dW. Saved for backward:
 dX, dW and dbias.
 
-Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host would have to
-know their number, and reading it would stall the device.
+Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host has to know a
+bound of their number, and reading it here would stall the device. A trainer knows one, and gives this operator the
+labelled rows alone (`liger_trainer/head/labelled_rows.py`).
 """
 
 from __future__ import annotations

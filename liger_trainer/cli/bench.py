@@ -100,6 +100,13 @@ def add_parser(commands: Any) -> None:
         help="make this share of the tokens padding on the right, such as 0.5, with causal_lm or sft; default: none",
     )
     training.add_argument(
+        "--labelled",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="give this share of the tokens a label, such as 0.25, with causal_lm or sft; default: all",
+    )
+    training.add_argument(
         "--activation_memory",
         type=names,
         metavar="SIZE[,...]",

@@ -104,6 +104,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         quantize=arguments.quantize,
         documents=arguments.documents,
         padding=arguments.padding,
+        labelled=arguments.labelled,
     )
     for tokens in arguments.length or [length]:
         _check_rows(dataclasses.replace(task, length=tokens), searching)
@@ -113,8 +114,9 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
 def _check_rows(task: Task, searching: bool) -> None:
     from liger_trainer.benchmarks.registry import BenchmarkError
 
-    option = "--documents" if task.documents else "--padding"
-    if not task.documents and not task.padding:
+    given = {"--documents": task.documents, "--padding": task.padding, "--labelled": task.labelled < 1}
+    option = next((name for name, value in given.items() if value), None)
+    if option is None:
         return
     if searching:
         raise BenchmarkError(f"`{option}` is for `bench training`; leave it out.")
@@ -124,7 +126,7 @@ def _check_rows(task: Task, searching: bool) -> None:
         raise BenchmarkError("`--documents` fills the sequences, so none is padded; leave `--padding` out.")
     if task.padding:
         _check_padding(task)
-    elif not 1 < task.documents < task.length:  # no labels, or what there is without the option
+    elif task.documents and not 1 < task.documents < task.length:  # no labels, or what there is without the option
         raise BenchmarkError(
             f"`--documents` is {task.documents}; in sequences of {task.length} tokens, give 2 to {task.length - 1}."
         )

@@ -81,7 +81,7 @@ META_WEIGHTS = Feature(
 
 BATCH_CHECKS = Feature(
     "checks of labels and token ids while a batch is on the CPU",
-    Private(f"{_TRAINER}._get_dataloader", "self, ..."),
+    Private(f"{_TRAINER}._get_dataloader", "self, dataset, ..."),
     needed=False,
 )
 

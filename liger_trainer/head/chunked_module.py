@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import forward_context
+from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
     is_sharded,
@@ -126,7 +127,7 @@ def vocab_size_of(head: nn.Module) -> int | None:
 
 
 def chunked_rows(
-    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor
+    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor, rows: AllRows | None = None
 ) -> list[torch.Tensor]:
     """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
@@ -135,6 +136,8 @@ def chunked_rows(
         of_rows: Maps logits `(n, V)` and the rows of `others` for the same tokens to tensors of `(n, ...)`; it runs
             again in the backward.
         others: `(...)` or `(..., X)`, of the same tokens and on the device of the logits.
+        rows: The rows to run on, of flat labels; by default all. The first of `others` is then these labels, and
+            `of_rows` returns tensors `(n,)`, 0 where the label is ignored.
 
     Returns:
         The tensors, with the leading dimensions of `logits` in the place of n.
@@ -144,20 +147,25 @@ def chunked_rows(
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
     lead = logits.meta.shape[:-1]
     has_graph = logits.has_graph and torch.is_grad_enabled()
+    rows = AllRows(hidden, call.logits_memory) if rows is None else rows
+    flat = [other.reshape(len(hidden), *other.shape[len(lead) :]) for other in others]
 
     def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
-        rows = recorded.chain.replay(product(part))
+        replayed = recorded.chain.replay(product(part))
+        if isinstance(rows, LabelledRows):  # gathered here, so that only the index is saved for the backward
+            labels, index = more
+            more = (labels, *(other.index_select(0, index) for other in flat[1:]))
         with torch.autocast(part.device.type, enabled=False):
-            return of_rows(rows, *more)
+            return of_rows(replayed, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
-    size = max(1, call.logits_memory // (call.vocab_size * logits.meta.element_size()))
-    flat = [hidden, *(other.reshape(len(hidden), *other.shape[len(lead) :]) for other in others)]
+    size = max(1, rows.logits_memory // (call.vocab_size * logits.meta.element_size()))
     with torch.set_grad_enabled(has_graph):
         # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
-        parts = [step(*chunk) for chunk in zip(*(tensor.split(size) for tensor in flat))]
-        columns = [torch.cat(column) for column in zip(*parts)]
+        further = [rows.target, rows.index] if isinstance(rows, LabelledRows) else flat
+        split = (tensor.split(size) for tensor in (rows.gathered(hidden), *further))
+        columns = [rows.scattered(torch.cat(column)) for column in zip(*(step(*chunk) for chunk in zip(*split)))]
         columns = [through_owner(call.head, column).view(*lead, *column.shape[1:]) for column in columns]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
@@ -190,7 +198,8 @@ def chunked_cross_entropy(
         )
         return [found.loss, *(getattr(found, name) for name in outputs)] if outputs else [found]
 
-    loss, *tokens = chunked_rows(logits, losses, target)
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    loss, *tokens = chunked_rows(logits, losses, target, rows=rows)
     if reduction != "none":
         loss = loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
     return CrossEntropyOutput(loss, **dict(zip(outputs, tokens))) if outputs else loss
@@ -205,5 +214,7 @@ def chunked_log_probs(
         found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
         return [found.log_probs, *(getattr(found, name) for name in outputs)]
 
-    chosen, *others = chunked_rows(logits, statistics, target.to(logits.device))
+    hidden, target = logits.recorded.hidden, target.to(logits.device)
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    chosen, *others = chunked_rows(logits, statistics, target, rows=rows)
     return LogProbsOutput(chosen, **dict(zip(outputs, others)))

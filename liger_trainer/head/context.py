@@ -49,6 +49,7 @@ _loss_follows: ContextVar[bool] = ContextVar("liger_trainer_loss_follows", defau
 _read_later: ContextVar[bool] = ContextVar("liger_trainer_read_later", default=False)
 _observer: ContextVar[TokenObserver | None] = ContextVar("liger_trainer_observer", default=None)
 _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_expected", default=None)
+_most_labelled: ContextVar[Callable[[], int] | None] = ContextVar("liger_trainer_most_labelled", default=None)
 
 
 def current_forward() -> ForwardContext | None:
@@ -151,3 +152,25 @@ def expected_gradient(reduction: str) -> float | torch.Tensor | None:
         # A division, as in autograd, and not a reciprocal: the result is compared exactly with what arrives.
         return torch.full((), processes, dtype=torch.float32, device=items.device) / items.reshape(())
     return processes / items if items else None
+
+
+@contextlib.contextmanager
+def labelled_rows_at_most(bound: Callable[[], int] | None) -> Iterator[None]:
+    """Declares how many rows have a label, at most, in any one loss over the head inside; it then multiplies no others.
+
+    A bound that is too low makes that loss NaN.
+
+    Args:
+        bound: Called by each loss that asks, so it may wait for a count; None if nothing is known.
+    """
+    token = _most_labelled.set(bound)
+    try:
+        yield
+    finally:
+        _most_labelled.reset(token)
+
+
+def most_labelled_rows() -> int | None:
+    """The bound of [`labelled_rows_at_most`] in this context; None if there is none."""
+    bound = _most_labelled.get()
+    return None if bound is None else bound()

@@ -11,6 +11,7 @@ import torch
 from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall
@@ -61,7 +62,7 @@ def divergence(
         return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
     of_rows = functools.partial(_of_rows, beta=beta, temperature=temperature, ignore_index=ignore_index)
     if isinstance(student, DeferredLogits) and student.recordable:
-        tokens, entropy = _of_chunks(student, teacher, labels, of_rows)
+        tokens, entropy = _of_chunks(student, teacher, labels, ignore_index, of_rows)
     else:
         tokens, entropy = of_rows(build(student), labels, build(teacher))
     count = (labels != ignore_index).sum().clamp(min=1) if num_items is None else num_items
@@ -92,12 +93,14 @@ def _of_heads(
         operands(student) as (hidden, weight, bias),
         operands(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
     ):
+        memory = sum(call.logits_memory for call in calls)
+        rows = labelled_rows(hidden, labels, ignore_index, memory, teacher_hidden)
         found = linear_jsd(
-            hidden,
+            rows.gathered(hidden),
             weight,
-            teacher_hidden,
+            rows.gathered(teacher_hidden.detach()),
             teacher_weight,
-            labels,
+            rows.target,
             beta=beta,
             temperature=temperature,
             student_bias=bias,
@@ -109,31 +112,38 @@ def _of_heads(
             student_logit_scale=forms[0].logit_scale,
             teacher_logit_scale=forms[1].logit_scale,
             outputs=("entropy",),
-            logits_memory=sum(call.logits_memory for call in calls),
+            logits_memory=rows.logits_memory,
             expected_grad=expected_gradient("mean"),
         )
     assert isinstance(found, DivergenceOutput)
+    assert found.entropy is not None
     calls[0].has_loss = calls[0].has_loss or found.loss.requires_grad
-    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=found.entropy)
+    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=rows.scattered(found.entropy))
 
 
 def _of_chunks(
-    student: DeferredLogits, teacher: torch.Tensor, labels: torch.Tensor, of_rows: Callable[..., list[torch.Tensor]]
+    student: DeferredLogits,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    of_rows: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """`of_rows`, with the logits of one chunk of tokens in memory at a time."""
+    memory = student.recorded.call.logits_memory
+    rows = labelled_rows(student.recorded.hidden, labels.reshape(-1), ignore_index, memory)
     if not isinstance(teacher, DeferredLogits) or not teacher.recordable:
-        return chunked_rows(student, of_rows, labels, build(teacher).detach())
+        return chunked_rows(student, of_rows, labels, build(teacher).detach(), rows=rows)
     recorded = teacher.recorded
     recorded.check()
     with torch.no_grad():
         product = recorded.call.gathered_product()
 
-    def of_hidden(rows: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def of_hidden(own: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():
             teacher_rows = recorded.chain.replay(product(hidden))
-        return of_rows(rows, labels, teacher_rows)
+        return of_rows(own, labels, teacher_rows)
 
-    return chunked_rows(student, of_hidden, labels, recorded.hidden.detach())
+    return chunked_rows(student, of_hidden, labels, recorded.hidden.detach(), rows=rows)
 
 
 def _of_rows(

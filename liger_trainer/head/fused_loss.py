@@ -11,6 +11,7 @@ import torch
 from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
 from liger_trainer.head.context import expected_gradient, token_observer
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.operands import operands
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
@@ -81,10 +82,12 @@ def deferred_cross_entropy(
         options["class_weights"] = weight
     target = target.to(hidden.device)
     with operands(input) as (hidden, matrix, bias):
+        rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
+        hidden, target = rows.gathered(hidden), rows.target
         if isinstance(call, VocabParallelCall):
-            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, **options)
+            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, rows.logits_memory, **options)
         elif call.fused:
-            options |= {"logits_memory": call.logits_memory, "expected_grad": expected_gradient(reduction)}
+            options |= {"logits_memory": rows.logits_memory, "expected_grad": expected_gradient(reduction)}
             with saved_as_is():
                 loss = linear_cross_entropy(hidden, matrix, target, bias=bias, **options)
         else:
@@ -92,6 +95,7 @@ def deferred_cross_entropy(
             with saved_as_is():
                 loss = cross_entropy(built, target, **options)
     loss = _observed(loss, target, ignore_index)
+    loss = rows.scattered(loss) if reduction == "none" else loss
     call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)
 
@@ -142,11 +146,12 @@ def head_log_probs(
         "softcap": form.softcap,
         "logit_scale": form.logit_scale,
         "outputs": outputs,
-        "logits_memory": call.logits_memory,
         "retain_memory": retain_memory,
     }
     target = target.to(logits.recorded.hidden.device)
     with operands(logits) as (hidden, weight, bias), saved_as_is():
+        rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
+        hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):
             result = vocab_parallel_linear_log_probs(
                 hidden, weight, target, bias_shard=bias, **call.group_options, **options
@@ -155,5 +160,8 @@ def head_log_probs(
             result = linear_log_probs(hidden, weight, target, bias, expected_grad=expected_grad, **options)
     assert isinstance(result, LogProbsOutput)
     call.has_loss = call.has_loss or result.log_probs.requires_grad
-    entropy = None if result.entropy is None else through_owner(call.head, result.entropy)
-    return dataclasses.replace(result, log_probs=through_owner(call.head, result.log_probs), entropy=entropy)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(result):
+        values = getattr(result, field.name)
+        found[field.name] = None if values is None else through_owner(call.head, rows.scattered(values))
+    return LogProbsOutput(**found)

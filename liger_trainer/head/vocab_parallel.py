@@ -119,19 +119,20 @@ def vocab_parallel_loss(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
+    logits_memory: int,
     **options: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy over a split head, fused with it or on the logits of this process.
 
-    `weight` `(V_local, H)` and `bias` `(V_local,)` are the rows of this process; `options` are those of
-    `cross_entropy`, soft-cap and scale included.
+    `weight` `(V_local, H)` and `bias` `(V_local,)` are the rows of this process; `logits_memory` is in bytes; `options`
+    are those of `cross_entropy`, soft-cap and scale included.
     """
     options |= call.group_options
     with saved_as_is():
         if not call.fused:
             return vocab_parallel_cross_entropy(call.split_logits(hidden, weight, bias), target, **options)
         return vocab_parallel_linear_cross_entropy(
-            hidden, weight, target, bias_shard=bias, logits_memory=call.logits_memory, **options
+            hidden, weight, target, bias_shard=bias, logits_memory=logits_memory, **options
         )
 
 

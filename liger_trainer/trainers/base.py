@@ -38,7 +38,7 @@ from liger_trainer.compat.transformers import (
 )
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
-from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.head.context import expected_loss_gradient, labelled_rows_at_most
 from liger_trainer.integration import in_charge
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
@@ -54,6 +54,7 @@ from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.labelled_bound import LabelledBounds
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
@@ -134,6 +135,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
         self._offloading = step_offloading(self)
+        self._labelled_bounds = LabelledBounds()
         self._prepare_activation_memory()
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
@@ -206,7 +208,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
-        with self._expected_gradient(num_items_in_batch), smoothing, warned, recorded_z_losses() as z_losses:
+        bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
+        with bound, expected, smoothing, warned, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -217,6 +220,25 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         args: Any = self.args
         coefficient = args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)
         return with_z_loss(result, coefficient * z_loss)
+
+    def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
+        """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
+        trains = self.model.training and self.args.use_liger_kernel
+        knows = trains and self._has_whole_rows and not self._has_users_loss
+        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if knows else None)
+
+    @property
+    def _has_users_loss(self) -> bool:
+        """Whether a function or a subclass of the user computes the loss, which may score any tokens."""
+        # TRL's trainers have a string in place of the function, and the loss in a method of their own.
+        known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
+        users = (kind for kind in type(self).__mro__ if not kind.__module__.startswith(known))
+        return callable(self.compute_loss_func) or any("_compute_loss" in vars(kind) for kind in users)
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        """Whether no sequence is split over processes."""
+        return self.get_cp_size() * self.get_sp_size() == 1
 
     def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
         """Tells the fused loss the gradient that its backward will receive, so that it need not rescale there."""
@@ -275,6 +297,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        self._labelled_bounds.take(batches)
         self._count(batches)
         return batches, num_items_in_batch
 
@@ -288,11 +311,15 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._throughput.count(batches)
         self._labelled_share.count(batches, self.state.global_step + 1)
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         # The data loader moves its batches to the device; the collator is the last place where ids are on the CPU.
         collator = self.data_collator
-        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model))
+        # Only a training takes the counts out again. A loader that dispatches batches can split nothing but tensors.
+        streamed = isinstance(dataset, torch.utils.data.IterableDataset)
+        dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
+        counts = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
+        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), counts)
         try:
-            return super()._get_dataloader(*args, **kwargs)
+            return super()._get_dataloader(dataset, *args, **kwargs)
         finally:
             self.data_collator = collator

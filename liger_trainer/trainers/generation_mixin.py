@@ -6,15 +6,20 @@ together, so they must get the same prompts and draw the same tokens for them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import set_seed
+from torch import nn
 
+from liger_trainer.head.context import labelled_rows_at_most
 from liger_trainer.trainers.checks.batches import check_prompts
 from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
 from liger_trainer.trainers.checks.trl_arguments import check_completions
+from liger_trainer.trainers.labelled_bound import bound_of_parts
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 if TYPE_CHECKING:
@@ -26,7 +31,10 @@ else:
 
 
 class GenerationMixin(_Base):
-    """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards."""
+    """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards.
+
+    It also counts the tokens of the completions for the head, which multiplies no others.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -56,6 +64,26 @@ class GenerationMixin(_Base):
             config: Any = self.args
             check_completions(completion_ids, "vLLM" if config.use_vllm else "Generation")
         return generated
+
+    def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()  # the next method knows what each forward scores
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        counts = self.model.training and self.args.use_liger_kernel  # also before the loss: the old and the reference
+        bound = bound_of_parts(attention_mask[:, -logits_to_keep:], batch_size) if counts else None
+        with labelled_rows_at_most(bound):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
+            )
 
 
 def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -114,6 +114,8 @@ def test_without_operations_it_lists_them(capsys):
         (["longest", "--documents", "8", "--device", "cpu"], "`--documents` is for `bench training`"),
         (["longest", "--padding", "0.5", "--device", "cpu"], "`--padding` is for `bench training`"),
         (["training", "--documents", "8", "--trainer", "dpo", "--device", "cpu"], "`sft`, not with 'dpo'"),
+        (["longest", "--labelled", "0.5", "--device", "cpu"], "`--labelled` is for `bench training`"),
+        (["training", "--labelled", "0.5", "--trainer", "dpo", "--device", "cpu"], "`sft`, not with 'dpo'"),
         (["training", "--padding", "0.5", "--trainer", "grpo", "--device", "cpu"], "`sft`, not with 'grpo'"),
         (["training", "--documents", "8", "--padding", "0.5", "--device", "cpu"], "leave `--padding` out"),
         (["training", "--documents", "8", "--length", "16,8", "--device", "cpu"], "sequences of 8 tokens, give 2 to 7"),
@@ -154,6 +156,7 @@ def test_a_provider_file_that_fails(source, message, tmp_path, capsys):
         (["dyt", "--tokens", "8,many"], "'many' is not a whole number of 1 or more"),
         (["training", "--documents", "0"], "'0' is not a whole number of 1 or more"),
         (["training", "--padding", "half"], "'half' is not a number between 0 and 1"),
+        (["training", "--labelled", "0"], "'0' is not a number between 0 and 1"),
         (["training", "--padding", "1"], "'1' is not a number between 0 and 1"),
     ],
 )

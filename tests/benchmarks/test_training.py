@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer.benchmarks import plots
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.records import Run
+from liger_trainer.benchmarks.records import Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.benchmarks.report import rows_in_words
 from liger_trainer.benchmarks.training import Task, TrainingProcess, reason
 from liger_trainer.benchmarks.training_providers import (
     TRAINING_PROVIDERS,
@@ -39,6 +40,7 @@ def slow(setup):
         *(("tiny-moe", name, {"lora": lora}) for name, lora in (("causal_lm", 0), ("causal_lm", 4), ("sft", 4))),
         *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
         *(("tiny", name, rows) for name in ("causal_lm", "sft") for rows in ({"documents": 6}, {"padding": 0.375})),
+        ("tiny", "sft", {"labelled": 0.25}),
     ],
 )
 def test_losses_agree(model, trainer, options):
@@ -218,6 +220,34 @@ def test_padded_rows(trainer):
     assert not torch.equal(found[0]["input_ids"], found[1]["input_ids"])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
+@pytest.mark.parametrize(
+    ("rows", "labelled"),
+    [
+        ({}, [[*range(12, 16)]] * 4),
+        ({"padding": 0.5}, [[3], [4], [5, 6], [*range(12, 16)]]),
+        ({"documents": 8}, [[6, 7, 14, 15]] * 4),
+    ],
+)
+def test_labelled_rows(trainer, rows, labelled):
+    """The last quarter of each document has labels."""
+    _, found, _ = batches(trainer, labelled=0.25, **rows)
+    for batch in found:
+        labels, ids = batch["labels"].view(4, 16), batch["input_ids"].view(4, 16)
+        assert [row.ne(-100).nonzero().flatten().tolist() for row in labels] == labelled
+        assert torch.equal(labels, ids.masked_fill(labels == -100, -100))
+
+
+def test_rows_in_words():
+    record = TrainingRecord("tiny", 1, "sft", 4, 16, True, "hf")
+    assert rows_in_words(record) == ""
+    record.documents, record.labelled = 8, 0.25
+    assert rows_in_words(record) == "documents of 8, 25 % labelled"
+    record.documents, record.padding = 0, 0.5
+    assert rows_in_words(record) == "50 % padding, 25 % labelled"
+
+
 @pytest.mark.parametrize("batch", [2, 3, 8])
 @pytest.mark.parametrize("padding", [0.05, 0.2, 0.45])
 def test_lengths_of_padded_rows(batch, padding):
@@ -272,7 +302,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, 0, 0.0, True, 0, "", "", 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, 0, 0.0, 1.0, True, 0, "", "", 8, 1)
 
 
 def test_reasons():

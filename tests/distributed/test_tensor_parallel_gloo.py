@@ -79,6 +79,24 @@ def _gathers_no_weight(rank: int) -> None:
     assert set(gathers.shapes) == {(batch["input_ids"].numel(), 8)}, gathers.shapes
 
 
+def _leaves_rows_out(rank: int, case: Case) -> None:
+    """Rows without a label are not multiplied, on any process."""
+    from liger_trainer.head import labelled_rows
+    from liger_trainer.head.context import labelled_rows_at_most
+
+    labelled_rows._ROW_MULTIPLE = 4
+    batch = batch_of(case)
+    batch["labels"][:, 4:] = IGNORE
+    count = int((batch["labels"] != IGNORE).sum())
+    kept = -(-count // 4) * 4
+    assert kept < 0.9 * batch["labels"].numel()
+    model, gathers = kernels_in(load_split(FAMILIES[case.family](**case.overrides), tp_size=WORLD), case), Gathers()
+    with labelled_rows_at_most(lambda: count):
+        check_step(model, case, [batch], gathers=gathers)
+    labelled_rows._ROW_MULTIPLE = 512
+    assert set(gathers.shapes) == {(kept, 8)}, gathers.shapes
+
+
 def _logits_are_read(rank: int) -> None:
     """Logits that a caller reads, in training and in evaluation, are the model's own, with their gradients."""
     whole, batch = TINY_MODELS["llama"](**ODD), batch_of(Case())
@@ -167,6 +185,9 @@ def _distils(rank: int) -> None:
 CASES: dict[str, Callable[[int], None]] = {
     **{name: partial(_trains, case=case) for name, case in TRAINED.items()},
     "gathers no weight": _gathers_no_weight,
+    **{f"leaves rows out, {loss}": partial(_leaves_rows_out, case=Case(loss=loss)) for loss in ("labels", "grpo")},
+    "leaves rows out, soft-capped": partial(_leaves_rows_out, case=Case("gemma2", "sft", ODD)),
+    "leaves rows out, head not fused": partial(_leaves_rows_out, case=TRAINED["head not fused"]),
     "logits are read": _logits_are_read,
     "evaluates": _evaluates,
     "is reverted": _is_reverted,

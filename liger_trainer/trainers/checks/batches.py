@@ -1,4 +1,4 @@
-"""Checks of labels and token ids while the batch is still on the CPU, where reading them costs nothing."""
+"""Checks and counts labels and token ids while the batch is still on the CPU, where reading them costs nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from liger_trainer.trainers.labelled_bound import add_count
 
 _IGNORE_INDEX = -100
 
@@ -22,12 +24,16 @@ class CheckedCollator:
         collator: The collator.
         num_labels: Size of the vocabulary that labels index; None not to check labels.
         num_tokens: Size of the embedding that `input_ids` index; None not to check them.
+        counts: Whether to add the number of labels to the batch (`labelled_bound`).
     """
 
-    def __init__(self, collator: Callable, num_labels: int | None, num_tokens: int | None) -> None:
+    def __init__(
+        self, collator: Callable, num_labels: int | None, num_tokens: int | None, counts: bool = False
+    ) -> None:
         self.collator = collator
         self.num_labels = num_labels
         self.num_tokens = num_tokens
+        self.counts = counts
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`.
@@ -40,11 +46,16 @@ class CheckedCollator:
             for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
                 _check(batch, f"{side}labels", self.num_labels, "the model's vocabulary", _IGNORE_INDEX)
                 _check(batch, f"{side}input_ids", self.num_tokens, "the model's embedding", None)
+        if self.counts:
+            add_count(batch)
         return batch
 
 
-def checked_collator(collator: Callable, model: nn.Module) -> Callable:
-    """`collator` with the checks that fit `model`: a language model's labels, a text model's token ids."""
+def checked_collator(collator: Callable, model: nn.Module, counts: bool = False) -> Callable:
+    """`collator` with the checks that fit `model`: a language model's labels, a text model's token ids.
+
+    With `counts`, the batches of a language model get the number of their labels.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return collator
@@ -56,7 +67,7 @@ def checked_collator(collator: Callable, model: nn.Module) -> Callable:
     num_labels = getattr(text, "vocab_size", None) if head is not None else None
     # In multimodal models an id beyond the text embedding can stand for an image.
     num_tokens = getattr(embedding, "num_embeddings", None) if text is config else None
-    return CheckedCollator(collator, num_labels, num_tokens)
+    return CheckedCollator(collator, num_labels, num_tokens, counts and num_labels is not None)
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:

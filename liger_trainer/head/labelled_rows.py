@@ -1,0 +1,187 @@
+"""The rows of hidden states that have a label, so that the head multiplies no others.
+
+The operators of `kernels/head` multiply every row that they are given, since the number of labelled rows is on the
+device, and reading it would stall the device. A trainer that has counted the labels on the host says so
+(`labelled_rows_at_most`). Then K rows, that bound rounded up, are gathered before the operator, and what it returns for
+each row is scattered into zeros, the values of a token without a label:
+
+    index = the places of the labelled rows, and -1 as often as K exceeds their number
+    rows  = hidden[index]               backward: d_hidden = 0, d_hidden[index] = d_rows
+
+Rows for -1 have an ignored label. If there are more labelled rows than K, the first row becomes NaN, and so do the loss
+and the gradients: no token is dropped silently. Nothing here waits for the device.
+
+Bytes moved: 2*K*H*b forward, and (N + 2*K)*H*b backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from liger_trainer.head.context import most_labelled_rows
+from liger_trainer.kernels.autograd import one_number, saved_as_is
+
+_ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
+_MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
+_DEVICES = ("cpu", "cuda")  # elsewhere torch.nonzero_static may be missing, and a count may stall the device
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllRows:
+    """Every row, labelled or not.
+
+    Args:
+        target: `(...)`, the labels.
+        logits_memory: Bytes that the operator may spend on a chunk of logits.
+    """
+
+    target: torch.Tensor
+    logits_memory: int
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows of `hidden` `(..., H)` for the operator."""
+        return hidden
+
+    def scattered(self, values: torch.Tensor) -> torch.Tensor:
+        """What the operator returned for each row, in the place of that row."""
+        return values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LabelledRows(AllRows):
+    """K rows, the labelled ones first; `target` is `(K,)` and ignored in the rest, which repeat the first row.
+
+    Args:
+        index: `(K,)`, the places of the rows among all; that of the first in place of -1.
+        slots: `(K,)`, the same with the number of all rows in place of -1: a place behind the last.
+        shape: Of all labels.
+        too_many: 0-d bool, whether there are more labelled rows than K.
+    """
+
+    index: torch.Tensor
+    slots: torch.Tensor
+    shape: torch.Size
+    too_many: torch.Tensor
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(K, H)` of `hidden` `(..., H)`."""
+        with saved_as_is():
+            return _Gather.apply(hidden.reshape(-1, hidden.shape[-1]), self.index, self.slots, self.too_many)
+
+    def scattered(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` `(K,)` in the shape of all labels, 0 where there is none."""
+        with saved_as_is():
+            return _Scatter.apply(values, self.index, self.slots, self.shape)
+
+
+def labelled_rows(
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    logits_memory: int,
+    teacher: torch.Tensor | None = None,
+) -> AllRows:
+    """The rows to multiply: the labelled ones if the host knows a bound of their number that saves enough, else all.
+
+    The step never takes more memory than with all rows. What more than half of the rows take, once gathered and once
+    as their gradient, comes out of `logits_memory`; where that would be more than half of it, all rows are multiplied.
+
+    Args:
+        hidden: `(..., H)`.
+        target: `(...)`, integers.
+        ignore_index: The label of the tokens without one.
+        logits_memory: Bytes that the operator may spend on a chunk of logits.
+        teacher: `(..., X)` of the same tokens, without gradient, if its rows are gathered too.
+    """
+    everything = AllRows(target, logits_memory)
+    if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES:
+        return everything
+    total = target.numel()
+    worth = math.floor(_MOST_OF_ALL * total)
+    is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
+    most = most_labelled_rows() if is_known else None
+    if most is None:
+        return everything
+    kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    memory = logits_memory - _more_memory(kept, total, hidden, teacher)
+    if kept > worth or memory < logits_memory // 2:
+        return everything
+    return _labelled_rows(kept, target, ignore_index, memory)
+
+
+def _more_memory(kept: int, total: int, hidden: torch.Tensor, teacher: torch.Tensor | None) -> int:
+    """Bytes that the gathered rows take, less what the gradient of the others would have taken; at least 0."""
+    differentiable = torch.is_grad_enabled() and hidden.requires_grad
+    more = (kept - (total - kept if differentiable else 0)) * hidden.shape[-1] * hidden.element_size()
+    if teacher is not None:
+        more += kept * teacher.shape[-1] * teacher.element_size()
+    return max(0, more)
+
+
+def _labelled_rows(kept: int, target: torch.Tensor, ignore_index: int, logits_memory: int) -> LabelledRows:
+    labels = target.reshape(-1)
+    labelled = labels != ignore_index
+    found = torch.nonzero_static(labelled, size=kept, fill_value=-1).view(-1)
+    filling = found < 0
+    index = torch.where(filling, found[:1].clamp(min=0), found)
+    return LabelledRows(
+        target=labels.index_select(0, index).masked_fill(filling, ignore_index),
+        logits_memory=logits_memory,
+        index=index,
+        slots=torch.where(filling, labels.numel(), found),
+        shape=target.shape,
+        too_many=labelled.sum() > kept,
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """`hidden` `(N, H)` at `index` `(K,)`; the gradient is written, not added, as no row but the last slot has two."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, too_many: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.total = hidden.shape[0]
+        ctx.save_for_backward(slots)
+        rows = hidden.index_select(0, index)
+        rows[:1].masked_fill_(too_many, math.nan)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (slots,) = ctx.saved_tensors
+        return None if grad is None else _placed(grad, slots, ctx.total), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """`values` `(K,)` at `slots` of zeros.
+
+    An expanded gradient stays expanded, so that it is seen to be one number, and no gradient stays none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(index)
+        return _placed(values, slots, shape.numel()).clone().view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
+        (index,) = ctx.saved_tensors
+        number = one_number(grad)
+        taken = grad.reshape(-1).index_select(0, index) if number is None else number.expand(index.shape)
+        return taken, None, None, None
+
+
+def _placed(rows: torch.Tensor, slots: torch.Tensor, total: int) -> torch.Tensor:
+    """Zeros `(total, ...)` with `rows` at `slots`; rows at the slot `total` are dropped."""
+    return rows.new_zeros(total + 1, *rows.shape[1:]).index_copy_(0, slots, rows)[:total]

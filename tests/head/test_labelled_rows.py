@@ -1,0 +1,323 @@
+"""With a bound of the labelled rows: the same values and gradients, from a head that multiplies no other rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from liger_trainer.head import divergence, fused_loss, lm_head
+from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
+from liger_trainer.head.context import ForwardContext, forward_context, labelled_rows_at_most, loss_follows
+from liger_trainer.head.fused_loss import head_log_probs
+from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
+from liger_trainer.kernels.head import linear_log_probs_expected
+from liger_trainer.patching.binding import bind_forward
+from liger_trainer.patching.head import make_head_forward
+
+ROWS, LENGTH, H, V = 2, 700, 6, 11
+N = ROWS * LENGTH
+KEPT = 512
+OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
+HEADS = ("trained", "frozen", "lora", "unfused")
+CHAINS = {
+    "plain": lambda x: x,
+    "soft-cap": lambda x: torch.tanh(x * 1.5 / 2.0) * 2.0,
+}
+
+
+def make_head(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    head: nn.Module = nn.Linear(H, V, dtype=dtype)
+    if kind == "frozen":
+        head.requires_grad_(False)
+    if kind == "lora":
+        holder = nn.ModuleDict({"head": head})
+        config = peft.LoraConfig(target_modules=["head"], r=2, init_lora_weights=False)
+        head = peft.inject_adapter_in_model(config, holder, low_cpu_mem_usage=False)["head"].to(dtype)
+    bind_forward(head, make_head_forward(kind != "unfused", 2**20, whole_module=kind == "lora"))
+    return head
+
+
+def make_hidden(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, LENGTH, H).to(dtype).requires_grad_()
+
+
+def make_labels(count: int) -> torch.Tensor:
+    """`count` labels at random places."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.full((N,), -100)
+    places = torch.randperm(N, generator=generator)[:count]
+    labels[places] = torch.randint(V, (count,), generator=generator)
+    return labels.view(ROWS, LENGTH)
+
+
+def defer(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    with forward_context(ForwardContext(has_labels=True)), loss_follows():
+        return head(hidden)
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """How many rows each operator over a head was given."""
+    seen = []
+
+    def spied(module, name):
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def spy(hidden, *args, **kwargs):
+            seen.append(hidden.shape[:-1].numel())
+            return original(hidden, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, spy)
+
+    for name in ("linear_cross_entropy", "linear_log_probs", "linear"):
+        spied(fused_loss, name)
+    spied(divergence, "linear_jsd")
+    spied(lm_head, "linear")  # of a chunked head that is a plain linear layer, and of its teacher
+    run = ModuleCall._run
+
+    def counted(self, parameters, part):
+        seen.append(part.shape[:-1].numel())
+        return run(self, parameters, part)
+
+    monkeypatch.setattr(ModuleCall, "_run", counted)
+    return seen
+
+
+def loss_of(found: torch.Tensor) -> torch.Tensor:
+    """Weighs every token differently."""
+    return (found.float() * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum()
+
+
+def cross_entropy(logits, labels, reduction):
+    weight = torch.linspace(0.5, 2.0, V, dtype=logits.dtype)
+    found = F.cross_entropy(logits.view(-1, V), labels.view(-1), weight, reduction=reduction, label_smoothing=0.1)
+    return [found], loss_of(found) if reduction == "none" else found
+
+
+def log_probs(logits, labels, expected_grad):
+    if isinstance(logits.recorded.call, ModuleCall) or not logits.recorded.call.fused:
+        found = chunked_log_probs(logits, labels, OUTPUTS, 0.7)
+    elif expected_grad is None:
+        found = head_log_probs(logits, labels, OUTPUTS, 0.7)
+    else:
+        found = head_log_probs(logits, labels, OUTPUTS[:2], 0.7, expected_grad=expected_grad)
+    values = [found.log_probs, *(getattr(found, name) for name in OUTPUTS if getattr(found, name) is not None)]
+    loss = -0.5 * found.log_probs.sum() if expected_grad else loss_of(found.log_probs) + loss_of(found.entropy)
+    return values, loss
+
+
+def jsd(logits, labels, beta):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        teacher = defer(make_head("trained", logits.dtype, seed=5), torch.randn(ROWS, LENGTH, H, dtype=logits.dtype))
+    found = divergence.divergence(logits, teacher, labels, beta)
+    return [found.loss, found.entropy], found.loss
+
+
+LOSSES = {
+    **{reduction: functools.partial(cross_entropy, reduction=reduction) for reduction in ("mean", "sum", "none")},
+    "log-probs": functools.partial(log_probs, expected_grad=None),
+    "expected": functools.partial(log_probs, expected_grad=0.5),
+    "jsd": functools.partial(jsd, beta=0.3),
+}
+
+
+def run(kind, chain, loss_name, labels, bound, dtype=torch.float32):
+    """All values, and the gradients of hidden states and head."""
+    head, hidden = make_head(kind, dtype), make_hidden(dtype)
+    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    logits = CHAINS[chain](defer(head, hidden))
+    with labelled_rows_at_most(None if bound is None else lambda: bound):
+        values, loss = LOSSES[loss_name](logits, labels)
+    gradients = torch.autograd.grad(loss, [hidden, *parameters])
+    return [value.detach() for value in values], list(gradients)
+
+
+def assert_as_all_rows(kind, chain, loss_name, labels, bound, dtype=torch.float32, tolerance=1e-5):
+    ours, ours_gradients = run(kind, chain, loss_name, labels, bound, dtype)
+    native, native_gradients = run(kind, chain, loss_name, labels, None, dtype)
+    for left, right in zip([*ours, *ours_gradients], [*native, *native_gradients], strict=True):
+        assert left.dtype == right.dtype
+        size = right.float().abs().amax().item()
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance * max(size, 1e-3))
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_values_and_gradients_are_those_of_all_rows(loss_name, kind, chain, multiplied):
+    if loss_name == "expected" and kind in ("lora", "unfused"):
+        pytest.skip("an expected gradient is for fused heads")
+    run(kind, chain, loss_name, make_labels(300), 300)
+    assert set(multiplied) == {KEPT}
+    assert_as_all_rows(kind, chain, loss_name, make_labels(300), 300)
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "lora"])
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_in_half_precision(loss_name, kind):
+    if loss_name == "expected" and kind == "lora":
+        pytest.skip("an expected gradient is for fused heads")
+    assert_as_all_rows(kind, "plain", loss_name, make_labels(300), 300, torch.bfloat16, tolerance=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("count", "bound", "kept"),
+    [
+        (0, 0, 512), (1, 1, 512), (511, 512, 512), (512, 512, 512), (513, 513, 1024), (20, 1000, 1024),
+        (1024, 1024, 1024), (1260, 1260, N), (N, N, N),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("loss_name", ["mean", "none", "log-probs", "expected", "jsd"])
+def test_every_number_of_labels(loss_name, count, bound, kept, multiplied):
+    labels = make_labels(count)
+    if count == 1:
+        labels = labels.flip(0, 1)  # another place
+    run("trained", "plain", loss_name, labels, bound)
+    assert multiplied == [kept]
+    assert_as_all_rows("trained", "plain", loss_name, labels, bound)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_a_bound_that_is_too_low_makes_the_loss_nan(loss_name, kind):
+    if loss_name == "expected" and kind in ("lora", "unfused"):
+        pytest.skip("an expected gradient is for fused heads")
+    labels = make_labels(KEPT + 1)
+    head, hidden = make_head(kind), make_hidden()
+    with labelled_rows_at_most(lambda: KEPT):
+        _, loss = LOSSES[loss_name](defer(head, hidden), labels)
+    assert math.isnan(loss.detach())
+    with labelled_rows_at_most(lambda: KEPT + 1):
+        _, loss = LOSSES[loss_name](defer(head, hidden), labels)
+    assert math.isfinite(loss.detach())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_of_a_sum_is_seen_to_be_one_number(weighted, monkeypatch):
+    """Without reading it, for which the host would wait."""
+    read = []
+    by_values = linear_log_probs_expected.number_by_values
+    monkeypatch.setattr(linear_log_probs_expected, "number_by_values", lambda *args: read.append(1) or by_values(*args))
+    head, hidden = make_head("trained"), make_hidden()
+    with labelled_rows_at_most(lambda: 300):
+        found = head_log_probs(defer(head, hidden), make_labels(300), ("top1",), expected_grad=1.0).log_probs
+    (loss_of(found) if weighted else -found.sum()).backward()
+    assert bool(read) is weighted
+
+
+class Sink(torch.autograd.Function):
+    """Passes on gradients that are missing, as DistributedDataParallel does."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_a_missing_gradient_stays_missing(monkeypatch):
+    """One of zeros would make the head compute its logits again."""
+    again = lambda *args: pytest.fail("the logits were recomputed")  # noqa: E731
+    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", again)
+    head, hidden = make_head("trained"), make_hidden()
+    with labelled_rows_at_most(lambda: 300):
+        found = head_log_probs(defer(head, hidden), make_labels(300), ("entropy",), expected_grad=1.0)
+    chosen, _ = Sink.apply(found.log_probs, found.entropy)
+    (-chosen).sum().backward()
+    assert hidden.grad.any()
+    with labelled_rows_at_most(lambda: 300):
+        rows = labelled_rows(hidden, make_labels(300), -100, 2**20)
+    hidden.grad = None
+    Sink.apply(rows.gathered(hidden), hidden)[1].sum().backward()
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))
+
+
+def test_nothing_is_read_by_the_host():
+    """Fake tensors have no values: reading one is an error."""
+    with FakeTensorMode(), labelled_rows_at_most(lambda: 300):
+        hidden, labels = torch.randn(N, H, requires_grad=True), torch.zeros(N, dtype=torch.int64)
+        rows = labelled_rows(hidden, labels, -100, 2**20)
+        assert isinstance(rows, LabelledRows)
+        part = rows.gathered(hidden)
+        assert part.shape == (KEPT, H)
+        assert rows.target.shape == (KEPT,)
+        found = rows.scattered(part.sum(-1))
+        assert found.shape == labels.shape
+        found.square().sum().backward()
+        assert hidden.grad.shape == hidden.shape
+
+
+@pytest.mark.parametrize(
+    ("count", "differentiable", "memory"),
+    [
+        (300, True, 4096),  # 512 rows and their gradient take less than the gradient of 1,400
+        (1000, True, 4096 + 4 * H * (1400 - 2 * 1024)),
+        (300, False, 4096 - 4 * H * 512),
+    ],
+)
+def test_what_more_than_half_of_the_rows_take_comes_out_of_the_logits(count, differentiable, memory):
+    hidden, labels = make_hidden().detach(), make_labels(count)
+    big = 2**16
+    with labelled_rows_at_most(lambda: count):
+        rows = labelled_rows(hidden.requires_grad_(differentiable), labels, -100, big)
+        assert isinstance(rows, LabelledRows)
+        assert rows.logits_memory == big - 4096 + memory
+        # Where that is more than half, all rows are multiplied.
+        assert type(labelled_rows(hidden, labels, -100, 1024)) is (LabelledRows if memory == 4096 else AllRows)
+
+
+def test_a_teacher_takes_memory_too():
+    hidden, labels = make_hidden(), make_labels(300)
+    teacher = torch.randn(ROWS, LENGTH, 10 * H)
+    with labelled_rows_at_most(lambda: 300):
+        rows = labelled_rows(hidden, labels, -100, 2**20, teacher)
+    assert rows.logits_memory == 2**20 - 4 * H * (512 - (N - 512)) - 4 * 10 * H * 512
+
+
+def test_all_rows_without_a_bound_and_for_few_tokens():
+    hidden, labels = make_hidden(), make_labels(10)
+    assert type(labelled_rows(hidden, labels, -100, 2**20)) is AllRows
+    asked = []
+    with labelled_rows_at_most(lambda: asked.append(1) or 10):
+        assert type(labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20)) is AllRows
+        assert not asked, "a count may have to be waited for"
+        assert type(labelled_rows(hidden, labels, -100, 2**20)) is LabelledRows
+
+
+def test_not_while_tracing(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with labelled_rows_at_most(lambda: 10):
+        assert type(labelled_rows(make_hidden(), make_labels(10), -100, 2**20)) is AllRows
+
+
+def test_chunks_of_labelled_rows(multiplied):
+    """A chunked head runs on chunks of the labelled rows; what is saved of a built teacher is no copy of its rows."""
+    head, hidden, labels = make_head("lora"), make_hidden(), make_labels(300)
+    teacher = torch.randn(ROWS, LENGTH, V)
+    saved = []
+    with (
+        labelled_rows_at_most(lambda: 300),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor
+        ),
+    ):
+        logits = defer(head, hidden)
+        logits.recorded.call.logits_memory = 100 * 4 * V
+        loss = divergence.divergence(logits, teacher, labels, 0.5).loss
+    assert multiplied == [100] * 5 + [12]
+    loss.backward()
+    assert (100, V) not in saved
