@@ -1,6 +1,7 @@
 """What a test of one GPU needs: one visible device, no host synchronisation, a CUDA graph, and the peak memory."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def assert_replayed_without_host_sync(run: Callable[[], Sequence[torch.Tensor]])
 def peak_memory(run: Callable[[], Any]) -> int:
     """The most bytes that `run` allocates at a time, its result included; it runs once before that."""
     run()
+    gc.collect()  # what an earlier test has left would be freed in the middle
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
