@@ -96,6 +96,8 @@ CASES: dict[str, Case] = {
     "clipped": Case("trainer", options=_with(max_grad_norm=0.5)),
     "checkpointed": Case("sft", options=_with(**_CHECKPOINTED)),
     "checkpointed, reentrant": Case("trainer", "lora with head", options=_with(**_REENTRANT)),
+    "kept": Case("trainer", options=_with(activation_memory="1GiB", **_CHECKPOINTED)),
+    "kept, sft": Case("sft", "lora", options=_with(activation_memory="1GiB", **_CHECKPOINTED)),
     "bf16": Case("sft", options=_with(bf16=True), device=True),
     "fp16": Case("sft", options=_with(fp16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),

@@ -58,7 +58,8 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         trainer: Any = liger_trainer.LigerSFTTrainer
     else:
         if not ours:
-            settings.pop("activation_offloading", None)  # unknown to it; changes no number
+            for unknown in ("activation_offloading", "activation_memory"):  # to it; they change no number
+                settings.pop(unknown, None)
         args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
         trainer = liger_trainer.LigerTrainer if ours else Trainer
     more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
@@ -108,6 +109,8 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
     torch.backends.cuda.matmul.allow_tf32 = False
     gathers = gathers_of_head(trainer)
     trainer.train()
+    if ours and "activation_memory" in dict(case.options):
+        assert trainer._kept.kept > 0
     logs = [log for log in trainer.state.log_history if "loss" in log]
     found = {name: [log.get(name) for log in logs] for name in ("loss", "grad_norm")}
     found["spread"] = _spread(trainer)

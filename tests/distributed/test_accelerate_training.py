@@ -55,15 +55,15 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "fsdp2": (
         *("sft, full", "sft, lora", "sft, lora with head", "trainer, lora with head", "dpo, lora", "grpo, full"),
         *("accumulated", "a rank without labels", "clipped", "checkpointed, reentrant", "sft, dora with head"),
-        *("sft, modules to save", "sft, token rows", "trainer, frozen head"),
+        *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept"),
     ),
     "fsdp2 kept": (),
     "hsdp": (),
-    "zero2": ("trainer, tied head", "trainer, lora", "accumulated", "means of ranks"),
+    "zero2": ("trainer, tied head", "trainer, lora", "accumulated", "means of ranks", "kept, sft"),
     "zero3": (
         *("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels, sft", "dpo, full"),
         *("dpo, lora with head", "accumulated, sft", "sft, dora with head", "sft, modules to save"),
-        "trainer, frozen head",
+        *("trainer, frozen head", "kept"),
     ),
 }
 """What runs where there are no GPUs: every case that can, once at least.

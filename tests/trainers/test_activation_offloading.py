@@ -67,11 +67,16 @@ def step_context(monkeypatch):
 @pytest.mark.parametrize("build", [causal, sft, dpo])
 @pytest.mark.parametrize("make", [llama, lora])
 @pytest.mark.parametrize(
-    ("checkpointing", "config"),
-    [(False, {}), (False, {"tiled_mlp": True}), (True, {"tiled_mlp": True}), (True, {"linear_cross_entropy": False})],
+    ("checkpointing", "config", "more"),
+    [
+        (False, {}, {}),
+        (False, {"tiled_mlp": True}, {}),
+        (True, {"tiled_mlp": True}, {}),
+        (True, {"linear_cross_entropy": False}, {"activation_memory": "1GiB"}),
+    ],
 )
-def test_training_is_the_same(build, make, checkpointing, config, tmp_path, step_context):
-    options = {"gradient_checkpointing": checkpointing, "liger_kernel_config": config}
+def test_training_is_the_same(build, make, checkpointing, config, more, tmp_path, step_context):
+    options = {"gradient_checkpointing": checkpointing, "liger_kernel_config": config, **more}
     expected = weights_after(build(tmp_path, make(), **options))
     trainer = build(tmp_path, make(), **options)
     offload = Offload(trainer.model)

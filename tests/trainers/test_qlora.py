@@ -38,6 +38,7 @@ def test_losses_are_those_of_trl(kind, folder, tmp_path, monkeypatch):
     )
     loading = {"quantization_config": quantised, "dtype": torch.bfloat16, "device_map": None}
     case = {"model_init_kwargs": loading, "bf16": True, "max_steps": 8, "learning_rate": 1e-3}
+    case |= {"gradient_checkpointing": True, "own": {"activation_memory": "1GiB"}}
     curves = []
     for ours in (False, True):
         trainer = build(kind, ours, tmp_path / str(ours), folder, peft_config=lora(*TARGETS), **case)
@@ -46,6 +47,7 @@ def test_losses_are_those_of_trl(kind, folder, tmp_path, monkeypatch):
         calls.clear()
         trainer.train()
         assert bool(calls) == ours
+        assert not ours or trainer._kept.kept > 0
         curves.append([log["loss"] for log in logged(trainer) if "loss" in log])
     assert len(curves[0]) == 8
     assert curves[0][-1] < curves[0][0]
