@@ -40,6 +40,8 @@ def build(name, folder, ours, split, run, **more):
     """A trainer of `CASES` on the model in `folder`; one of two processes gets half a batch."""
     settings = {**STEPS, **CASES[name], **more, "per_device_train_batch_size": 2 if split else 4}
     settings["output_dir"] = f"{folder}/{run}"
+    if ours and name == "SFT":
+        settings["activation_memory"] = "1GiB"
     loading = {"dtype": "float32", "distributed_config": SPLIT} if split else {"dtype": "float32"}
     if name != "trainer":
         config_class, trainer_class = (LigerSFTConfig, LigerSFTTrainer) if ours else (SFTConfig, SFTTrainer)
@@ -59,6 +61,8 @@ def train(*args, resume=None, **kwargs):
         (row,) = (row for row in trainer.kernel_report if row.kernel == "expert exchange")
         assert row.count == 2, row
     trainer.train(resume_from_checkpoint=resume)
+    kept = getattr(trainer, "_kept", None)
+    assert kept is None or kept.kept > 0
     return trainer
 
 
