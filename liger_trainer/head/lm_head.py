@@ -56,7 +56,7 @@ class HeadCall:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self.weight.shape[0]
+        return getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: partitioned by ZeRO-3
 
     @property
     def parameters(self) -> tuple[torch.Tensor | None, ...]:
