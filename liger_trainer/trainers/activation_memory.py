@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
@@ -74,7 +75,7 @@ class ActivationMemoryMixin(ResumingMixin):
 
     def _announce_plan(self, line: str) -> None:
         if self.is_world_process_zero() and getattr(self.args, "kernel_report", True):
-            print(line, flush=True)
+            tqdm.write(line)  # not into the progress bar
         if self.kernel_report is not None:
             self.kernel_report = dataclasses.replace(self.kernel_report, remarks=(*self.kernel_report.remarks, line))
 

@@ -110,6 +110,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
+        self._prepare_activation_memory()
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
         self._labelled_share = self._own_callback(LabelledShareCallback)
@@ -136,7 +137,6 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         warn_of_tied_adapters(self.model)
         self._offloading = step_offloading(self)
         self._labelled_bounds = LabelledBounds()
-        self._prepare_activation_memory()
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""
