@@ -210,10 +210,10 @@ def _with_budgets(arguments: argparse.Namespace, providers: list[str]) -> list[s
         raise BenchmarkError("`--activation_memory` is for `bench training`; leave it out.")
     if arguments.no_checkpointing:
         raise BenchmarkError("`--activation_memory` needs checkpointing; leave `--no_checkpointing` out.")
-    if arguments.warmup < 2 or (arguments.steps or arguments.warmup + 1) <= arguments.warmup:
+    if arguments.warmup < 2 or (arguments.steps or arguments.warmup + 3) < arguments.warmup + 3:
         raise BenchmarkError(
-            "Layers keep results from the third step on: with `--activation_memory`, give `--warmup` 2 or more, and "
-            "more `--steps` than that."
+            "Layers keep results from the fourth step on: with `--activation_memory`, give `--warmup` 2 or more, and "
+            "`--steps` 3 or more beyond that; the median is then of steps that keep."
         )
     ours = [name for name in providers if family(name) == "liger_trainer"]
     if not ours:

@@ -1,9 +1,10 @@
-"""`activation_memory`: what the checkpointed layers of a model in training keep, from the third step on.
+"""`activation_memory`: what the checkpointed layers of a model in training keep, from the fourth step on.
 
 The first step warms up, and allocates what the optimizer needs. The second is recorded, and keeps nothing either. The
-plan that follows from it depends on nothing but the record, the limits and the number of tokens, all of which are the
-same on every process, so that processes with batches of one size keep the same. A longer batch than the recorded one
-gets a plan of its own, with less.
+third keeps what follows from the record, and computes it again nevertheless: what is not the same, bit for bit, is
+never kept. The plan depends on nothing but the record, the limits and the number of tokens, all of which are the same
+on every process, so that processes with batches of one size keep the same. A longer batch than the recorded one gets a
+plan of its own, with less.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from liger_trainer.recompute.budget import Plan, Step, choose, merged, most
-from liger_trainer.recompute.keeping import keeping_contexts
+from liger_trainer.recompute.budget import Call, Plan, Step, choose, merged, most, proved
+from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.layers import Checkpoint, is_reentrant, replace_checkpoints
 from liger_trainer.recompute.recording import Memory, StepRecorder
 
@@ -29,7 +30,7 @@ _GIB = 2**30
 _RECORDED = 1  # the second step
 _SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
 _SHRINK = 0.92  # of the limit, when the allocator ran out of memory
-_WATCH_EVERY = 16  # steps
+_WATCH_EVERY = 50  # steps, as the processes wait for each other
 
 
 class LimitedMemory(Memory, Protocol):
@@ -58,31 +59,50 @@ class ActivationMemory:
         self.budget, self._device, self._memory = budget, device, memory
         self.limit = math.inf  # of what is allocated
         self.record: Step | None = None
+        self.kept = 0
+        """Bytes that the layers kept in the last micro-batch."""
+        self._calls: Counter[str] = Counter()
+        self._growth: float | None = None  # of this micro-batch; None before its first layer
+        self._step = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.record, self.limit = None, math.inf
+        self._first: int | None = None
         self._recorded: list[Step] = []
         self._recorder: StepRecorder | None = None
-        self._first: int | None = None
+        self._proof: Proof | None = None
+        self._tried: dict[str, frozenset[Call]] = {}
+        self._proved = False
         self._watched = 0
         self._tokens: dict[str, int] = {}  # of the record's layers
         self._plans: dict[float, Plan] = {}  # by growth
-        self._calls: Counter[str] = Counter()
-        self._growth: float | None = None  # of this micro-batch; None before its first layer
-        self.kept = 0
-        """Bytes that the layers kept in the last micro-batch."""
 
-    def begin(self, model: nn.Module, step: int) -> None:
-        """To be called before the forward of a micro-batch of optimizer step `step`, counted from any number."""
+    def begin(self, model: nn.Module, step: int) -> str | None:
+        """To be called before the forward of a micro-batch of optimizer step `step`, counted from any number.
+
+        Returns:
+            A line about what the layers keep, where that has just been decided.
+        """
+        if step < self._step:  # another run, maybe of another model or batch
+            self._start()
+        is_new, self._step = step != self._step, step
         replace_checkpoints(model, self._checkpoint)
         self._first = step if self._first is None else self._first
         self._calls.clear()
-        self._growth, self.kept = None, 0
-        self._recorder = None
-        if self.record is not None:
-            self._watch(step)
-        elif step == self._first + _RECORDED:
+        self._growth, self.kept, self._recorder = None, 0, None
+        if self.record is None and step == self._first + _RECORDED:
             self._recorder = StepRecorder(self._device, self._memory)
             self._recorder.begin()
-        elif self._recorded:
+        elif self.record is None and self._recorded:
             self._decide()
+            return None if self.plan().bytes else self.summary()
+        elif is_new and self._tried and not self._proved:
+            self._conclude()
+            return self.summary()
+        elif self._proved:
+            self._watch(step)
+        return None
 
     def end(self) -> None:
         """To be called after the backward of a micro-batch."""
@@ -92,23 +112,29 @@ class ActivationMemory:
 
     def resume(self, record: Step, limit: float) -> None:
         """Goes on with the record and the limit of an earlier run, without recording again."""
+        self._start()
+        self._step = -1
         self.record, self.limit = record, limit
         self._tokens = {layer.name: layer.tokens for layer in record.layers}
-        self._plans.clear()
+        self._proof = Proof()
 
     def _checkpoint(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        tokens = _tokens(args)
-        if not torch.is_grad_enabled() or not tokens or is_reentrant(checkpoint):
+        hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        if hidden is None or not hidden.numel() or not torch.is_grad_enabled() or is_reentrant(checkpoint):
             return checkpoint(function, *args, **kwargs)
         self._calls[name] += 1
         name = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
         if self._recorder is not None:
-            contexts = self._recorder.contexts(name, tokens)
+            contexts = self._recorder.contexts(name, hidden)
             return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
-        calls = self._calls_to_keep(name, tokens)
+        calls = self._calls_to_keep(name, math.prod(hidden.shape[:-1]))
         if not calls:
             return checkpoint(function, *args, **kwargs)
-        return checkpoint(function, *args, context_fn=lambda: keeping_contexts(calls), **kwargs)
+        if self._proof is None:
+            return checkpoint(function, *args, context_fn=lambda: keeping_contexts(calls), **kwargs)
+        self._tried[name] = self._tried.get(name, frozenset()) | calls
+        contexts = self._proof.contexts(name, calls)
+        return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
 
     def _calls_to_keep(self, name: str, tokens: int) -> frozenset:
         recorded = self._tokens.get(name)
@@ -126,15 +152,28 @@ class ActivationMemory:
         assert self.record is not None
         if growth not in self._plans:
             kept = math.inf if self.budget == "auto" else self.budget
-            self._plans[growth] = choose(self.record, growth, kept, self.limit)
+            self._plans[growth] = choose(self.record, growth, kept, self.limit, self._proof is not None)
         return self._plans[growth]
+
+    def _conclude(self) -> None:
+        """Agrees with the other processes on what was the same when it was computed again."""
+        assert self._proof is not None
+        assert self.record is not None
+        found = _gathered((self._tried, self._proof.failed()))
+        tried: dict[str, frozenset[Call]] = {}
+        for own, _ in found:
+            tried |= {name: tried.get(name, frozenset()) | calls for name, calls in own.items()}
+        self.record = proved(self.record, tried, {one for _, failed in found for one in failed})
+        self._proof, self._proved = None, True
+        self._plans.clear()
 
     def _decide(self) -> None:
         """Agrees with the other processes on a record and a limit."""
         limit = math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()
         found = _gathered((merged(self._recorded), limit))
-        self.resume(merged([step for step, _ in found]), min(limit for _, limit in found))
-        self._recorded.clear()
+        step = self._step
+        self.resume(merged([each for each, _ in found]), min(each for _, each in found))
+        self._step = step
 
     def _watch(self, step: int) -> None:
         """Lowers the limit of all processes if one of them ran out of memory for a moment."""
@@ -173,12 +212,6 @@ class ActivationMemory:
 
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
-
-
-def _tokens(args: tuple[Any, ...]) -> int:
-    """Tokens of the hidden states, `(..., H)`, that a layer is given first."""
-    hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
-    return 0 if hidden is None else math.prod(hidden.shape[:-1])
 
 
 def _gathered(value: Any) -> list[Any]:

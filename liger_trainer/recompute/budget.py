@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 
@@ -97,9 +97,10 @@ class Plan:
 def merged(steps: Sequence[Step]) -> Step:
     """One step that stands for several micro-batches, or for those of several processes: the highest of their peaks.
 
-    Layers and candidates are those of the first step with most layers; layers that it lacks are left out.
+    Layers, tokens and candidates are those of the step with most layers, and most tokens among these; layers that it
+    lacks are left out.
     """
-    base = max(steps, key=lambda step: len(step.layers))
+    base = max(steps, key=lambda step: (len(step.layers), sum(layer.tokens for layer in step.layers)))
     peaks: dict[str, int] = defaultdict(int)
     for step in steps:
         for layer in step.layers:
@@ -108,12 +109,33 @@ def merged(steps: Sequence[Step]) -> Step:
     return Step(layers, min(step.start for step in steps), max(step.peak for step in steps))
 
 
+def proved(step: Step, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> Step:
+    """The step without the kinds of results that were not tried, or that failed, in any layer.
+
+    Args:
+        step: The measured step.
+        tried: Calls whose results were kept and computed again, by the layer's name.
+        failed: Layers and calls whose results were not the same.
+    """
+    known: dict[tuple[Call, int], bool] = {}
+    for layer in step.layers:
+        for one in layer.candidates:
+            if one.call in tried.get(layer.name, ()):
+                kind = one.call, one.bytes
+                known[kind] = known.get(kind, True) and (layer.name, one.call) not in failed
+    layers = []
+    for layer in step.layers:
+        kept = tuple(one for one in layer.candidates if known.get((one.call, one.bytes), False))
+        layers.append(dataclasses.replace(layer, candidates=kept))
+    return dataclasses.replace(step, layers=tuple(layers))
+
+
 def most(step: Step) -> int:
     """Bytes of all candidates."""
     return sum(candidate.bytes for layer in step.layers for candidate in layer.candidates)
 
 
-def choose(step: Step, growth: float, kept: float, allocated: float) -> Plan:
+def choose(step: Step, growth: float, kept: float, allocated: float, proving: bool = False) -> Plan:
     """The plan that saves most time.
 
     Args:
@@ -121,6 +143,7 @@ def choose(step: Step, growth: float, kept: float, allocated: float) -> Plan:
         growth: Tokens of the micro-batch to plan for, as a multiple of those of the measured one.
         kept: Most bytes to keep.
         allocated: Most bytes to allocate.
+        proving: Whether the layers compute again what they keep, which then comes on top of their own peak.
     """
     # Rooms of the layers' backwards in the order of the forward, and last that of the loss.
     rooms = [allocated - _grown(layer.peak, step.start, growth) for layer in step.layers]
@@ -128,10 +151,10 @@ def choose(step: Step, growth: float, kept: float, allocated: float) -> Plan:
     calls: dict[str, set[Call]] = defaultdict(set)
     size = seconds = 0.0
     for place, candidate in _by_worth(step.layers):
-        need = candidate.bytes * growth
-        if need > min(rooms[place + 1 :]):
+        need, first = candidate.bytes * growth, place if proving else place + 1
+        if need > min(rooms[first:]):
             continue
-        rooms[place + 1 :] = [room - need for room in rooms[place + 1 :]]
+        rooms[first:] = [room - need for room in rooms[first:]]
         calls[step.layers[place].name].add(candidate.call)
         size, seconds = size + need, seconds + candidate.seconds * growth
     return Plan({name: frozenset(chosen) for name, chosen in calls.items()}, int(size), seconds)

@@ -1,4 +1,4 @@
-"""Checkpointing a layer but for the results of some calls of operators."""
+"""Checkpointing a layer but for the results of some calls of operators, and the proof that this changes no bit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ import functools
 from collections import Counter
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import OPERATOR_CALLS
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.recompute.budget import Call
 
+TorchDispatchMode, tree_leaves, *_ = require(OPERATOR_CALLS)
+
 _Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
+
+NOT_COUNTED = ("aten::detach", "prim::device")
+"""Operators that torch's checkpointing does not count, as autograd calls them by itself."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keeping_contexts(calls: frozenset[Call]) -> _Contexts:
@@ -25,18 +36,99 @@ def keeping_contexts(calls: frozenset[Call]) -> _Contexts:
     operators = {call.operator for call in calls}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = operator_name(operator)
-        if name not in operators:
+        if operator_name(operator) not in operators:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        count = seen[context.is_recompute]  # torch 2.11 asks in the recomputation too
-        count[name] += 1
-        keep = Call(name, count[name] - 1) in calls
+        keep = next_call(operator, seen[context.is_recompute]) in calls  # torch 2.11 asks in the recomputation too
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class Proof:
+    """Keeps results and computes them again nevertheless, to see whether the two are the same, bit for bit.
+
+    They are not where a kernel that torch does not see wrote to a result after its operator had returned it, or where
+    the recomputation calls other operators than the forward did.
+    """
+
+    def __init__(self) -> None:
+        self._differs: list[tuple[str, Call, torch.Tensor | bool]] = []
+
+    def contexts(self, name: str, calls: frozenset[Call]) -> _Contexts:
+        """The contexts of the forward and of the recomputation of the layer `name`, as `keeping_contexts`."""
+        kept: dict[Call, list[torch.Tensor]] = {}
+        return _Keeping(calls, kept), _Comparing(name, kept, self._differs)
+
+    def failed(self) -> set[tuple[str, Call]]:
+        """The layers and calls whose results were not the same; waits for the device."""
+        return {(name, call) for name, call, differs in self._differs if bool(differs)}
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[misc, valid-type]
+    def __init__(self, calls: frozenset[Call], kept: dict[Call, list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._calls, self._kept, self._count = calls, kept, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = next_call(func, self._count)
+        if call in self._calls:
+            self._kept[call] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
+
+
+class _Comparing(TorchDispatchMode):  # type: ignore[misc, valid-type]
+    def __init__(
+        self,
+        name: str,
+        kept: dict[Call, list[torch.Tensor]],
+        differs: list[tuple[str, Call, torch.Tensor | bool]],
+    ) -> None:
+        super().__init__()
+        self._layer, self._kept, self._differs, self._count = name, kept, differs, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = next_call(func, self._count)
+        kept = self._kept.pop(call, None)
+        if kept is not None:
+            again = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._differs.append((self._layer, call, _differ(kept, again)))
+        return result
+
+
+def _differ(kept: list[torch.Tensor], again: list[torch.Tensor]) -> torch.Tensor | bool:
+    """Whether any bit differs, as a bool on the device if the shapes and dtypes are the same."""
+    pairs = [(plain(one), plain(other)) for one, other in zip(kept, again, strict=False)]
+    found = []
+    for one, other in pairs:
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            return True
+        bits = _BITS.get(one.element_size(), one.dtype)  # of numbers of 16 bytes, NaN is not the same
+        found.append((one.view(bits) != other.view(bits)).any())
+    return len(kept) != len(again) or torch.stack(found).any()
+
+
+def next_call(operator: Any, count: Counter[str]) -> Call:
+    """The call of `operator` that is counted now."""
+    name = operator_name(operator)
+    count[name] += 1
+    return Call(name, count[name] - 1)
 
 
 @functools.cache
 def operator_name(operator: Any) -> str:
     """The operator as ``namespace::name.overload``."""
     return operator.name()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor with the memory of `tensor`, the local one of a DTensor; None for other subclasses."""
+    tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Bytes of `tensor` on this process; 0 where they are not known."""
+    own = plain(tensor)
+    return 0 if own is None else own.nbytes

@@ -33,8 +33,12 @@ class Replaced:
         """The result of ``function(*args)``, checkpointed."""
         return self.instead(self.name, self.checkpoint, function, *args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Checkpoint:
-        return self.checkpoint  # a copy of the model is not the one that is trained
+    def __reduce__(self) -> tuple[Callable, tuple[Checkpoint]]:
+        return _itself, (self.checkpoint,)  # a copy of the model is not the one that is trained
+
+
+def _itself(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint
 
 
 def checkpointed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

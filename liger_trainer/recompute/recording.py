@@ -1,14 +1,16 @@
 """Measuring a training step that keeps nothing: what its layers could keep, and the memory that it takes.
 
-A layer's forward shows which results could be kept: new tensors that nothing writes to afterwards, of operators that
-draw no random numbers and exchange nothing with other processes, which might not keep the same. Its recomputation shows
-what each of them would save, and ends where nothing more is needed.
+A layer's forward shows which results could be kept: new tensors that depend on its hidden states and that nothing is
+seen to write to afterwards, of operators that draw no random numbers and exchange nothing with other processes, which
+might not keep the same. Its recomputation shows what each of them would save, and ends where nothing more is needed. A
+layer that calls an operator more often in the recomputation than in the forward keeps nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,9 +20,8 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import OPERATOR_CALLS
-from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
-from liger_trainer.recompute.keeping import operator_name
+from liger_trainer.recompute.keeping import NOT_COUNTED, memory_of, next_call, plain
 
 TorchDispatchMode, tree_leaves, *_ = require(OPERATOR_CALLS)
 
@@ -44,6 +45,8 @@ class _Frame:
 
     name: str
     tokens: int
+    hidden: int  # the address of its input
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)  # of the forward
     bytes: dict[Call, int] = dataclasses.field(default_factory=dict)
     timings: list[tuple[Call, Callable[[], float]]] = dataclasses.field(default_factory=list)
     peak: int = 0
@@ -70,9 +73,9 @@ class StepRecorder:
             self._memory.take_peak()
             self._start = self._memory.allocated()
 
-    def contexts(self, name: str, tokens: int) -> tuple[contextlib.AbstractContextManager, ...]:
-        """The contexts of the forward and of the recomputation of a layer with `tokens` tokens."""
-        frame = _Frame(name, tokens)
+    def contexts(self, name: str, hidden: torch.Tensor) -> tuple[contextlib.AbstractContextManager, ...]:
+        """The contexts of the forward and of the recomputation of a layer that is given `hidden` `(..., H)`."""
+        frame = _Frame(name, math.prod(hidden.shape[:-1]), next(_addresses(hidden), 0))
         self._frames.append(frame)
         return _ForwardMode(frame, self._device), self._recomputation(frame)
 
@@ -106,12 +109,11 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
     def __init__(self, frame: _Frame, device: torch.device) -> None:
         super().__init__()
         self._frame, self._device = frame, device
-        self._count: Counter[str] = Counter()
-        self._made: dict[int, Call | None] = {}  # by the address of its memory
+        self._made: dict[int, Call | None] = {frame.hidden: None}  # what depends on the input, by its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        call = _next_call(func, self._count)
+        call = next_call(func, self._frame.calls)
         drawn = _random_state(self._device)
         result = func(*args, **kwargs)
         given = {address for tensor in _tensors((args, kwargs)) for address in _addresses(tensor)}
@@ -120,16 +122,20 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
                 self._forget(address)
         results = list(_tensors(result))
         made = {address for tensor in results for address in _addresses(tensor)}
-        is_new = bool(results) and all(map(_memory_of, results)) and not given & made
-        keepable = is_new and not _communicates(func) and all(map(torch.equal, drawn, _random_state(self._device)))
+        is_new = bool(results) and all(map(memory_of, results)) and not given & made
+        depends = not given.isdisjoint(self._made)
+        keepable = is_new and depends and not _communicates(func)
+        keepable = keepable and all(map(torch.equal, drawn, _random_state(self._device)))
         for address in made - given:  # a view leaves the memory to the call that made it
-            self._made[address] = call if keepable else None
+            self._made.pop(address, None)  # of a tensor that is gone
+            if depends:
+                self._made[address] = call if keepable else None
         if keepable:
-            self._frame.bytes[call] = sum(_memory_of(tensor) for tensor in results)
+            self._frame.bytes[call] = sum(memory_of(tensor) for tensor in results)
         return result
 
     def _forget(self, address: int) -> None:
-        call = self._made.pop(address, None)
+        call = self._made.get(address)
         if call is not None:
             self._frame.bytes.pop(call, None)
 
@@ -143,17 +149,11 @@ class _RecomputationMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
         self._count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        call = _next_call(func, self._count)
+        call = next_call(func, self._count)
         stop = _stopwatch(self._device)
         result = func(*args, **(kwargs or {}))
         self._frame.timings.append((call, stop()))
         return result
-
-
-def _next_call(operator: Any, count: Counter[str]) -> Call:
-    name = operator_name(operator)
-    count[name] += 1
-    return Call(name, count[name] - 1)
 
 
 def _communicates(operator: Any) -> bool:
@@ -163,6 +163,8 @@ def _communicates(operator: Any) -> bool:
 def _candidates(frame: _Frame, copy: float) -> tuple[Candidate, ...]:
     """What is worth its memory; `copy` is the time in which a byte is copied."""
     seconds = {call: elapsed() for call, elapsed in frame.timings}
+    if any(call.number >= frame.calls[call.operator] for call in seconds if call.operator not in NOT_COUNTED):
+        return ()  # such as a weight that autocast casts once in the forward, for two layers that share it
     least = _LEAST_SHARE * sum(seconds.values())
     found = []
     for call, took in seconds.items():
@@ -218,18 +220,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor with the memory of `tensor`, the local one of a DTensor; None for other subclasses."""
-    tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    plain = _plain(tensor)
-    return 0 if plain is None else plain.nbytes
-
-
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    plain = _plain(tensor)
-    if plain is not None and plain.untyped_storage().nbytes():
-        yield plain.untyped_storage().data_ptr()
+    own = plain(tensor)
+    if own is not None and own.untyped_storage().nbytes():
+        yield own.untyped_storage().data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -61,10 +62,9 @@ class ActivationMemoryMixin(ResumingMixin):
         # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
         if self._kept is None or not self.model.training or not torch.is_grad_enabled():
             return
-        known = self._kept.record is not None
-        self._kept.begin(self.model_wrapped, self.state.global_step)
-        if not known and self._kept.record is not None:
-            self._announce_plan(self._kept.summary())
+        line = self._kept.begin(self.model_wrapped, self.state.global_step)
+        if line is not None:
+            self._announce_plan(line)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""
@@ -97,13 +97,22 @@ class ActivationMemoryMixin(ResumingMixin):
         values = broadcast_object_list(found)[0]  # the others may not see the first process's disk
         if values is not None and values["run"] == self._run():
             self._kept.resume(Step.from_dict(values["record"]), values["limit"])
-            self._announce_plan(self._kept.summary())
 
     def _run(self) -> dict[str, Any]:
-        """What a record of memory is valid for."""
+        """What a record is valid for."""
         args: Any = self.args
+        model: Any = self.accelerator.unwrap_model(self.model)
+        device = args.device if args.device.type == "cpu" else torch.get_device_module(args.device).get_device_name()
+        drops = {key: value for key, value in model.config.get_text_config().to_dict().items() if "drop" in key}
+        text = f"{model!r} {drops} {args.liger_kernel_config if self.kernel_report else None}"
         names = ("activation_memory", "gradient_accumulation_steps", "per_device_train_batch_size", "world_size")
-        return {"optim": str(args.optim), **{name: getattr(args, name) for name in names}}
+        return {
+            "model": hashlib.sha256(text.encode()).hexdigest(),
+            "device": str(device),
+            "torch": torch.__version__,
+            "optim": str(args.optim),
+            **{name: getattr(args, name) for name in names},
+        }
 
 
 def check_selective(args: Any) -> None:
@@ -123,8 +132,8 @@ def _can_keep(trainer: Any) -> bool:
     """Whether the layers can keep anything; False, with a warning, for reentrant checkpointing.
 
     Raises:
-        ValueError: for `activation_memory` without gradient checkpointing or with a compiler; and for `"auto"` on a
-            CPU, or with vLLM on the same device.
+        ValueError: for `activation_memory` without gradient checkpointing, with a compiler or with a `context_fn` of
+            the user; and for `"auto"` on a CPU, or with vLLM on the same device.
     """
     args = trainer.args
     given = f"`activation_memory` is {args.activation_memory!r}"
@@ -140,6 +149,8 @@ def _can_keep(trainer: Any) -> bool:
             f"{given}, and `torch_compile` is true: the compiler chooses itself what is recomputed. Leave one of them "
             "out."
         )
+    if _checkpointing_kwargs(args).get("context_fn") is not None:
+        raise ValueError(f"{given}, and `gradient_checkpointing_kwargs` has a `context_fn`. Leave one of them out.")
     if args.activation_memory == "auto":
         if args.device.type == "cpu":
             raise ValueError(f"{given}, but training is on the CPU, whose memory is not measured; give bytes.")

@@ -54,7 +54,7 @@ from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.labelled_bound import LabelledBounds
+from liger_trainer.trainers.labelled_bound import LabelledBounds, discard_count
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
@@ -302,6 +302,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         return batches, num_items_in_batch
 
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        discard_count(inputs)  # of a batch that did not come through `get_batch_samples`
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
         if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
             self._count([prepared])

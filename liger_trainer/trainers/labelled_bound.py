@@ -31,6 +31,12 @@ def add_count(batch: Any) -> None:
             batch[_KEY] = int(_count(tensors))
 
 
+def discard_count(batch: Any) -> None:
+    """Takes the number of labels out of `batch`, if it has one."""
+    if isinstance(batch, MutableMapping):
+        batch.pop(_KEY, None)
+
+
 class LabelledBounds:
     """The counts of the micro-batches of a step."""
 

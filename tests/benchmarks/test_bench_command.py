@@ -104,7 +104,7 @@ def test_without_operations_it_lists_them(capsys):
         (["training", "--activation_memory", "auto", "--providers", "hf"], "add it to `--providers`"),
         (["training", "--activation_memory", "auto", "--no_checkpointing"], "leave `--no_checkpointing` out"),
         (["training", "--activation_memory", "auto", "--warmup", "1"], "give `--warmup` 2 or more"),
-        (["training", "--activation_memory", "auto", "--steps", "2"], "more `--steps` than that"),
+        (["training", "--activation_memory", "auto", "--steps", "2"], "`--steps` 3 or more beyond that"),
         (["longest", "--activation_memory", "auto"], "`--activation_memory` is for `bench training`"),
         (["training", "--activation_memory", "much"], "`activation_memory` is 'much'; give bytes"),
         (["training", "--quantize", "nf4", "--device", "cpu"], "there is nothing to train; give `--lora`"),

@@ -220,14 +220,17 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tiled_mlp::test_it_is_off_by_default_and_follows_the_component"),
     ],
     "trainer": [
+        ("results are kept without a proof", "proved", r"known\.get\(\(one\.call, one\.bytes\), False\)", "True",
+         "recompute/::test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in_none "
+         "trainers/test_activation_memory::test_what_a_hidden_kernel_writes_to_is_not_kept"),
         ("random results are kept", "_ForwardMode.__torch_dispatch__",
-         r" and all\(map\(torch\.equal, drawn, _random_state\(self\._device\)\)\)", "",
+         r"keepable and all\(map\(torch\.equal, drawn, _random_state\(self\._device\)\)\)", "keepable",
          "recompute/::test_random_results_are_no_candidates"),
         ("results that are written to afterwards are kept", "_ForwardMode._forget",
          r"self\._frame\.bytes\.pop\(call, None\)", "pass",
          "recompute/::test_what_is_written_to_afterwards_is_no_candidate"),
         ("bytes count until a layer's own backward", "choose",
-         r"rooms\[place \+ 1 :\] = \[room - need for room in rooms\[place \+ 1 :\]\]",
+         r"rooms\[first:\] = \[room - need for room in rooms\[first:\]\]",
          "rooms[-1] -= need",
          "recompute/::test_memory_never_exceeds_its_limits "
          "recompute/::test_the_first_layers_keep_less_as_their_bytes_are_held_until_the_gradients_exist"),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from liger_trainer.recompute.budget import Call, Candidate, Layer, Plan, Step, choose, merged, most
+from liger_trainer.recompute.budget import Call, Candidate, Layer, Plan, Step, choose, merged, most, proved
 
 MM = Call("aten::mm", 0)
 ATTENTION = Call("aten::attention", 0)
@@ -108,6 +108,24 @@ def test_the_peaks_of_several_micro_batches_are_the_highest():
     both = merged([other, one])
     assert (both.start, both.peak, len(both.layers)) == (80, 150, 4)
     assert [layer.peak for layer in both.layers] == [180, 140, 120, 110]
+
+
+def test_the_longest_micro_batch_gives_the_tokens():
+    short, long = step(tokens=100), step(tokens=400)
+    assert {layer.tokens for layer in merged([short, long]).layers} == {400}
+
+
+def test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in_none():
+    recorded = step()
+    tried = {"layers.1": frozenset({MM, ATTENTION}), "layers.2": frozenset({ATTENTION})}
+    kinds = [{one.call for one in layer.candidates} for layer in proved(recorded, tried, set()).layers]
+    assert kinds == [{MM, ATTENTION}] * 4
+    kinds = [
+        {one.call for one in layer.candidates} for layer in proved(recorded, tried, {("layers.2", ATTENTION)}).layers
+    ]
+    assert kinds == [{MM}] * 4
+    kinds = [{one.call for one in layer.candidates} for layer in proved(recorded, {"layers.2": {MM}}, set()).layers]
+    assert kinds == [{MM}] * 4
 
 
 def test_a_step_goes_through_json():

@@ -37,8 +37,8 @@ A, B = torch.randn(64, 64), torch.randn(64, 64)
 def record(function, *shape):
     recorder = StepRecorder(torch.device("cpu"), None)
     recorder.begin()
-    contexts = recorder.contexts("layer", 8)
     x = torch.randn(*(shape or (256, 64)), requires_grad=True)
+    contexts = recorder.contexts("layer", x)
     checkpoint(function, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
     step = recorder.step()
     return {one.call: one for layer in step.layers for one in layer.candidates}, step
@@ -48,7 +48,7 @@ def test_results_of_matmuls_are_candidates_with_their_bytes():
     found, step = record(lambda x: (x @ A).sin() @ B)
     assert found[Call("aten::mm", 0)].bytes == 256 * 64 * 4
     assert found[Call("aten::mm", 0)].seconds > 0
-    assert step.layers[0].tokens == 8
+    assert step.layers[0].tokens == 256
 
 
 def test_nothing_behind_the_last_saved_tensor_is_a_candidate():
@@ -85,6 +85,24 @@ def test_what_other_processes_send_is_no_candidate():
     assert Call("aten::mm", 0) in found
 
 
+def test_what_does_not_depend_on_the_input_is_no_candidate():
+    """Weights that are cast, and empty memory: they do not shrink with the batch, or are written to later."""
+    found, _ = record(lambda x: ((x @ A.double().float()) + torch.zeros(64)).sin())
+    assert {call.operator for call in found} <= {"aten::mm", "aten::add.Tensor"}
+    assert Call("aten::mm", 0) in found
+
+
+def test_a_layer_that_calls_more_in_its_recomputation_keeps_nothing():
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return ((x @ A).sin() @ (B if len(calls) == 1 else B @ B)).sin()
+
+    found, _ = record(function)
+    assert not found
+
+
 def test_memory_is_noted_from_one_recomputation_to_the_next():
     class Memory:
         def __init__(self):
@@ -100,7 +118,7 @@ def test_memory_is_noted_from_one_recomputation_to_the_next():
     recorder.begin()
     x = torch.randn(64, 64, requires_grad=True)
     for name in ("first", "second"):
-        contexts = recorder.contexts(name, 8)
+        contexts = recorder.contexts(name, x)
         x = checkpoint(lambda x: (x @ A).sin(), x, use_reentrant=False, context_fn=lambda: contexts)  # noqa: B023
     x.sum().backward()
     step = recorder.step()
