@@ -97,9 +97,9 @@ class ActivationMemory:
         elif self.record is None and self._recorded:
             self._decide()
             return None if self.plan().bytes else self.summary()
-        elif is_new and self._tried and not self._proved:
+        elif is_new and self._proof is not None:
             self._conclude()
-            return self.summary()
+            return self.summary() if self._proved else None
         elif self._proved:
             self._watch(step)
         return None
@@ -156,13 +156,15 @@ class ActivationMemory:
         return self._plans[growth]
 
     def _conclude(self) -> None:
-        """Agrees with the other processes on what was the same when it was computed again."""
+        """Agrees with the other processes on what was the same when it was computed again, if anything was tried."""
         assert self._proof is not None
         assert self.record is not None
         found = _gathered((self._tried, self._proof.failed()))
         tried: dict[str, frozenset[Call]] = {}
         for own, _ in found:
             tried |= {name: tried.get(name, frozenset()) | calls for name, calls in own.items()}
+        if not tried:
+            return
         self.record = proved(self.record, tried, {one for _, failed in found for one in failed})
         self._proof, self._proved = None, True
         self._plans.clear()
