@@ -98,15 +98,18 @@ class _Comparing(TorchDispatchMode):  # type: ignore[misc, valid-type]
 
 
 def _differ(kept: list[torch.Tensor], again: list[torch.Tensor]) -> torch.Tensor | bool:
-    """Whether any bit differs, as a bool on the device if the shapes and dtypes are the same."""
-    pairs = [(plain(one), plain(other)) for one, other in zip(kept, again, strict=False)]
-    found = []
-    for one, other in pairs:
+    """Whether any bit differs, as a bool on the device if the shapes and dtypes are the same.
+
+    Single numbers do not count: attention without dropout returns a seed that nobody has written.
+    """
+    found: list[torch.Tensor] = []
+    for one, other in zip(map(plain, kept), map(plain, again), strict=False):
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             return True
-        bits = _BITS.get(one.element_size(), one.dtype)  # of numbers of 16 bytes, NaN is not the same
-        found.append((one.view(bits) != other.view(bits)).any())
-    return len(kept) != len(again) or torch.stack(found).any()
+        if one.numel() > 1:
+            bits = _BITS.get(one.element_size(), one.dtype)  # of numbers of 16 bytes, NaN is not the same
+            found.append((one.view(bits) != other.view(bits)).any())
+    return len(kept) != len(again) or (bool(found) and torch.stack(found).any())
 
 
 def next_call(operator: Any, count: Counter[str]) -> Call:

@@ -1,5 +1,7 @@
 """What a layer could keep: results that are new, not random, and not written to afterwards."""
 
+import ctypes
+import itertools
 from collections import Counter
 
 import pytest
@@ -8,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.recompute.budget import Call
-from liger_trainer.recompute.keeping import keeping_contexts
+from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.recording import StepRecorder
 
 
@@ -156,3 +158,43 @@ def test_kept_results_are_not_computed_again_and_all_bits_stay(calls):
     assert torch.equal(ours, expected)
     assert torch.equal(own, gradient)
     assert calls_of_backward.count["aten::mm"] == 3 + 2 - len(calls)  # three are of the gradient
+
+
+NUMBERS = itertools.count()
+
+
+@torch.library.custom_op("liger_trainer_tests::unseeded", mutates_args=())
+def unseeded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As attention without dropout: the second result is memory that nobody has written, and another each time."""
+    return x.sin(), torch.tensor(float(next(NUMBERS)))
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+unseeded.register_fake(lambda x: (torch.empty_like(x), x.new_empty(())))
+unseeded.register_autograd(lambda ctx, grad, _: grad * ctx.saved_tensors[0].cos(), setup_context=save)
+
+
+def written(x):
+    """Its second matmul gets a result that a writer whom torch does not see changes afterwards."""
+    y = x @ A
+    z = y.sin()
+    ctypes.memset(y.data_ptr(), 0, 64)
+    return (z @ B).sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "failed"),
+    [
+        (lambda x: (unseeded(x @ A)[0] @ B).sin(), set()),
+        (written, {("layer", Call("aten::mm", 0))}),
+    ],
+)
+def test_the_proof_finds_what_is_not_the_same(function, failed):
+    proof, x = Proof(), torch.randn(64, 64, requires_grad=True)
+    calls = {Call("aten::mm", 0), Call("liger_trainer_tests::unseeded", 0)}
+    contexts = proof.contexts("layer", frozenset(calls))
+    checkpoint(function, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
+    assert proof.failed() == failed
