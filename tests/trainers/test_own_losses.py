@@ -270,6 +270,7 @@ def test_distributed_data_parallel(unused: bool, ways: list[str], tmp_path: Any)
     try:
         model = DistributedDataParallel(trainer.model, find_unused_parameters=unused)
         trainer.compute_loss(model, dict(batch), num_items_in_batch=9).backward()
+        del model  # before its group: it can wait forever for one that is gone
     finally:
         torch.distributed.destroy_process_group()
     for name, parameter in trainer.model.named_parameters():
