@@ -57,8 +57,6 @@ class ActivationMemory:
     ) -> None:
         assert budget != "auto" or memory is not None
         self.budget, self._device, self._memory = budget, device, memory
-        self.limit = math.inf  # of what is allocated
-        self.record: Step | None = None
         self.kept = 0
         """Bytes that the layers kept in the last micro-batch."""
         self._calls: Counter[str] = Counter()
@@ -67,7 +65,8 @@ class ActivationMemory:
         self._start()
 
     def _start(self) -> None:
-        self.record, self.limit = None, math.inf
+        self.record: Step | None = None
+        self.limit = math.inf  # of what is allocated
         self._first: int | None = None
         self._recorded: list[Step] = []
         self._recorder: StepRecorder | None = None

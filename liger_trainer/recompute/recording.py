@@ -122,7 +122,7 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
                 self._forget(address)
         results = list(_tensors(result))
         made = {address for tensor in results for address in _addresses(tensor)}
-        is_new = bool(results) and all(map(memory_of, results)) and not given & made
+        is_new = bool(made) and not given & made and all(plain(tensor) is not None for tensor in results)
         depends = not given.isdisjoint(self._made)
         keepable = is_new and depends and not _communicates(func)
         keepable = keepable and all(map(torch.equal, drawn, _random_state(self._device)))

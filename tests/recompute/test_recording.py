@@ -105,6 +105,21 @@ def test_a_layer_that_calls_more_in_its_recomputation_keeps_nothing():
     assert not found
 
 
+@torch.library.custom_op("liger_trainer_tests::with_nothing", mutates_args=())
+def with_nothing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator whose second result is empty where nobody needs it, as several of ours."""
+    return x.sin(), x.new_empty(0)
+
+
+with_nothing.register_fake(lambda x: (torch.empty_like(x), x.new_empty(0)))
+with_nothing.register_autograd(lambda ctx, grad, _: grad)
+
+
+def test_an_empty_result_beside_another_is_no_obstacle():
+    found, _ = record(lambda x: (with_nothing(x @ A)[0] @ B).sin())
+    assert found[Call("liger_trainer_tests::with_nothing", 0)].bytes == 256 * 64 * 4
+
+
 def test_memory_is_noted_from_one_recomputation_to_the_next():
     class Memory:
         def __init__(self):
