@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 TokenObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Takes what a loss of deferred logits has counted, three 0-d tensors: the sum of the cross entropies of the tokens,
 how many of their labels are the most likely token, and how many tokens have a label."""
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,33 +54,32 @@ _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_e
 _most_labelled: ContextVar[Callable[[], int] | None] = ContextVar("liger_trainer_most_labelled", default=None)
 
 
+@contextlib.contextmanager
+def _set(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def current_forward() -> ForwardContext | None:
     """The forward that is running and lets its head defer the logits, if any."""
     return _forward.get()
 
 
-@contextlib.contextmanager
-def forward_context(context: ForwardContext | None) -> Iterator[None]:
+def forward_context(context: ForwardContext | None) -> contextlib.AbstractContextManager[None]:
     """Makes `context` the current forward; None hides an outer one."""
-    token = _forward.set(context)
-    try:
-        yield
-    finally:
-        _forward.reset(token)
+    return _set(_forward, context)
 
 
-@contextlib.contextmanager
-def loss_follows() -> Iterator[None]:
+def loss_follows() -> contextlib.AbstractContextManager[None]:
     """Declares that the logits of every forward inside go into a loss before the context ends.
 
     For a loss of several models, which no forward can compute from its own labels: patched models then defer their
     logits as if they had labels, also in evaluation and without gradients.
     """
-    token = _loss_follows.set(True)
-    try:
-        yield
-    finally:
-        _loss_follows.reset(token)
+    return _set(_loss_follows, True)
 
 
 def does_loss_follow() -> bool:
@@ -86,14 +87,9 @@ def does_loss_follow() -> bool:
     return _loss_follows.get()
 
 
-@contextlib.contextmanager
-def logits_read_later() -> Iterator[None]:
+def logits_read_later() -> contextlib.AbstractContextManager[None]:
     """Lets the forwards inside defer logits that the caller will read, also in evaluation."""
-    token = _read_later.set(True)
-    try:
-        yield
-    finally:
-        _read_later.reset(token)
+    return _set(_read_later, True)
 
 
 def are_logits_read_later() -> bool:
@@ -101,14 +97,9 @@ def are_logits_read_later() -> bool:
     return _read_later.get()
 
 
-@contextlib.contextmanager
-def tokens_observed_by(observe: TokenObserver) -> Iterator[None]:
+def tokens_observed_by(observe: TokenObserver) -> contextlib.AbstractContextManager[None]:
     """Calls `observe` for every loss of deferred logits inside."""
-    token = _observer.set(observe)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return _set(_observer, observe)
 
 
 def token_observer() -> TokenObserver | None:
@@ -116,8 +107,7 @@ def token_observer() -> TokenObserver | None:
     return _observer.get()
 
 
-@contextlib.contextmanager
-def expected_loss_gradient(value: float | torch.Tensor | None) -> Iterator[None]:
+def expected_loss_gradient(value: float | torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
     """Sets the upstream gradient that the fused losses inside should expect in their backward.
 
     A fused loss computes its gradients in the forward, multiplied by the expected upstream gradient. If that arrives,
@@ -129,11 +119,7 @@ def expected_loss_gradient(value: float | torch.Tensor | None) -> Iterator[None]
     Args:
         value: A number, or a 0-d tensor (which is not read on the host); None for the derived value.
     """
-    token = _expected.set(value)
-    try:
-        yield
-    finally:
-        _expected.reset(token)
+    return _set(_expected, value)
 
 
 def expected_gradient(reduction: str) -> float | torch.Tensor | None:
@@ -154,8 +140,7 @@ def expected_gradient(reduction: str) -> float | torch.Tensor | None:
     return processes / items if items else None
 
 
-@contextlib.contextmanager
-def labelled_rows_at_most(bound: Callable[[], int] | None) -> Iterator[None]:
+def labelled_rows_at_most(bound: Callable[[], int] | None) -> contextlib.AbstractContextManager[None]:
     """Declares how many rows have a label, at most, in any one loss over the head inside; it then multiplies no others.
 
     A bound that is too low makes that loss NaN.
@@ -163,11 +148,7 @@ def labelled_rows_at_most(bound: Callable[[], int] | None) -> Iterator[None]:
     Args:
         bound: Called by each loss that asks, so it may wait for a count; None if nothing is known.
     """
-    token = _most_labelled.set(bound)
-    try:
-        yield
-    finally:
-        _most_labelled.reset(token)
+    return _set(_most_labelled, bound)
 
 
 def most_labelled_rows() -> int | None:

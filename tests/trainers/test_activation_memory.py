@@ -21,6 +21,8 @@ from tests.trainers.parity import KINDS, build
 from tests.trainers.parity import lora as adapters
 from tests.trainers.tiny import llama, token_rows
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 ON = {"gradient_checkpointing": True, "max_steps": 5, "kernel_report": False}
 
 
@@ -57,7 +59,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("budget", ["40KiB", "1GiB"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_no_bit_changes(name, budget, tmp_path):
@@ -69,7 +70,6 @@ def test_no_bit_changes(name, budget, tmp_path):
     assert len(kept._kept.record.layers) == len(kept._kept.plan().calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [
     {"gradient_accumulation_steps": 3},
     {"liger_kernel_config": {"tiled_mlp": True}},
@@ -84,7 +84,6 @@ def test_no_bit_changes_with(options, tmp_path):
     )
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainers_of_trl(kind, adapted, tmp_path, folders):
@@ -99,7 +98,6 @@ def test_trainers_of_trl(kind, adapted, tmp_path, folders):
     assert kept._kept.kept > 0
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_layers_keep_although_trl_gives_them_their_own_functions_back(tmp_path):
     """An adapter's reference is the model without it, and TRL checkpoints nothing while it answers."""
     trainer = dpo(tmp_path, lora(), **ON, activation_memory="1GiB")
@@ -110,7 +108,6 @@ def test_layers_keep_although_trl_gives_them_their_own_functions_back(tmp_path):
     assert len(names) == 2 * 4  # two layers in every step but the second, which is recorded
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_batches_of_other_lengths(tmp_path):
     """A longer batch than the recorded one gets a plan within the same budget; a shorter one keeps as much or more."""
     rows = [
@@ -127,7 +124,6 @@ def test_batches_of_other_lengths(tmp_path):
     assert len(sizes) == 6
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_plan_is_printed_logged_and_in_the_report(tmp_path, capsys):
     trainer = trained(causal, tmp_path, llama, activation_memory="1GiB", kernel_report=True)
     line = trainer._kept.summary()
@@ -137,14 +133,12 @@ def test_the_plan_is_printed_logged_and_in_the_report(tmp_path, capsys):
     assert all("kept_activations_gib" in log for log in trainer.state.log_history if "loss" in log)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_budget_below_the_smallest_result_says_so(tmp_path, capsys):
     trainer = trained(causal, tmp_path, llama, activation_memory="1B", kernel_report=True)
     assert "nothing is kept; there is room for 0.00 MiB, and the smallest result" in capsys.readouterr().out
     assert trainer._kept.kept == 0
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_resumed_run_keeps_the_plan(tmp_path):
     options = {"activation_memory": "50KiB", "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
     whole = trained(causal, tmp_path / "a", llama, **options)
@@ -196,7 +190,6 @@ def test_refused_beside_the_selective_checkpointing_of_trl(tmp_path):
         sft(tmp_path, **{**ON, "activation_memory": "1GiB", "gradient_checkpointing_kwargs": {"selective": True}})
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_reentrant_checkpointing_keeps_nothing_and_says_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "liger_trainer"):
         trainer = causal(
@@ -226,7 +219,6 @@ class FakeMemory:
         return out
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_auto_fills_what_is_free_and_shrinks_when_memory_runs_out(tmp_path, caplog):
     memory = FakeMemory(limit=10_000 + 45_000, peak=10_000)
     trainer = causal(tmp_path, llama(), **{**ON, "max_steps": 60, "activation_memory": "1GiB"})
@@ -279,7 +271,7 @@ class Writes(torch.autograd.Function):
 
 
 def writing():
-    """A model whose MLP writes to the result of a matmul, and to a result of `zeros_like`."""
+    """A model whose MLP writes to the result of a matmul."""
     model = llama()
     for layer in model.model.layers:
         mlp = layer.mlp
@@ -287,7 +279,6 @@ def writing():
     return model
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_a_hidden_kernel_writes_to_is_not_kept(tmp_path):
     options = {"liger_kernel_config": {"swiglu": False}, "learning_rate": 1e-3}
     without = trained(causal, tmp_path, writing, **options)
@@ -296,7 +287,6 @@ def test_what_a_hidden_kernel_writes_to_is_not_kept(tmp_path):
     assert kept._kept.kept > 0
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_second_run_measures_again(tmp_path):
     sizes = iter([32, 32, 64])  # the first is for the construction
     trainer = causal(
@@ -311,7 +301,6 @@ def test_a_second_run_measures_again(tmp_path):
     assert trainer._kept.plan().bytes > 1.5 * small
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_layers_that_share_weights_under_autocast(tmp_path):
     """Autocast casts a weight once in the forward, and in the recomputation of each layer."""
 
@@ -327,7 +316,6 @@ def test_layers_that_share_weights_under_autocast(tmp_path):
     )
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_copies_of_a_trained_model_have_the_functions_of_transformers(tmp_path):
     trainer = trained(causal, tmp_path, llama, activation_memory="1GiB")
     trainer._kept._memory = torch  # as that of an accelerator, this cannot be pickled
