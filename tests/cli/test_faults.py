@@ -46,7 +46,7 @@ def test_a_rank_that_dies_is_named_and_the_run_continues(tmp_path):
     cause = killed.stderr.split("Root Cause")[1]
     assert "rank      : 1" in cause
     assert "SIGKILL" in cause
-    assert "gloo" not in killed.stderr  # what the other rank saw is no cause
+    assert "gloo" not in cause  # what the other rank saw, which the launcher's SIGTERM may have it say
     assert checkpoints(faulty) == ["checkpoint-2"]
 
     raised = launched(faulty, *RESUMED, fault="raise", step=5)
@@ -56,7 +56,7 @@ def test_a_rank_that_dies_is_named_and_the_run_continues(tmp_path):
     cause = raised.stderr.split("Root Cause")[1]
     assert "rank      : 1" in cause
     assert "ArithmeticError: the fault of rank 1" in cause
-    assert "gloo" not in raised.stderr
+    assert "gloo" not in cause
     assert checkpoints(faulty) == ["checkpoint-2", "checkpoint-4"]
 
     done = forked(faulty, *RESUMED)

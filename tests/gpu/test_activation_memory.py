@@ -15,10 +15,11 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """The backward of flash attention adds with atomics otherwise."""
+    """The backward of flash attention adds with atomics otherwise. The probes, in fp32, need the way of plain math."""
+    backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+    with torch.nn.attention.sdpa_kernel(backends):
         yield
     torch.use_deterministic_algorithms(False)
 
