@@ -33,6 +33,10 @@ SKIPPED_ON_DEVICE = Feature(
     needed=False,
 )
 
+ARITHMETIC_OF_MANY = Feature(
+    "counting the steps of all parameters at once", Private("torch:_foreach_add_"), Private("torch:_foreach_sub_")
+)
+
 NORMS_OF_MANY = Feature("finding numbers that are not finite", Private("torch:_foreach_norm"))
 
 ROUTER_BALANCE = Feature(

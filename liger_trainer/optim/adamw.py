@@ -1,0 +1,254 @@
+"""`LigerAdamW`: AdamW that trains bf16 weights as fp32 weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
+
+from liger_trainer.callbacks.finite import local_part
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import ARITHMETIC_OF_MANY
+from liger_trainer.kernels.optim.adamw import Corrections, Rates, Rounding, Scaler, adamw_, corrections, joined
+from liger_trainer.optim.states import loaded_state, moments_of, new_state
+
+require(ARITHMETIC_OF_MANY)
+
+States = Literal["8bit", "bf16", "fp32"]
+Master = Literal["remainder", "stochastic"]
+
+
+class LigerAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) for weights in bf16.
+
+    bf16 has 8 significant bits, so most updates of a low learning rate would be rounded away. Here each weight has a
+    remainder of 16 bits, and the two are an exact fp32 weight: what is trained is what AdamW trains in fp32, bit for
+    bit with fp32 states. With the states in 8 bits, weight, remainder, gradient and states take 8.03 bytes a parameter,
+    as bf16 weights take with torch's AdamW and no remainder; with fp32 weights that takes 16.
+
+    States in 8 bits have one scale for each 256 numbers of the last dimension. Weights with fewer than two dimensions,
+    fewer than 4,096 elements, or a last dimension that is not a multiple of 256 have fp32 states; so have weights that
+    are sharded within such a block. Parameters in fp32 and fp16, such as LoRA adapters, are trained as
+    `torch.optim.AdamW` trains them.
+
+    DTensors (FSDP2, tensor parallelism) have sharded states, which `torch.distributed.checkpoint` saves and splits
+    anew. `load_state_dict` takes the state of any AdamW and stores it as `states` says; [`adamw_state_dict`] makes one
+    that `torch.optim.AdamW` loads.
+
+    Args:
+        params: Parameters, or dictionaries with `"params"` and options of a group.
+        lr (`float`, *optional*, defaults to `1e-3`):
+            The learning rate.
+        betas (`tuple[float, float]`, *optional*, defaults to `(0.9, 0.999)`):
+            How much of the first and the second moment is kept in each step.
+        eps (`float`, *optional*, defaults to `1e-8`):
+            Added to the root of the second moment.
+        weight_decay (`float`, *optional*, defaults to `1e-2`):
+            Share of the weight, times the learning rate, that is taken away in each step.
+        states (`str`, *optional*, defaults to `"8bit"`):
+            How the moments of bf16 weights are stored: `"8bit"`, `"bf16"` (the second one rounded stochastically), or
+            `"fp32"`. In bytes a parameter, both together: 2.03, 4 and 8.
+        master (`str`, *optional*, defaults to `"remainder"`):
+            What keeps updates of bf16 weights from being rounded away: `"remainder"` makes them exact fp32 weights, for
+            2 bytes a parameter; `"stochastic"` rounds them stochastically and stores nothing; `None` rounds to nearest.
+        seed (`int`, *optional*, defaults to `0`):
+            For stochastic rounding: the same seed, step and element draw the same bits on every process.
+
+    Raises:
+        ValueError: for an option that is not one of these, or out of its range.
+
+    Example:
+        >>> import torch
+        >>> from liger_trainer.optim import LigerAdamW
+        >>> model = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+        >>> optimizer = LigerAdamW(model.parameters(), lr=1e-6)
+        >>> model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        states: States = "8bit",
+        master: Master | None = "remainder",
+        seed: int = 0,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "states": states, "master": master, "seed": seed, "fused": True})
+        self._step_supports_amp_scaling = True  # a gradient scaler then sets `grad_scale` and `found_inf`
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own, as `torch.optim.Optimizer` does; wrong ones are a ValueError."""
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            ValueError: for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for device in dict.fromkeys(parameter.device for parameter in trained):
+                here = [parameter for parameter in trained if parameter.device == device]
+                self._step_in_bf16([parameter for parameter in here if parameter.dtype == torch.bfloat16], group)
+                self._step_in_torch([parameter for parameter in here if parameter.dtype != torch.bfloat16], group)
+        return loss
+
+    def _step_in_bf16(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states, scaler = [self._state(parameter, group) for parameter in parameters], self._scaler(parameters)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        beta1, beta2 = group["betas"]
+        rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        rows = corrections(steps, rates)
+        for index, (parameter, state) in enumerate(zip(parameters, states)):
+            remainder = state.get("remainder")
+            adamw_(
+                local_part(parameter),
+                _gradient(parameter),
+                moments_of(state),
+                None if remainder is None else local_part(remainder),
+                Corrections(rows, index),
+                rates,
+                Rounding(group["seed"], _offset(parameter), weight=group["master"] == "stochastic"),
+                scaler,
+            )
+        if scaler.found_inf is not None:
+            torch._foreach_sub_(steps, [scaler.found_inf] * len(steps))
+
+    def _step_in_torch(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [self._state(parameter, group) for parameter in parameters]
+        adamw(
+            [local_part(parameter) for parameter in parameters],
+            [_gradient(parameter) for parameter in parameters],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            **self._scaler(parameters)._asdict(),
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state.update(new_state(parameter, group["states"], group["master"]))
+        return state
+
+    def _scaler(self, parameters: Sequence[torch.Tensor]) -> Scaler:
+        found = (getattr(self, name, None) for name in Scaler._fields)
+        return Scaler(*(None if value is None else value.to(parameters[0].device) for value in found))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this optimizer, or of `torch.optim.AdamW` or another AdamW with the same parameters.
+
+        Learning rates and the other options of a group become those of `state_dict`. `states`, `master` and `seed`
+        stay, and the moments are stored as they say.
+
+        Args:
+            state_dict: What `state_dict()` returns.
+
+        Raises:
+            ValueError: if groups, shapes or the kind of state differ.
+        """
+        kept = [{key: group[key] for key in ("states", "master", "seed", "fused")} for group in self.param_groups]
+        # The state apart, whose tensors torch would cast to the dtype of their parameter.
+        super().load_state_dict({**state_dict, "state": {}})
+        for group, options in zip(self.param_groups, kept):
+            group.update(options)
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for group in self.param_groups:
+            for parameter, key in zip(group["params"], keys):
+                if key in state_dict["state"]:
+                    saved = state_dict["state"][key]
+                    self.state[parameter] = loaded_state(parameter, group["states"], group["master"], saved)
+
+    def fp32_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The weight that is trained, in fp32: what this process has of `parameter`, with its remainder if it has one.
+
+        Args:
+            parameter: One of the optimizer's parameters.
+
+        Returns:
+            A new tensor of the shape of the parameter, or of this process's shard of it.
+        """
+        weight, remainder = local_part(parameter.detach()), self.state[parameter].get("remainder")
+        return weight.float() if remainder is None else joined(weight, local_part(remainder))
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raises ValueError for an option that is out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"`{name}` is {value!r}; it must be a finite number, 0 or more.")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"`betas` is {betas!r}; it must be two numbers from 0 to below 1.")
+    for name, allowed in (("states", get_args(States)), ("master", (*get_args(Master), None))):
+        if group[name] not in allowed:
+            raise ValueError(f"`{name}` is {group[name]!r}; it must be one of {', '.join(map(repr, allowed))}.")
+    seed = group["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` is {seed!r}; it must be an integer from 0 to 2**32 - 1.")
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This process's part of the gradient."""
+    gradient: Any = parameter.grad
+    if gradient.is_sparse:
+        raise ValueError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. LigerAdamW takes dense ones: "
+            "build its embedding with `sparse=False`, or train it with `torch.optim.SparseAdam`."
+        )
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    gradient = local_part(gradient)
+    return gradient.contiguous() if local_part(parameter).is_contiguous() else gradient
+
+
+def _offset(parameter: torch.Tensor) -> int:
+    """The index of this process's first element in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh: Any = parameter.device_mesh
+    offset = 0
+    for placement, size, coordinate in zip(parameter.placements, mesh.shape, mesh.get_coordinate()):
+        if isinstance(placement, Shard):
+            rows = -(-parameter.shape[placement.dim] // size)
+            offset += coordinate * rows * parameter.stride(placement.dim)
+    return offset
