@@ -6,9 +6,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
 
 from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.optimizers import Point
 
 _COLOURS = {
     "hf": "#b8b8b8",
@@ -213,3 +218,32 @@ def _setting(record: TrainingRecord) -> str:
     """What sets a record apart from its library with every layer checkpointed."""
     setting = record.provider.removeprefix(family(record.provider)).replace(ACTIVATION_MEMORY, " ").strip()
     return setting if record.checkpointing else f"{setting} no checkpointing".strip()
+
+
+def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
+    """Held-out loss over the steps, and the share of bf16 weights that changed, of each task; means over the seeds."""
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(point.task for point in points))
+    figure, axes = _axes(2 * len(tasks), f"Fine-tuning from one bf16 checkpoint, {device}")
+    names = list(dict.fromkeys(point.optimizer for point in points))
+    colours = {name: plt.get_cmap("tab10")(place) for place, name in enumerate(names)}
+    for task, left, right in zip(tasks, axes[::2], axes[1::2]):
+        curves: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        changed: defaultdict[str, list[float]] = defaultdict(list)
+        for point in points:
+            if point.task == task:
+                curves[point.optimizer][point.step].append(point.loss)
+                if point.changed is not None:
+                    changed[point.optimizer].append(100 * point.changed)
+        for name, curve in curves.items():
+            losses = [mean(losses) for losses in curve.values()]
+            left.plot(list(curve), losses, label=name, color=colours[name], linewidth=1.2)
+        bars = right.barh(list(changed), [*map(mean, changed.values())], color=[colours[name] for name in changed])
+        right.bar_label(bars, fmt="{:.1f}", fontsize=7)
+        right.invert_yaxis()
+        left.set_xlabel("steps")
+        left.set_title(f"{task}: held-out loss", fontsize=10)
+        right.set_title(f"{task}: bf16 weights that changed, %", fontsize=10)
+    axes[0].legend(frameon=False, fontsize=7)
+    return _save(figure, file)
