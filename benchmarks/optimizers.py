@@ -354,34 +354,32 @@ def _spread(values: Iterable[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    deviation = f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else ""
+    deviation = f" ± {statistics.stdev(known):{form.lstrip('+')}}" if len(known) > 1 else ""
     return f"{statistics.mean(known):{form}}{deviation}"
 
 
 def summary(points: Sequence[Point], task: str) -> Table:
     """A row per optimizer: means over the seeds at the end of a task, with their standard deviations.
 
-    `of the gain` is how much the held-out loss fell, by how much it fell for the same seed with fp32 weights.
+    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `of the gain` is how much the loss
+    fell, by how much it fell with fp32 weights, both in the mean.
     """
     of_task = [point for point in points if point.task == task]
-    first = {(point.optimizer, point.seed): point for point in of_task if not point.step}
-    last = {(point.optimizer, point.seed): point for point in of_task if point.changed is not None}
-    columns = ["held-out loss", "of the gain, %", "accuracy, %", "margin", "changed, %", "in fp32, %"]
-    table = make_table(
-        f"{task}, {max(point.step for point in of_task)} steps, from a loss of {of_task[0].loss:.4f}",
-        *columns,
-        "distance to fp32, %",
-        "largest, %",
-        remark=False,
-    )
-    gain = {key: first[key].loss - point.loss for key, point in last.items()}
+    start, steps = of_task[0].loss, max(point.step for point in of_task)
+    last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
+    headings = ["held-out loss", "over fp32", "of the gain, %", "accuracy, %", "margin", "changed, %", "in fp32, %"]
+    headings += ["distance to fp32, %", "largest, %"]
+    table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
+    fell = {}
     for name in dict.fromkeys(point.optimizer for point in of_task):
         own = {seed: point for (optimizer, seed), point in last.items() if optimizer == name}
+        fell[name] = start - statistics.mean(point.loss for point in own.values())
         table.add_row(
             name,
             _spread([point.loss for point in own.values()], ".4f"),
-            _spread([100 * gain[name, seed] / gain[FP32, seed] for seed in own], ".1f"),
-            _spread([None if point.accuracy is None else 100 * point.accuracy for point in own.values()], ".1f"),
+            _spread([point.loss - last[FP32, seed].loss for seed, point in own.items()], "+.4f"),
+            _percent([fell[name] / fell[FP32]] if fell[FP32] > 0 else []),
+            _percent([point.accuracy for point in own.values()]),
             _spread([point.margin for point in own.values()], ".4f"),
             *(
                 _percent([getattr(point, field) for point in own.values()])
@@ -393,7 +391,7 @@ def summary(points: Sequence[Point], task: str) -> Table:
 
 def _percent(shares: Iterable[float | None]) -> str:
     known = [share for share in shares if share is not None]
-    return number(100 * statistics.mean(known) if known else None, ".2f")
+    return number(100 * statistics.mean(known) if known else None, ".1f")
 
 
 def write(points: Sequence[Point], file: Path, setting: dict[str, str]) -> None:
