@@ -221,29 +221,27 @@ def _setting(record: TrainingRecord) -> str:
 
 
 def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
-    """Held-out loss over the steps, and the share of bf16 weights that changed, of each task; means over the seeds."""
-    import matplotlib.pyplot as plt
-
-    tasks = list(dict.fromkeys(point.task for point in points))
-    figure, axes = _axes(2 * len(tasks), f"Fine-tuning from one bf16 checkpoint, {device}")
+    """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds."""
+    losses: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    changed: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for point in points:
+        losses[point.task, point.optimizer][point.step].append(point.loss)
+        if point.changed is not None:
+            changed[point.task][point.optimizer].append(100 * point.changed)
+    figure, axes = _axes(len(changed) + 1, f"Fine-tuning from one bf16 checkpoint, {device}")
     names = list(dict.fromkeys(point.optimizer for point in points))
-    colours = {name: plt.get_cmap("tab10")(place) for place, name in enumerate(names)}
-    for task, left, right in zip(tasks, axes[::2], axes[1::2]):
-        curves: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        changed: defaultdict[str, list[float]] = defaultdict(list)
-        for point in points:
-            if point.task == task:
-                curves[point.optimizer][point.step].append(point.loss)
-                if point.changed is not None:
-                    changed[point.optimizer].append(100 * point.changed)
-        for name, curve in curves.items():
-            losses = [mean(losses) for losses in curve.values()]
-            left.plot(list(curve), losses, label=name, color=colours[name], linewidth=1.2)
-        bars = right.barh(list(changed), [*map(mean, changed.values())], color=[colours[name] for name in changed])
-        right.bar_label(bars, fmt="{:.1f}", fontsize=7)
-        right.invert_yaxis()
-        left.set_xlabel("steps")
-        left.set_title(f"{task}: held-out loss", fontsize=10)
-        right.set_title(f"{task}: bf16 weights that changed, %", fontsize=10)
+    for place, (task, shares) in enumerate(changed.items()):
+        for name in shares:
+            curve = losses[task, name]
+            axes[place].plot(list(curve), [*map(mean, curve.values())], label=name, color=f"C{names.index(name)}")
+        axes[place].set_xlabel("steps")
+        axes[place].set_title(f"{task}: held-out loss", fontsize=10)
+        places = [names.index(name) + (place + 0.5) * 0.8 / len(changed) - 0.4 for name in shares]
+        bars = axes[-1].barh(places, [*map(mean, shares.values())], 0.36, label=task, color=f"{0.35 + 0.35 * place}")
+        axes[-1].bar_label(bars, fmt="{:.1f}", fontsize=7)
+    axes[-1].set_yticks(range(len(names)), names)
+    axes[-1].invert_yaxis()
+    axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
     axes[0].legend(frameon=False, fontsize=7)
+    axes[-1].legend(frameon=False, fontsize=7)
     return _save(figure, file)
