@@ -369,7 +369,7 @@ def summary(points: Sequence[Point], task: str) -> Table:
     start, steps = of_task[0].loss, max(point.step for point in of_task)
     last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
     headings = ["held-out loss", "over fp32", "of the gain, %", "accuracy, %", "margin", "changed, %", "in fp32, %"]
-    headings += ["distance to fp32, %", "largest, %"]
+    headings += ["distance, %", "largest, %"]
     table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
     fell = {}
     for name in dict.fromkeys(point.optimizer for point in of_task):

@@ -233,7 +233,9 @@ def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
     for place, (task, shares) in enumerate(changed.items()):
         for name in shares:
             curve = losses[task, name]
-            axes[place].plot(list(curve), [*map(mean, curve.values())], label=name, color=f"C{names.index(name)}")
+            style = {"linewidth": 4, "alpha": 0.5} if name == names[0] else {"linewidth": 1.2}  # others lie on it
+            line = [*map(mean, curve.values())]
+            axes[place].plot(list(curve), line, label=name, color=f"C{names.index(name)}", **style)
         axes[place].set_xlabel("steps")
         axes[place].set_title(f"{task}: held-out loss", fontsize=10)
         places = [names.index(name) + (place + 0.5) * 0.8 / len(changed) - 0.4 for name in shares]
@@ -243,5 +245,5 @@ def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
     axes[-1].invert_yaxis()
     axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
     axes[0].legend(frameon=False, fontsize=7)
-    axes[-1].legend(frameon=False, fontsize=7)
+    axes[-1].legend(frameon=False, fontsize=7, ncols=len(changed), loc="upper right", bbox_to_anchor=(1, -0.06))
     return _save(figure, file)
