@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -235,7 +235,7 @@ def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Op
         scaler: What a gradient scaler has set.
     """
     rows = _corrections(steps, options)
-    alike: defaultdict[tuple[Any, ...], list[tuple[int, Update]]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Update]]] = defaultdict(list)
     for row, update in enumerate(updates):
         tensors = [tensor for tensor in _tensors(update) if tensor is not None]
         if not update.weight.numel():
