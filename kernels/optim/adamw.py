@@ -11,8 +11,8 @@ to nearest and half away from zero, and the remainder is the lower half of b as 
 
     b = (weight << 16) + remainder
 
-holds for every number but NaN, which becomes bf16's NaN with remainder 0. Weight and remainder are an exact fp32 master
-in 4 bytes (the split of Apex's and TransformerEngine's `store_param_remainders`).
+holds for every number (a NaN stays a NaN). Weight and remainder are an exact fp32 master in 4 bytes, as in Apex's and
+TransformerEngine's `store_param_remainders`.
 
 Without a remainder, the new weight can be rounded stochastically: up with the probability of what would be cut, which
 keeps its expectation (Gupta et al. 2015, https://arxiv.org/abs/1502.02551). The random bits are a hash of a seed, the
@@ -26,15 +26,26 @@ bits; without a remainder 4 less.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels.fast_math import fast_quotient, fast_sqrt, has_lg2
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, decode_block, encode, encode_block
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
-_ROWS = 16  # blocks of a program
+_ROWS, _WARPS = 4, 4  # blocks of a program
+_COLUMNS = tl.constexpr(11)  # of the table of tensors
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+}
 
 
 class Moments(NamedTuple):
@@ -46,35 +57,34 @@ class Moments(NamedTuple):
     second_scales: torch.Tensor | None = None
 
 
-class Rates(NamedTuple):
-    """The numbers of a parameter group, as `torch.optim.AdamW` calls them."""
+class Update(NamedTuple):
+    """What a step reads and writes of one weight.
+
+    Attributes:
+        weight: bf16, of any shape.
+        gradient: bf16, fp16 or fp32, of that shape.
+        moments: In codes only if the last dimension is a multiple of 256.
+        remainder: What the weight lacks of an fp32 number, int16 of the weight's shape; None if that is rounded away.
+        offset: The index of the weight's first element in the whole tensor, of which the weight may be a shard.
+    """
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    moments: Moments
+    remainder: torch.Tensor | None
+    offset: int
+
+
+class Options(NamedTuple):
+    """What all weights of a parameter group share: torch's numbers, and how a weight is rounded without a remainder."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-
-
-class Corrections(NamedTuple):
-    """One row of what [`corrections`] returns: all that the update of a weight needs to know of its step."""
-
-    rows: torch.Tensor
-    row: int
-
-
-class Rounding(NamedTuple):
-    """Where the random bits of stochastic rounding come from.
-
-    Attributes:
-        seed: Of the whole training, 32 bits.
-        offset: The index of the weight's first element in the whole tensor, of which the weight may be a shard.
-        weight: Whether the weight is rounded with them; a second moment in bf16 always is.
-    """
-
-    seed: int
-    offset: int
-    weight: bool
+    stochastic: bool
+    seed: int  # 32 bits
 
 
 class Scaler(NamedTuple):
@@ -82,12 +92,6 @@ class Scaler(NamedTuple):
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-
-
-def corrections(steps: Sequence[torch.Tensor], rates: Rates) -> torch.Tensor:
-    """For each step t a row of r / (1 - beta1^t), sqrt(1 - beta2^t) and t, computed in fp64, as fp32."""
-    t = torch.stack(list(steps)).double()
-    return torch.stack([rates.lr / (1 - rates.beta1**t), (1 - rates.beta2**t).sqrt(), t], dim=1).float()
 
 
 @triton.jit
@@ -108,73 +112,102 @@ def stochastic_bf16(bits, random):
     return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["row", "seed", "offset"])
+@triton.jit
+def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of the table, as a pointer."""
+    pointer = tl.load(table_ptr + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit(do_not_specialize=["tensors", "seed"])
 def _adamw_kernel(
-    weight_ptr,
-    remainder_ptr,
-    gradient_ptr,
-    first_ptr,
-    second_ptr,
-    first_scales_ptr,
-    second_scales_ptr,
+    table_ptr,
+    tensors,
     corrections_ptr,
     grad_scale_ptr,
     found_inf_ptr,
-    numel,
-    row,
     seed,
-    offset,
     decay,
     beta1_rest,
     beta2,
     beta2_rest,
     eps,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    CODED: tl.constexpr,
+    FAST: tl.constexpr,
+    SEARCH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Updates ROWS blocks; the tensor has row `row` of the corrections."""
+    """Updates ROWS blocks of one of the tensors in the table, which is found by bisection of their first programs."""
     if found_inf_ptr is not None and tl.load(found_inf_ptr) != 0.0:
         return
-    blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = at < numel
-    corrections_ptr += 3 * row
-    step_size = tl.load(corrections_ptr)
-    second_root = tl.load(corrections_ptr + 1)
+    tensor = 0
+    for bit in tl.static_range(SEARCH):
+        later = tensor + (1 << (SEARCH - 1 - bit))
+        start = tl.load(table_ptr + later * _COLUMNS, mask=later < tensors, other=2**62)
+        tensor = tl.where(start <= tl.program_id(0), later, tensor)
+    table_ptr += tensor * _COLUMNS
+    program = tl.program_id(0) - tl.load(table_ptr)
+    numel = tl.load(table_ptr + 1)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    offset = tl.load(table_ptr + 2)
+    corrections_ptr += 3 * tl.load(table_ptr + 3)
+    weight_ptr = _pointer(table_ptr, 4, tl.bfloat16, ALIGNED)
+    gradient_ptr = _pointer(table_ptr, 5, GRADIENT, ALIGNED)
+    first_ptr = _pointer(table_ptr, 6, MOMENTS, ALIGNED)
+    second_ptr = _pointer(table_ptr, 7, MOMENTS, ALIGNED)
+    CODED: tl.constexpr = MOMENTS.is_uint8()
+    if CODED:
+        first_scales_ptr = _pointer(table_ptr, 8, tl.float32, ALIGNED)
+        second_scales_ptr = _pointer(table_ptr, 9, tl.float32, ALIGNED)
+    if REMAINDER:
+        remainder_ptr = _pointer(table_ptr, 10, tl.int16, ALIGNED)
 
-    gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    step_size = tl.load(corrections_ptr)
+    inverse_second_root = 1.0 / tl.load(corrections_ptr + 1)
+    blocks = (program * ROWS + tl.arange(0, ROWS))[:, None]
+    inside = blocks * BLOCK < numel
+    # 8 numbers a thread, of codes too: one layout for all.
+    at = tl.max_contiguous(blocks * BLOCK + tl.arange(0, BLOCK)[None, :], [1, 8])
+    mask = inside if CODED else at < numel
+    gradient = tl.load(gradient_ptr + at, mask=mask).to(tl.float32)
     if grad_scale_ptr is not None:
         gradient /= tl.load(grad_scale_ptr)
-    bits = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    if remainder_ptr is not None:
-        bits += tl.load(remainder_ptr + at, mask=mask, other=0).to(tl.int32)
+    bits = tl.load(weight_ptr + at, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    if REMAINDER:
+        bits += tl.load(remainder_ptr + at, mask=mask).to(tl.int32)
     weight = bits.to(tl.float32, bitcast=True)
     if CODED:
-        first_scale = tl.load(first_scales_ptr + blocks, mask=blocks * BLOCK < numel, other=0.0)
-        second_scale = tl.load(second_scales_ptr + blocks, mask=blocks * BLOCK < numel, other=0.0)
-        first = decode_block(tl.load(first_ptr + at, mask=mask, other=0), first_scale, True)
-        second = decode_block(tl.load(second_ptr + at, mask=mask, other=0), second_scale, False)
+        first_scale = tl.load(first_scales_ptr + blocks, mask=inside)
+        second_scale = tl.load(second_scales_ptr + blocks, mask=inside)
+        first = decode_block(tl.load(first_ptr + at, mask=mask), first_scale, True)
+        second = decode_block(tl.load(second_ptr + at, mask=mask), second_scale, False)
     else:
-        first = tl.load(first_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(second_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        first = tl.load(first_ptr + at, mask=mask).to(tl.float32)
+        second = tl.load(second_ptr + at, mask=mask).to(tl.float32)
 
     weight *= decay
     first += beta1_rest * (gradient - first)
     second = second * beta2 + beta2_rest * gradient * gradient
-    weight -= step_size * first / (tl.sqrt(second) / second_root + eps)
+    weight -= fast_quotient(step_size * first, fast_sqrt(second, FAST) * inverse_second_root + eps, FAST)
 
     bits = weight.to(tl.int32, bitcast=True)
-    if STOCHASTIC:
+    if STOCHASTIC or MOMENTS.is_bf16():
         step = tl.load(corrections_ptr + 2).to(tl.uint32)
         key = mixed(seed.to(tl.uint32) ^ mixed(step))
         element = offset + at
         random = mixed(element.to(tl.uint32) ^ ((element >> 32).to(tl.uint32) * 0x9E3779B9) ^ key)
-    if remainder_ptr is not None:
-        bits = tl.where(weight == weight, bits, 0x7FC00000)
+    if REMAINDER:
+        bits = tl.minimum(bits, 0x7FFF7FFF)  # a GPU's NaN, 0x7FFFFFFF, would become -0
         upper = (bits + 0x8000) >> 16
-        tl.store(remainder_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
+        tl.store(remainder_ptr + at, bits.to(tl.int16), mask=mask)
         tl.store(weight_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
     elif STOCHASTIC:
         tl.store(weight_ptr + at, stochastic_bf16(bits, (random & 0xFFFF).to(tl.int32)), mask=mask)
@@ -184,85 +217,108 @@ def _adamw_kernel(
     if CODED:
         first, first_scale = encode_block(first, True)
         second, second_scale = encode_block(second, False)
-        tl.store(first_scales_ptr + blocks, first_scale, mask=blocks * BLOCK < numel)
-        tl.store(second_scales_ptr + blocks, second_scale, mask=blocks * BLOCK < numel)
-    elif second_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(first_scales_ptr + blocks, first_scale, mask=inside)
+        tl.store(second_scales_ptr + blocks, second_scale, mask=inside)
+    elif MOMENTS.is_bf16():
         second = stochastic_bf16(second.to(tl.int32, bitcast=True), (random >> 16).to(tl.int32))
-    tl.store(first_ptr + at, first.to(first_ptr.dtype.element_ty), mask=mask)
-    tl.store(second_ptr + at, second.to(second_ptr.dtype.element_ty), mask=mask)
+    tl.store(first_ptr + at, first.to(MOMENTS), mask=mask)
+    tl.store(second_ptr + at, second.to(MOMENTS), mask=mask)
 
 
-def adamw_(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Moments,
-    remainder: torch.Tensor | None,
-    corrected: Corrections,
-    rates: Rates,
-    rounding: Rounding,
-    scaler: Scaler,
-) -> None:
-    """Updates a weight and its moments in place.
+def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Options, scaler: Scaler) -> None:
+    """A step of AdamW, in place.
 
     Args:
-        weight: bf16, of any shape.
-        gradient: bf16, fp16 or fp32, of the same shape.
-        moments: The moments; codes if the last dimension is a multiple of 256.
-        remainder: What the weight lacks of an fp32 number, int16 of the same shape; None to round the weight.
-        corrected: What the bias corrections are in this step.
-        rates: The learning rate and the other numbers of the parameter group.
-        rounding: How the weight is rounded without a remainder.
+        updates: The weights, all on one device.
+        steps: The step of each, from 1: fp32 numbers on the device.
+        options: What they share.
         scaler: What a gradient scaler has set.
     """
-    if not weight.numel():
-        return
-    tensors = [weight, gradient, *(tensor for tensor in (remainder, *moments) if tensor is not None)]
-    if not use_triton(weight) or not all(tensor.is_contiguous() for tensor in tensors):
-        _adamw_in_torch_(weight, gradient, moments, remainder, corrected, rates, rounding, scaler)
-        return
-    with on_device(weight):
-        _adamw_kernel[(cdiv(weight.numel(), _ROWS * BLOCK),)](
-            weight,
-            remainder,
-            gradient,
-            *moments,
-            corrected.rows,
+    rows = _corrections(steps, options)
+    alike: defaultdict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Update]]] = defaultdict(list)
+    for row, update in enumerate(updates):
+        tensors = [tensor for tensor in _tensors(update) if tensor is not None]
+        if not update.weight.numel():
+            continue
+        if not use_triton(update.weight) or not all(tensor.is_contiguous() for tensor in tensors):
+            _adamw_in_torch_(update, rows[row], options, scaler)
+            continue
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and update.weight.numel() % 16 == 0
+        dtypes = update.gradient.dtype, update.moments.second.dtype
+        alike[(*dtypes, update.remainder is not None, aligned)].append((row, update))
+    for kind, group in alike.items():
+        _launch(*kind, group, rows, options, scaler)
+
+
+def _corrections(steps: Sequence[torch.Tensor], options: Options) -> torch.Tensor:
+    """For each step t a row of r / (1 - beta1^t), sqrt(1 - beta2^t) and t, computed in fp64, as fp32."""
+    t = torch.stack(list(steps)).double()
+    return torch.stack([options.lr / (1 - options.beta1**t), (1 - options.beta2**t).sqrt(), t], dim=1).float()
+
+
+def _tensors(update: Update) -> tuple[torch.Tensor | None, ...]:
+    """In the order of the table's columns from the fourth on."""
+    return (
+        update.weight,
+        update.gradient,
+        *update.moments,
+        *(None,) * (4 - len(update.moments)),
+        update.remainder,
+    )
+
+
+def _launch(
+    gradient: torch.dtype,
+    moments: torch.dtype,
+    has_remainder: bool,
+    aligned: bool,
+    updates: Sequence[tuple[int, Update]],
+    rows: torch.Tensor,
+    options: Options,
+    scaler: Scaler,
+) -> None:
+    """One launch for all weights whose tensors have the same dtypes."""
+    table, programs = [], 0
+    for row, update in updates:
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in _tensors(update))
+        table.append([programs, update.weight.numel(), update.offset, row, *addresses])
+        programs += cdiv(update.weight.numel(), _ROWS * BLOCK)
+    device = updates[0][1].weight.device
+    on_host = torch.tensor(table, pin_memory=device.type == "cuda")
+    with on_device(rows):
+        _adamw_kernel[(programs,)](
+            on_host.to(device, non_blocking=True),
+            len(table),
+            rows,
             *scaler,
-            weight.numel(),
-            corrected.row,
-            rounding.seed,
-            rounding.offset,
-            1 - rates.lr * rates.weight_decay,
-            1 - rates.beta1,
-            rates.beta2,
-            1 - rates.beta2,
-            rates.eps,
-            STOCHASTIC=rounding.weight or moments.second.dtype == torch.bfloat16,
-            CODED=moments.second.dtype == torch.uint8,
+            options.seed,
+            1 - options.lr * options.weight_decay,
+            1 - options.beta1,
+            options.beta2,
+            1 - options.beta2,
+            options.eps,
+            GRADIENT=_TYPES[gradient],
+            MOMENTS=_TYPES[moments],
+            REMAINDER=has_remainder,
+            ALIGNED=aligned,
+            STOCHASTIC=options.stochastic,
+            FAST=has_lg2(rows),
+            SEARCH=(len(table) - 1).bit_length(),
             ROWS=_ROWS,
             BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,  # torch rounds after each operation
+            num_warps=_WARPS,
         )
 
 
-def _adamw_in_torch_(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Moments,
-    remainder: torch.Tensor | None,
-    corrected: Corrections,
-    rates: Rates,
-    rounding: Rounding,
-    scaler: Scaler,
-) -> None:
+def _adamw_in_torch_(update: Update, corrections: torch.Tensor, options: Options, scaler: Scaler) -> None:
     """The reference: the operations of `torch.optim.AdamW(foreach=False)` on fp32 tensors, and so its bits."""
+    weight, gradient, moments, remainder, _ = update
     if scaler.found_inf is not None and scaler.found_inf.item():
         return
     gradient = gradient.float()
     if scaler.grad_scale is not None:
         gradient = gradient / scaler.grad_scale
-    step_size, second_root, step = corrected.rows[corrected.row].tolist()
+    step_size, second_root, step = corrections.tolist()
     wide = weight.float() if remainder is None else joined(weight, remainder)
     if moments.second.dtype == torch.uint8:
         assert moments.first_scales is not None
@@ -272,16 +328,16 @@ def _adamw_in_torch_(
     else:
         first, second = moments.first.float(), moments.second.float()
 
-    wide.mul_(1 - rates.lr * rates.weight_decay)
-    first.lerp_(gradient, 1 - rates.beta1)
-    second.mul_(rates.beta2).addcmul_(gradient, gradient, value=1 - rates.beta2)
-    wide.addcdiv_(first, (second.sqrt() / second_root).add_(rates.eps), value=-step_size)
+    wide.mul_(1 - options.lr * options.weight_decay)
+    first.lerp_(gradient, 1 - options.beta1)
+    second.mul_(options.beta2).addcmul_(gradient, gradient, value=1 - options.beta2)
+    wide.addcdiv_(first, (second.sqrt() / second_root).add_(options.eps), value=-step_size)
 
     if remainder is not None:
         for target, source in zip((weight, remainder), split(wide)):
             target.copy_(source)
-    elif rounding.weight:
-        weight.copy_(_stochastic_bf16(wide, random_bits(weight, rounding, int(step)) & 0xFFFF))
+    elif options.stochastic:
+        weight.copy_(_stochastic_bf16(wide, random_bits(update, options.seed, int(step)) & 0xFFFF))
     else:
         weight.copy_(wide)
     stored: tuple[torch.Tensor, ...] = (first, second)
@@ -289,7 +345,7 @@ def _adamw_in_torch_(
         (first, first_scales), (second, second_scales) = encode(first, signed=True), encode(second, signed=False)
         stored = (first, second, first_scales, second_scales)
     elif moments.second.dtype == torch.bfloat16:
-        stored = (first, _stochastic_bf16(second, random_bits(weight, rounding, int(step)) >> 16))
+        stored = (first, _stochastic_bf16(second, random_bits(update, options.seed, int(step)) >> 16))
     for moment, value in zip(moments, stored):
         assert moment is not None
         moment.copy_(value)
@@ -307,16 +363,17 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
-def random_bits(weight: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:
-    """32 bits for each element of `weight`, as int64: those that the kernel draws."""
+def random_bits(update: Update, seed: int, step: int) -> torch.Tensor:
+    """32 bits for each element of the weight, as int64: those that the kernel draws."""
 
     def mixed_in_torch(bits: torch.Tensor) -> torch.Tensor:
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
         return bits
 
-    key = mixed_in_torch(rounding.seed ^ mixed_in_torch(torch.tensor(step, device=weight.device)))
-    element = torch.arange(rounding.offset, rounding.offset + weight.numel(), device=weight.device).view(weight.shape)
+    weight, first = update.weight, update.offset
+    key = mixed_in_torch(seed ^ mixed_in_torch(torch.tensor(step, device=weight.device)))
+    element = torch.arange(first, first + weight.numel(), device=weight.device).view(weight.shape)
     return mixed_in_torch((element & 0xFFFFFFFF) ^ (((element >> 32) * 0x9E3779B9) & 0xFFFFFFFF) ^ key)
 
 
