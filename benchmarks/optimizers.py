@@ -1,7 +1,7 @@
 """What optimizers make of bf16 weights: a small Llama is fine-tuned with each of them, and with fp32 weights.
 
-    python -m liger_trainer.benchmarks.optimizers --output results                       # 4 minutes on an H200
-    python -m liger_trainer.benchmarks.optimizers --output results --small               # the CPU, a minute
+    python -m liger_trainer.benchmarks.optimizers --output results            # minutes on a GPU
+    python -m liger_trainer.benchmarks.optimizers --output results --small    # the CPU, 2 minutes
     python -m liger_trainer.benchmarks.optimizers --plot results/optimizers.csv
 
 The corpus is Python's standard library, one token a byte, split by file into pretraining, fine-tuning and held-out
