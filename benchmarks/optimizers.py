@@ -372,13 +372,13 @@ def _spread(values: Iterable[float | None], form: str) -> str:
 def summary(points: Sequence[Point], task: str) -> Table:
     """A row per optimizer: means over the seeds at the end of a task, with their standard deviations.
 
-    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `of the gain` is how much the loss
+    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `gain` is how much the loss
     fell, by how much it fell with fp32 weights, both in the mean: of the weights in bf16, and as they are trained.
     """
     of_task = [point for point in points if point.task == task]
     start, steps = of_task[0].loss, max(point.step for point in of_task)
     last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
-    headings = ["held-out loss", "over fp32", "of the gain, %", "as trained, %", "accuracy, %", "margin", "changed, %"]
+    headings = ["held-out loss", "over fp32", "gain, %", "as trained, %", "accuracy, %", "margin", "changed, %"]
     headings += ["as trained, %", "distance, %", "largest, %"]
     table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
     fell: dict[str, list[float]] = {}
