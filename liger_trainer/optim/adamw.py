@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from liger_trainer.callbacks.finite import local_part
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import ARITHMETIC_OF_MANY
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, SKIPPED_ON_DEVICE
 from liger_trainer.kernels.optim.adamw import Options, Scaler, Update, adamw_, joined
 from liger_trainer.optim.states import loaded_state, moments_of, new_state
 
@@ -85,7 +85,8 @@ class LigerAdamW(torch.optim.Optimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "states": states, "master": master, "seed": seed, "fused": True})
-        self._step_supports_amp_scaling = True  # a gradient scaler then sets `grad_scale` and `found_inf`
+        # A gradient scaler then sets `grad_scale` and `found_inf`.
+        self._step_supports_amp_scaling = available(SKIPPED_ON_DEVICE)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with options of their own, as `torch.optim.Optimizer` does; wrong ones are a ValueError."""
