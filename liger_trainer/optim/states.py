@@ -3,7 +3,8 @@
 A state has `step`, a number in fp32, and the moments `exp_avg` and `exp_avg_sq` in the shape of the parameter, as
 `torch.optim.AdamW` has them. In 8 bits they are `exp_avg_codes` with `exp_avg_scales`, of shape (..., K / 256) for a
 last dimension K, and the same of the second, so that no other optimizer takes codes for numbers. `remainder` is what a
-bf16 weight lacks of an fp32 one. All but `step` of a DTensor are DTensors with its placements.
+bf16 weight lacks of an fp32 one: the bits of an int16 as bf16, since neither NCCL nor gloo sends int16. All but `step`
+of a DTensor are DTensors with its placements.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State
         dtype = torch.bfloat16 if states == "bf16" else torch.float32
         state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _SIGNED}
     if master == "remainder":
-        state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        state["remainder"] = torch.zeros_like(parameter)
     return state
 
 
@@ -47,6 +48,11 @@ def moments_of(state: State) -> Moments:
     if "exp_avg" in state:
         return Moments(*(local_part(state[name]) for name in _SIGNED))
     return Moments(*(local_part(state[f"{name}_{part}"]) for part in ("codes", "scales") for name in _SIGNED))
+
+
+def remainder_of(state: State) -> torch.Tensor | None:
+    """This process's part of the remainder, int16; None if there is none."""
+    return local_part(state["remainder"]).view(torch.int16) if "remainder" in state else None
 
 
 @torch.no_grad()
@@ -59,6 +65,8 @@ def loaded_state(parameter: torch.Tensor, states: str, master: str | None, saved
     state = new_state(parameter, states, master)
     try:
         state["step"].fill_(float(saved["step"]))
+        if not local_part(parameter).numel():
+            return state
         for name, signed in _SIGNED.items():
             codes, scales = f"{name}_codes", f"{name}_scales"
             if codes not in state:
@@ -67,7 +75,9 @@ def loaded_state(parameter: torch.Tensor, states: str, master: str | None, saved
                 _copy(state[codes], saved[codes])
                 _copy(state[scales], saved[scales])
             else:
-                for part, value in zip((codes, scales), encode(local_part(saved[name]).float(), signed)):
+                wide = torch.empty_like(local_part(parameter), dtype=torch.float32)
+                _copy(wide, saved[name])
+                for part, value in zip((codes, scales), encode(wide, signed)):
                     _copy(state[part], value)
     except KeyError as error:
         raise ValueError(f"The state that was to be loaded has no {error}, so it is not of an AdamW.") from None
