@@ -1,4 +1,4 @@
-"""`LigerAdamW` is AdamW on fp32 weights, whatever the weights are in, and keeps its state through every way of saving."""
+"""`LigerAdamW` is AdamW on fp32 weights, whatever the weights are in, and keeps its state however it is saved."""
 
 from __future__ import annotations
 
