@@ -13,7 +13,7 @@ from liger_trainer.kernels.runtime import INTERPRETED, tl, triton
 
 
 def has_lg2(tensor: torch.Tensor) -> bool:
-    """Whether kernels on the device of `tensor` may use PTX; the value for `LG2` of `log2`."""
+    """Whether kernels on the device of `tensor` may use PTX; the value for `LG2` of `log2`, and for `FAST`."""
     return tensor.device.type == "cuda" and torch.version.hip is None and not INTERPRETED
 
 
@@ -37,3 +37,25 @@ def tanh_and_derivative(x):
     near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     tanh = tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
     return tanh, 4.0 * decay * inverse * inverse
+
+
+@triton.jit
+def fast_sqrt(x, FAST: tl.constexpr):
+    """The root of an fp32 tensor, 0 below the smallest normal number; with `FAST`, PTX, to a relative 2**-22."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505 (a compile-time branch)
+        return tl.sqrt(x)
+
+
+@triton.jit
+def fast_quotient(x, y, FAST: tl.constexpr):
+    """The quotient x / y of fp32 tensors with y below 2**126; with `FAST`, PTX, to two units in the last place."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        return x / y

@@ -26,15 +26,26 @@ bits; without a remainder 4 less.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.fast_math import fast_quotient, fast_sqrt, has_lg2
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, decode_block, encode, encode_block
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
-_ROWS = 16  # blocks of a program
+_TILES, _ROWS, _WARPS = 4, 8, 4  # a program updates _TILES tiles of _ROWS blocks
+_COLUMNS = tl.constexpr(12)  # of the table of tensors
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+}
 
 
 class Moments(NamedTuple):
@@ -46,35 +57,34 @@ class Moments(NamedTuple):
     second_scales: torch.Tensor | None = None
 
 
-class Rates(NamedTuple):
-    """The numbers of a parameter group, as `torch.optim.AdamW` calls them."""
+class Update(NamedTuple):
+    """What a step reads and writes of one weight.
+
+    Attributes:
+        weight: bf16, of any shape.
+        gradient: bf16, fp16 or fp32, of that shape.
+        moments: In codes only if the last dimension is a multiple of 256.
+        remainder: What the weight lacks of an fp32 number, int16 of the weight's shape; None if that is rounded away.
+        offset: The index of the weight's first element in the whole tensor, of which the weight may be a shard.
+    """
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    moments: Moments
+    remainder: torch.Tensor | None
+    offset: int
+
+
+class Options(NamedTuple):
+    """What all weights of a parameter group share: torch's numbers, and how a weight is rounded without a remainder."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-
-
-class Corrections(NamedTuple):
-    """One row of what [`corrections`] returns: all that the update of a weight needs to know of its step."""
-
-    rows: torch.Tensor
-    row: int
-
-
-class Rounding(NamedTuple):
-    """Where the random bits of stochastic rounding come from.
-
-    Attributes:
-        seed: Of the whole training, 32 bits.
-        offset: The index of the weight's first element in the whole tensor, of which the weight may be a shard.
-        weight: Whether the weight is rounded with them; a second moment in bf16 always is.
-    """
-
-    seed: int
-    offset: int
-    weight: bool
+    stochastic: bool
+    seed: int  # 32 bits
 
 
 class Scaler(NamedTuple):
@@ -82,12 +92,6 @@ class Scaler(NamedTuple):
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-
-
-def corrections(steps: Sequence[torch.Tensor], rates: Rates) -> torch.Tensor:
-    """For each step t a row of r / (1 - beta1^t), sqrt(1 - beta2^t) and t, computed in fp64, as fp32."""
-    t = torch.stack(list(steps)).double()
-    return torch.stack([rates.lr / (1 - rates.beta1**t), (1 - rates.beta2**t).sqrt(), t], dim=1).float()
 
 
 @triton.jit
@@ -108,161 +112,216 @@ def stochastic_bf16(bits, random):
     return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["row", "seed", "offset"])
+@triton.jit
+def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr):
+    """The address in a column of the table, a multiple of 16 bytes, as a pointer."""
+    return tl.multiple_of(tl.load(table_ptr + column).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit(do_not_specialize=["tensors", "seed"])
 def _adamw_kernel(
-    weight_ptr,
-    remainder_ptr,
-    gradient_ptr,
-    first_ptr,
-    second_ptr,
-    first_scales_ptr,
-    second_scales_ptr,
+    table_ptr,
+    tensors,
     corrections_ptr,
     grad_scale_ptr,
     found_inf_ptr,
-    numel,
-    row,
     seed,
-    offset,
     decay,
     beta1_rest,
     beta2,
     beta2_rest,
     eps,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    WHOLE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    CODED: tl.constexpr,
+    FAST: tl.constexpr,
+    SEARCH: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Updates ROWS blocks; the tensor has row `row` of the corrections."""
+    """Updates ROWS blocks of one of the tensors in the table, which is found by bisection of their first programs."""
     if found_inf_ptr is not None and tl.load(found_inf_ptr) != 0.0:
         return
-    blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = at < numel
-    corrections_ptr += 3 * row
+    tensor = 0
+    for bit in tl.static_range(SEARCH):
+        later = tensor + (1 << (SEARCH - 1 - bit))
+        start = tl.load(table_ptr + later * _COLUMNS, mask=later < tensors, other=2**62)
+        tensor = tl.where(start <= tl.program_id(0), later, tensor)
+    table_ptr += tensor * _COLUMNS
+    program = tl.program_id(0) - tl.load(table_ptr)
+    numel = tl.load(table_ptr + 1)
+    if WHOLE:
+        numel = tl.multiple_of(numel, 16)
+    offset = tl.load(table_ptr + 2)
+    corrections_ptr += 3 * tl.load(table_ptr + 3)
+    weight_ptr = _pointer(table_ptr, 4, tl.bfloat16)
+    gradient_ptr = _pointer(table_ptr, 5, GRADIENT)
+    first_ptr = _pointer(table_ptr, 6, MOMENTS)
+    second_ptr = _pointer(table_ptr, 7, MOMENTS)
+    CODED: tl.constexpr = MOMENTS.is_uint8()
+    if CODED:
+        first_scales_ptr = _pointer(table_ptr, 8, tl.float32)
+        second_scales_ptr = _pointer(table_ptr, 9, tl.float32)
+    if REMAINDER:
+        remainder_ptr = _pointer(table_ptr, 10, tl.int16)
+
     step_size = tl.load(corrections_ptr)
-    second_root = tl.load(corrections_ptr + 1)
+    inverse_second_root = 1.0 / tl.load(corrections_ptr + 1)
+    for tile in range(program * TILES, (program + 1) * TILES):
+        blocks = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+        inside = blocks * BLOCK < numel
+        # 8 numbers a thread, of codes too: one layout for all.
+        at = tl.max_contiguous(blocks * BLOCK + tl.arange(0, BLOCK)[None, :], [1, 8])
+        mask = inside if CODED else at < numel
+        gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if grad_scale_ptr is not None:
+            gradient /= tl.load(grad_scale_ptr)
+        bits = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        if REMAINDER:
+            bits += tl.load(remainder_ptr + at, mask=mask, other=0).to(tl.int32)
+        weight = bits.to(tl.float32, bitcast=True)
+        if CODED:
+            first_scale = tl.load(first_scales_ptr + blocks, mask=inside, other=0.0)
+            second_scale = tl.load(second_scales_ptr + blocks, mask=inside, other=0.0)
+            first = decode_block(tl.load(first_ptr + at, mask=mask, other=0), first_scale, True)
+            second = decode_block(tl.load(second_ptr + at, mask=mask, other=0), second_scale, False)
+        else:
+            first = tl.load(first_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(second_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
-    gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if grad_scale_ptr is not None:
-        gradient /= tl.load(grad_scale_ptr)
-    bits = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    if remainder_ptr is not None:
-        bits += tl.load(remainder_ptr + at, mask=mask, other=0).to(tl.int32)
-    weight = bits.to(tl.float32, bitcast=True)
-    if CODED:
-        first_scale = tl.load(first_scales_ptr + blocks, mask=blocks * BLOCK < numel, other=0.0)
-        second_scale = tl.load(second_scales_ptr + blocks, mask=blocks * BLOCK < numel, other=0.0)
-        first = decode_block(tl.load(first_ptr + at, mask=mask, other=0), first_scale, True)
-        second = decode_block(tl.load(second_ptr + at, mask=mask, other=0), second_scale, False)
-    else:
-        first = tl.load(first_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(second_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        weight *= decay
+        first += beta1_rest * (gradient - first)
+        second = second * beta2 + beta2_rest * gradient * gradient
+        weight -= fast_quotient(step_size * first, fast_sqrt(second, FAST) * inverse_second_root + eps, FAST)
 
-    weight *= decay
-    first += beta1_rest * (gradient - first)
-    second = second * beta2 + beta2_rest * gradient * gradient
-    weight -= step_size * first / (tl.sqrt(second) / second_root + eps)
+        bits = weight.to(tl.int32, bitcast=True)
+        if STOCHASTIC or MOMENTS.is_bf16():
+            step = tl.load(corrections_ptr + 2).to(tl.uint32)
+            key = mixed(seed.to(tl.uint32) ^ mixed(step))
+            element = offset + at
+            random = mixed(element.to(tl.uint32) ^ ((element >> 32).to(tl.uint32) * 0x9E3779B9) ^ key)
+        if REMAINDER:
+            bits = tl.minimum(bits, 0x7FFF7FFF)  # a GPU's NaN, 0x7FFFFFFF, would become -0
+            upper = (bits + 0x8000) >> 16
+            tl.store(remainder_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
+            tl.store(weight_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+        elif STOCHASTIC:
+            tl.store(weight_ptr + at, stochastic_bf16(bits, (random & 0xFFFF).to(tl.int32)), mask=mask)
+        else:
+            tl.store(weight_ptr + at, weight.to(tl.bfloat16), mask=mask)
 
-    bits = weight.to(tl.int32, bitcast=True)
-    if STOCHASTIC:
-        step = tl.load(corrections_ptr + 2).to(tl.uint32)
-        key = mixed(seed.to(tl.uint32) ^ mixed(step))
-        element = offset + at
-        random = mixed(element.to(tl.uint32) ^ ((element >> 32).to(tl.uint32) * 0x9E3779B9) ^ key)
-    if remainder_ptr is not None:
-        bits = tl.where(weight == weight, bits, 0x7FC00000)
-        upper = (bits + 0x8000) >> 16
-        tl.store(remainder_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
-        tl.store(weight_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-    elif STOCHASTIC:
-        tl.store(weight_ptr + at, stochastic_bf16(bits, (random & 0xFFFF).to(tl.int32)), mask=mask)
-    else:
-        tl.store(weight_ptr + at, weight.to(tl.bfloat16), mask=mask)
-
-    if CODED:
-        first, first_scale = encode_block(first, True)
-        second, second_scale = encode_block(second, False)
-        tl.store(first_scales_ptr + blocks, first_scale, mask=blocks * BLOCK < numel)
-        tl.store(second_scales_ptr + blocks, second_scale, mask=blocks * BLOCK < numel)
-    elif second_ptr.dtype.element_ty == tl.bfloat16:
-        second = stochastic_bf16(second.to(tl.int32, bitcast=True), (random >> 16).to(tl.int32))
-    tl.store(first_ptr + at, first.to(first_ptr.dtype.element_ty), mask=mask)
-    tl.store(second_ptr + at, second.to(second_ptr.dtype.element_ty), mask=mask)
+        if CODED:
+            first, first_scale = encode_block(first, True)
+            second, second_scale = encode_block(second, False)
+            tl.store(first_scales_ptr + blocks, first_scale, mask=inside)
+            tl.store(second_scales_ptr + blocks, second_scale, mask=inside)
+        elif MOMENTS.is_bf16():
+            second = stochastic_bf16(second.to(tl.int32, bitcast=True), (random >> 16).to(tl.int32))
+        tl.store(first_ptr + at, first.to(MOMENTS), mask=mask)
+        tl.store(second_ptr + at, second.to(MOMENTS), mask=mask)
 
 
-def adamw_(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Moments,
-    remainder: torch.Tensor | None,
-    corrected: Corrections,
-    rates: Rates,
-    rounding: Rounding,
-    scaler: Scaler,
-) -> None:
-    """Updates a weight and its moments in place.
+def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Options, scaler: Scaler) -> None:
+    """A step of AdamW, in place.
 
     Args:
-        weight: bf16, of any shape.
-        gradient: bf16, fp16 or fp32, of the same shape.
-        moments: The moments; codes if the last dimension is a multiple of 256.
-        remainder: What the weight lacks of an fp32 number, int16 of the same shape; None to round the weight.
-        corrected: What the bias corrections are in this step.
-        rates: The learning rate and the other numbers of the parameter group.
-        rounding: How the weight is rounded without a remainder.
+        updates: The weights, all on one device.
+        steps: The step of each, from 1: fp32 numbers on the device.
+        options: What they share.
         scaler: What a gradient scaler has set.
     """
-    if not weight.numel():
-        return
-    tensors = [weight, gradient, *(tensor for tensor in (remainder, *moments) if tensor is not None)]
-    if not use_triton(weight) or not all(tensor.is_contiguous() for tensor in tensors):
-        _adamw_in_torch_(weight, gradient, moments, remainder, corrected, rates, rounding, scaler)
-        return
-    with on_device(weight):
-        _adamw_kernel[(cdiv(weight.numel(), _ROWS * BLOCK),)](
-            weight,
-            remainder,
-            gradient,
-            *moments,
-            corrected.rows,
+    rows = _corrections(steps, options)
+    alike: defaultdict[tuple[Any, ...], list[tuple[int, Update]]] = defaultdict(list)
+    for row, update in enumerate(updates):
+        if not update.weight.numel():
+            continue
+        if use_triton(update.weight) and all(_is_plain(tensor) for tensor in _tensors(update) if tensor is not None):
+            dtypes = update.gradient.dtype, update.moments.second.dtype
+            kind = *dtypes, update.remainder is not None, update.weight.numel() % 16 == 0
+            alike[kind].append((row, update))
+        else:
+            _adamw_in_torch_(update, rows[row], options, scaler)
+    for kind, group in alike.items():
+        _launch(*kind, group, rows, options, scaler)
+
+
+def _corrections(steps: Sequence[torch.Tensor], options: Options) -> torch.Tensor:
+    """For each step t a row of r / (1 - beta1^t), sqrt(1 - beta2^t) and t, computed in fp64, as fp32."""
+    t = torch.stack(list(steps)).double()
+    return torch.stack([options.lr / (1 - options.beta1**t), (1 - options.beta2**t).sqrt(), t], dim=1).float()
+
+
+def _tensors(update: Update) -> tuple[torch.Tensor | None, ...]:
+    """In the order of the table's columns from the fourth on."""
+    return (
+        update.weight,
+        update.gradient,
+        *update.moments,
+        *(None,) * (4 - len(update.moments)),
+        update.remainder,
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _launch(
+    gradient: torch.dtype,
+    moments: torch.dtype,
+    has_remainder: bool,
+    whole: bool,
+    updates: Sequence[tuple[int, Update]],
+    rows: torch.Tensor,
+    options: Options,
+    scaler: Scaler,
+) -> None:
+    """One launch for all weights whose tensors have the same dtypes."""
+    table, programs = [], 0
+    for row, update in updates:
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in _tensors(update))
+        table.append([programs, update.weight.numel(), update.offset, row, *addresses, 0])
+        programs += cdiv(update.weight.numel(), _TILES * _ROWS * BLOCK)
+    device = updates[0][1].weight.device
+    on_host = torch.tensor(table, pin_memory=device.type == "cuda")
+    with on_device(rows):
+        _adamw_kernel[(programs,)](
+            on_host.to(device, non_blocking=True),
+            len(table),
+            rows,
             *scaler,
-            weight.numel(),
-            corrected.row,
-            rounding.seed,
-            rounding.offset,
-            1 - rates.lr * rates.weight_decay,
-            1 - rates.beta1,
-            rates.beta2,
-            1 - rates.beta2,
-            rates.eps,
-            STOCHASTIC=rounding.weight or moments.second.dtype == torch.bfloat16,
-            CODED=moments.second.dtype == torch.uint8,
+            options.seed,
+            1 - options.lr * options.weight_decay,
+            1 - options.beta1,
+            options.beta2,
+            1 - options.beta2,
+            options.eps,
+            GRADIENT=_TYPES[gradient],
+            MOMENTS=_TYPES[moments],
+            REMAINDER=has_remainder,
+            WHOLE=whole,
+            STOCHASTIC=options.stochastic,
+            FAST=has_lg2(rows),
+            SEARCH=(len(table) - 1).bit_length(),
+            TILES=_TILES,
             ROWS=_ROWS,
             BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,  # torch rounds after each operation
+            num_warps=_WARPS,
         )
 
 
-def _adamw_in_torch_(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Moments,
-    remainder: torch.Tensor | None,
-    corrected: Corrections,
-    rates: Rates,
-    rounding: Rounding,
-    scaler: Scaler,
-) -> None:
+def _adamw_in_torch_(update: Update, corrections: torch.Tensor, options: Options, scaler: Scaler) -> None:
     """The reference: the operations of `torch.optim.AdamW(foreach=False)` on fp32 tensors, and so its bits."""
+    weight, gradient, moments, remainder, _ = update
     if scaler.found_inf is not None and scaler.found_inf.item():
         return
     gradient = gradient.float()
     if scaler.grad_scale is not None:
         gradient = gradient / scaler.grad_scale
-    step_size, second_root, step = corrected.rows[corrected.row].tolist()
+    step_size, second_root, step = corrections.tolist()
     wide = weight.float() if remainder is None else joined(weight, remainder)
     if moments.second.dtype == torch.uint8:
         assert moments.first_scales is not None
@@ -272,16 +331,16 @@ def _adamw_in_torch_(
     else:
         first, second = moments.first.float(), moments.second.float()
 
-    wide.mul_(1 - rates.lr * rates.weight_decay)
-    first.lerp_(gradient, 1 - rates.beta1)
-    second.mul_(rates.beta2).addcmul_(gradient, gradient, value=1 - rates.beta2)
-    wide.addcdiv_(first, (second.sqrt() / second_root).add_(rates.eps), value=-step_size)
+    wide.mul_(1 - options.lr * options.weight_decay)
+    first.lerp_(gradient, 1 - options.beta1)
+    second.mul_(options.beta2).addcmul_(gradient, gradient, value=1 - options.beta2)
+    wide.addcdiv_(first, (second.sqrt() / second_root).add_(options.eps), value=-step_size)
 
     if remainder is not None:
         for target, source in zip((weight, remainder), split(wide)):
             target.copy_(source)
-    elif rounding.weight:
-        weight.copy_(_stochastic_bf16(wide, random_bits(weight, rounding, int(step)) & 0xFFFF))
+    elif options.stochastic:
+        weight.copy_(_stochastic_bf16(wide, random_bits(update, options.seed, int(step)) & 0xFFFF))
     else:
         weight.copy_(wide)
     stored: tuple[torch.Tensor, ...] = (first, second)
@@ -289,7 +348,7 @@ def _adamw_in_torch_(
         (first, first_scales), (second, second_scales) = encode(first, signed=True), encode(second, signed=False)
         stored = (first, second, first_scales, second_scales)
     elif moments.second.dtype == torch.bfloat16:
-        stored = (first, _stochastic_bf16(second, random_bits(weight, rounding, int(step)) >> 16))
+        stored = (first, _stochastic_bf16(second, random_bits(update, options.seed, int(step)) >> 16))
     for moment, value in zip(moments, stored):
         assert moment is not None
         moment.copy_(value)
@@ -307,16 +366,17 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
-def random_bits(weight: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:
-    """32 bits for each element of `weight`, as int64: those that the kernel draws."""
+def random_bits(update: Update, seed: int, step: int) -> torch.Tensor:
+    """32 bits for each element of the weight, as int64: those that the kernel draws."""
 
     def mixed_in_torch(bits: torch.Tensor) -> torch.Tensor:
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
         return bits
 
-    key = mixed_in_torch(rounding.seed ^ mixed_in_torch(torch.tensor(step, device=weight.device)))
-    element = torch.arange(rounding.offset, rounding.offset + weight.numel(), device=weight.device).view(weight.shape)
+    weight, first = update.weight, update.offset
+    key = mixed_in_torch(seed ^ mixed_in_torch(torch.tensor(step, device=weight.device)))
+    element = torch.arange(first, first + weight.numel(), device=weight.device).view(weight.shape)
     return mixed_in_torch((element & 0xFFFFFFFF) ^ (((element >> 32) * 0x9E3779B9) & 0xFFFFFFFF) ^ key)
 
 

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, PLACE_OF_A_SHARD
-from liger_trainer.kernels.optim.adamw import Corrections, Rates, Rounding, Scaler, adamw_, corrections, joined
+from liger_trainer.kernels.optim.adamw import Options, Scaler, Update, adamw_, joined
 from liger_trainer.optim.states import loaded_state, moments_of, new_state, remainder_of
 
 require(ARITHMETIC_OF_MANY)
@@ -127,20 +127,20 @@ class LigerAdamW(torch.optim.Optimizer):
         states, scaler = [self._state(parameter, group) for parameter in parameters], self._scaler(parameters)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        beta1, beta2 = group["betas"]
-        rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        rows = corrections(steps, rates)
-        for index, (parameter, state) in enumerate(zip(parameters, states)):
-            adamw_(
+        updates = [
+            Update(
                 local_part(parameter),
                 _gradient(parameter),
                 moments_of(state),
                 remainder_of(state),
-                Corrections(rows, index),
-                rates,
-                Rounding(group["seed"], _offset(parameter), weight=group["master"] == "stochastic"),
-                scaler,
+                _offset(parameter),
             )
+            for parameter, state in zip(parameters, states)
+        ]
+        beta1, beta2 = group["betas"]
+        stochastic = group["master"] == "stochastic"
+        options = Options(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], stochastic, group["seed"])
+        adamw_(updates, steps, options, scaler)
         if scaler.found_inf is not None:
             torch._foreach_sub_(steps, [scaler.found_inf] * len(steps))
 
