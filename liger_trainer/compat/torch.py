@@ -44,6 +44,11 @@ PLACE_OF_A_SHARD = Feature(
     ),
 )
 
+PARTS_OF_FSDP1 = Feature(
+    "refusing states that FSDP1 cannot save",
+    Private("torch.distributed.fsdp._common_utils:_is_fsdp_flattened", "tensor"),
+)
+
 NORMS_OF_MANY = Feature("finding numbers that are not finite", Private("torch:_foreach_norm"))
 
 ROUTER_BALANCE = Feature(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -268,6 +269,10 @@ def _offset(parameter: torch.Tensor) -> int:
     """The index of this process's first element in the whole parameter."""
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, placements = parameter.device_mesh, parameter.placements
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return sum(offset * stride for offset, stride in zip(offsets, parameter.stride()))
+    return _offset_in(parameter.shape, parameter.stride(), parameter.device_mesh, parameter.placements)
+
+
+@functools.cache  # some placements take milliseconds
+def _offset_in(shape: torch.Size, strides: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> int:
+    _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return sum(offset * stride for offset, stride in zip(offsets, strides))

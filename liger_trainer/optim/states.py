@@ -14,11 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from liger_trainer.callbacks.finite import local_part
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import PARTS_OF_FSDP1
 from liger_trainer.kernels.optim.adamw import Moments
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, encode
+
+(is_fsdp_flattened,) = require(PARTS_OF_FSDP1)
 
 State = dict[str, Any]
 
@@ -27,7 +32,11 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State:
-    """The state of a parameter before its first step, all zeros."""
+    """The state of a parameter before its first step, all zeros.
+
+    Raises:
+        ValueError: if FSDP1 could not save it.
+    """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if parameter.dtype != torch.bfloat16:
         return state | {name: torch.zeros_like(parameter) for name in _SIGNED}
@@ -39,6 +48,11 @@ def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State
         dtype = torch.bfloat16 if states == "bf16" else torch.float32
         state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _SIGNED}
     if master == "remainder":
+        if is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter) and states != "bf16":
+            raise ValueError(
+                "LigerAdamW has states of several dtypes for bf16 weights, which FSDP1 cannot save with "
+                "`use_orig_params: true`. Use FSDP2 (`fsdp_version: 2`)."
+            )
         state["remainder"] = torch.zeros_like(parameter)
     return state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,17 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_trainer.optim import LigerAdamW
@@ -246,15 +255,52 @@ def _resumes(rank: int, way: str, meshes: tuple[str, ...], **options: Any) -> No
     _check_same(model, optimizer, *_alone(2 * len(meshes), **options))
 
 
+FSDP1: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig(), FullOptimStateDictConfig()),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+}
+
+
+def _fsdp1(original: bool = False) -> tuple[nn.Module, LigerAdamW]:
+    model = nn.Linear(256, 32, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 0.02)
+    model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=original)
+    return model, LigerAdamW(model.parameters(), lr=1e-3)
+
+
+def _flat(rank: int, kind: StateDictType) -> None:
+    """FSDP1's flat parameters, saved in the middle."""
+    whole, optimizer = _fsdp1()
+    _train(whole, optimizer, range(2))
+    resumed, other = _fsdp1()
+    _copy_weights(whole, resumed)
+    with FSDP.state_dict_type(whole, kind, *FSDP1[kind]), FSDP.state_dict_type(resumed, kind, *FSDP1[kind]):
+        state = FSDP.optim_state_dict(whole, optimizer)
+        other.load_state_dict(FSDP.optim_state_dict_to_load(resumed, other, state))
+    for model, each in ((whole, optimizer), (resumed, other)):
+        _train(model, each, range(2, 4))
+    _check_same(resumed, other, whole, optimizer)
+
+
+def _original(rank: int) -> None:
+    model, optimizer = _fsdp1(original=True)
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(ValueError, match=r"FSDP1 cannot save with `use_orig_params: true`. Use FSDP2"):
+        optimizer.step()
+
+
 CASES = {
     **{f"fsdp2, {name}": partial(_fsdp2, name=name) for name in FORMATS},
     "fsdp2 of replicas, 8bit, stochastic": partial(_fsdp2, name="8bit, stochastic", mesh="pairs"),
     "mixed": _mixed,
     **{f"rows and fsdp2, {name}": partial(_tensor_parallel, dim=0, name=name) for name in FORMATS},
     "columns and fsdp2": partial(_tensor_parallel, dim=1, name="8bit"),
-    **{f"unfinished gradients, {dtype}": partial(_unfinished, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)},
+    "unfinished gradients, bf16": partial(_unfinished, dtype=torch.bfloat16),
+    "unfinished gradients, fp32": partial(_unfinished, dtype=torch.float32),
     "dcp": partial(_resumes, way="dcp", meshes=("all", "pairs", "alone", "all")),
     "dcp, bf16, stochastic": partial(_resumes, way="dcp", meshes=("all", "alone"), **FORMATS["bf16, stochastic"]),
+    **{f"fsdp1, {kind.name}": partial(_flat, kind=kind) for kind in FSDP1},
+    "fsdp1, original parameters": _original,
     **{f"{way}": partial(_resumes, way=way, meshes=("all", "all", "pairs")) for way in WAYS if way != "dcp"},
 }  # fmt: skip
 
