@@ -11,8 +11,8 @@ to nearest and half away from zero, and the remainder is the lower half of b as 
 
     b = (weight << 16) + remainder
 
-holds for every number but NaN, which becomes bf16's NaN with remainder 0. Weight and remainder are an exact fp32 master
-in 4 bytes (the split of Apex's and TransformerEngine's `store_param_remainders`).
+holds for every number (a NaN stays a NaN). Weight and remainder are an exact fp32 master in 4 bytes, as in Apex's and
+TransformerEngine's `store_param_remainders`.
 
 Without a remainder, the new weight can be rounded stochastically: up with the probability of what would be cut, which
 keeps its expectation (Gupta et al. 2015, https://arxiv.org/abs/1502.02551). The random bits are a hash of a seed, the
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +36,8 @@ from liger_trainer.kernels.fast_math import fast_quotient, fast_sqrt, has_lg2
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, decode_block, encode, encode_block
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
-_TILES, _ROWS, _WARPS = 4, 8, 4  # a program updates _TILES tiles of _ROWS blocks
-_COLUMNS = tl.constexpr(12)  # of the table of tensors
+_ROWS, _WARPS = 4, 4  # blocks of a program
+_COLUMNS = tl.constexpr(11)  # of the table of tensors
 
 
 _TYPES = {
@@ -113,9 +113,12 @@ def stochastic_bf16(bits, random):
 
 
 @triton.jit
-def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr):
-    """The address in a column of the table, a multiple of 16 bytes, as a pointer."""
-    return tl.multiple_of(tl.load(table_ptr + column).to(tl.pointer_type(dtype)), 16)
+def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of the table, as a pointer."""
+    pointer = tl.load(table_ptr + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit(do_not_specialize=["tensors", "seed"])
@@ -134,11 +137,10 @@ def _adamw_kernel(
     GRADIENT: tl.constexpr,
     MOMENTS: tl.constexpr,
     REMAINDER: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FAST: tl.constexpr,
     SEARCH: tl.constexpr,
-    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -153,75 +155,74 @@ def _adamw_kernel(
     table_ptr += tensor * _COLUMNS
     program = tl.program_id(0) - tl.load(table_ptr)
     numel = tl.load(table_ptr + 1)
-    if WHOLE:
+    if ALIGNED:
         numel = tl.multiple_of(numel, 16)
     offset = tl.load(table_ptr + 2)
     corrections_ptr += 3 * tl.load(table_ptr + 3)
-    weight_ptr = _pointer(table_ptr, 4, tl.bfloat16)
-    gradient_ptr = _pointer(table_ptr, 5, GRADIENT)
-    first_ptr = _pointer(table_ptr, 6, MOMENTS)
-    second_ptr = _pointer(table_ptr, 7, MOMENTS)
+    weight_ptr = _pointer(table_ptr, 4, tl.bfloat16, ALIGNED)
+    gradient_ptr = _pointer(table_ptr, 5, GRADIENT, ALIGNED)
+    first_ptr = _pointer(table_ptr, 6, MOMENTS, ALIGNED)
+    second_ptr = _pointer(table_ptr, 7, MOMENTS, ALIGNED)
     CODED: tl.constexpr = MOMENTS.is_uint8()
     if CODED:
-        first_scales_ptr = _pointer(table_ptr, 8, tl.float32)
-        second_scales_ptr = _pointer(table_ptr, 9, tl.float32)
+        first_scales_ptr = _pointer(table_ptr, 8, tl.float32, ALIGNED)
+        second_scales_ptr = _pointer(table_ptr, 9, tl.float32, ALIGNED)
     if REMAINDER:
-        remainder_ptr = _pointer(table_ptr, 10, tl.int16)
+        remainder_ptr = _pointer(table_ptr, 10, tl.int16, ALIGNED)
 
     step_size = tl.load(corrections_ptr)
     inverse_second_root = 1.0 / tl.load(corrections_ptr + 1)
-    for tile in range(program * TILES, (program + 1) * TILES):
-        blocks = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-        inside = blocks * BLOCK < numel
-        # 8 numbers a thread, of codes too: one layout for all.
-        at = tl.max_contiguous(blocks * BLOCK + tl.arange(0, BLOCK)[None, :], [1, 8])
-        mask = inside if CODED else at < numel
-        gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if grad_scale_ptr is not None:
-            gradient /= tl.load(grad_scale_ptr)
-        bits = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        if REMAINDER:
-            bits += tl.load(remainder_ptr + at, mask=mask, other=0).to(tl.int32)
-        weight = bits.to(tl.float32, bitcast=True)
-        if CODED:
-            first_scale = tl.load(first_scales_ptr + blocks, mask=inside, other=0.0)
-            second_scale = tl.load(second_scales_ptr + blocks, mask=inside, other=0.0)
-            first = decode_block(tl.load(first_ptr + at, mask=mask, other=0), first_scale, True)
-            second = decode_block(tl.load(second_ptr + at, mask=mask, other=0), second_scale, False)
-        else:
-            first = tl.load(first_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(second_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    blocks = (program * ROWS + tl.arange(0, ROWS))[:, None]
+    inside = blocks * BLOCK < numel
+    # 8 numbers a thread, of codes too: one layout for all.
+    at = tl.max_contiguous(blocks * BLOCK + tl.arange(0, BLOCK)[None, :], [1, 8])
+    mask = inside if CODED else at < numel
+    gradient = tl.load(gradient_ptr + at, mask=mask).to(tl.float32)
+    if grad_scale_ptr is not None:
+        gradient /= tl.load(grad_scale_ptr)
+    bits = tl.load(weight_ptr + at, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    if REMAINDER:
+        bits += tl.load(remainder_ptr + at, mask=mask).to(tl.int32)
+    weight = bits.to(tl.float32, bitcast=True)
+    if CODED:
+        first_scale = tl.load(first_scales_ptr + blocks, mask=inside)
+        second_scale = tl.load(second_scales_ptr + blocks, mask=inside)
+        first = decode_block(tl.load(first_ptr + at, mask=mask), first_scale, True)
+        second = decode_block(tl.load(second_ptr + at, mask=mask), second_scale, False)
+    else:
+        first = tl.load(first_ptr + at, mask=mask).to(tl.float32)
+        second = tl.load(second_ptr + at, mask=mask).to(tl.float32)
 
-        weight *= decay
-        first += beta1_rest * (gradient - first)
-        second = second * beta2 + beta2_rest * gradient * gradient
-        weight -= fast_quotient(step_size * first, fast_sqrt(second, FAST) * inverse_second_root + eps, FAST)
+    weight *= decay
+    first += beta1_rest * (gradient - first)
+    second = second * beta2 + beta2_rest * gradient * gradient
+    weight -= fast_quotient(step_size * first, fast_sqrt(second, FAST) * inverse_second_root + eps, FAST)
 
-        bits = weight.to(tl.int32, bitcast=True)
-        if STOCHASTIC or MOMENTS.is_bf16():
-            step = tl.load(corrections_ptr + 2).to(tl.uint32)
-            key = mixed(seed.to(tl.uint32) ^ mixed(step))
-            element = offset + at
-            random = mixed(element.to(tl.uint32) ^ ((element >> 32).to(tl.uint32) * 0x9E3779B9) ^ key)
-        if REMAINDER:
-            bits = tl.minimum(bits, 0x7FFF7FFF)  # a GPU's NaN, 0x7FFFFFFF, would become -0
-            upper = (bits + 0x8000) >> 16
-            tl.store(remainder_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
-            tl.store(weight_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-        elif STOCHASTIC:
-            tl.store(weight_ptr + at, stochastic_bf16(bits, (random & 0xFFFF).to(tl.int32)), mask=mask)
-        else:
-            tl.store(weight_ptr + at, weight.to(tl.bfloat16), mask=mask)
+    bits = weight.to(tl.int32, bitcast=True)
+    if STOCHASTIC or MOMENTS.is_bf16():
+        step = tl.load(corrections_ptr + 2).to(tl.uint32)
+        key = mixed(seed.to(tl.uint32) ^ mixed(step))
+        element = offset + at
+        random = mixed(element.to(tl.uint32) ^ ((element >> 32).to(tl.uint32) * 0x9E3779B9) ^ key)
+    if REMAINDER:
+        bits = tl.minimum(bits, 0x7FFF7FFF)  # a GPU's NaN, 0x7FFFFFFF, would become -0
+        upper = (bits + 0x8000) >> 16
+        tl.store(remainder_ptr + at, bits.to(tl.int16), mask=mask)
+        tl.store(weight_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+    elif STOCHASTIC:
+        tl.store(weight_ptr + at, stochastic_bf16(bits, (random & 0xFFFF).to(tl.int32)), mask=mask)
+    else:
+        tl.store(weight_ptr + at, weight.to(tl.bfloat16), mask=mask)
 
-        if CODED:
-            first, first_scale = encode_block(first, True)
-            second, second_scale = encode_block(second, False)
-            tl.store(first_scales_ptr + blocks, first_scale, mask=inside)
-            tl.store(second_scales_ptr + blocks, second_scale, mask=inside)
-        elif MOMENTS.is_bf16():
-            second = stochastic_bf16(second.to(tl.int32, bitcast=True), (random >> 16).to(tl.int32))
-        tl.store(first_ptr + at, first.to(MOMENTS), mask=mask)
-        tl.store(second_ptr + at, second.to(MOMENTS), mask=mask)
+    if CODED:
+        first, first_scale = encode_block(first, True)
+        second, second_scale = encode_block(second, False)
+        tl.store(first_scales_ptr + blocks, first_scale, mask=inside)
+        tl.store(second_scales_ptr + blocks, second_scale, mask=inside)
+    elif MOMENTS.is_bf16():
+        second = stochastic_bf16(second.to(tl.int32, bitcast=True), (random >> 16).to(tl.int32))
+    tl.store(first_ptr + at, first.to(MOMENTS), mask=mask)
+    tl.store(second_ptr + at, second.to(MOMENTS), mask=mask)
 
 
 def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Options, scaler: Scaler) -> None:
@@ -234,16 +235,17 @@ def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Op
         scaler: What a gradient scaler has set.
     """
     rows = _corrections(steps, options)
-    alike: defaultdict[tuple[Any, ...], list[tuple[int, Update]]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Update]]] = defaultdict(list)
     for row, update in enumerate(updates):
+        tensors = [tensor for tensor in _tensors(update) if tensor is not None]
         if not update.weight.numel():
             continue
-        if use_triton(update.weight) and all(_is_plain(tensor) for tensor in _tensors(update) if tensor is not None):
-            dtypes = update.gradient.dtype, update.moments.second.dtype
-            kind = *dtypes, update.remainder is not None, update.weight.numel() % 16 == 0
-            alike[kind].append((row, update))
-        else:
+        if not use_triton(update.weight) or not all(tensor.is_contiguous() for tensor in tensors):
             _adamw_in_torch_(update, rows[row], options, scaler)
+            continue
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and update.weight.numel() % 16 == 0
+        dtypes = update.gradient.dtype, update.moments.second.dtype
+        alike[(*dtypes, update.remainder is not None, aligned)].append((row, update))
     for kind, group in alike.items():
         _launch(*kind, group, rows, options, scaler)
 
@@ -265,15 +267,11 @@ def _tensors(update: Update) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
 def _launch(
     gradient: torch.dtype,
     moments: torch.dtype,
     has_remainder: bool,
-    whole: bool,
+    aligned: bool,
     updates: Sequence[tuple[int, Update]],
     rows: torch.Tensor,
     options: Options,
@@ -283,8 +281,8 @@ def _launch(
     table, programs = [], 0
     for row, update in updates:
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in _tensors(update))
-        table.append([programs, update.weight.numel(), update.offset, row, *addresses, 0])
-        programs += cdiv(update.weight.numel(), _TILES * _ROWS * BLOCK)
+        table.append([programs, update.weight.numel(), update.offset, row, *addresses])
+        programs += cdiv(update.weight.numel(), _ROWS * BLOCK)
     device = updates[0][1].weight.device
     on_host = torch.tensor(table, pin_memory=device.type == "cuda")
     with on_device(rows):
@@ -302,11 +300,10 @@ def _launch(
             GRADIENT=_TYPES[gradient],
             MOMENTS=_TYPES[moments],
             REMAINDER=has_remainder,
-            WHOLE=whole,
+            ALIGNED=aligned,
             STOCHASTIC=options.stochastic,
             FAST=has_lg2(rows),
             SEARCH=(len(table) - 1).bit_length(),
-            TILES=_TILES,
             ROWS=_ROWS,
             BLOCK=BLOCK,
             num_warps=_WARPS,

@@ -12,10 +12,11 @@ for j = 0. With f = code + 2 and k = E - e, this is all that the kernels compute
     fraction = 7/8 4^-k 2^-E f - 3/4 8^-k
     f = round(8/7 4^k 2^E fraction + 6/7 2^(E-k))  with k = floor(-log8(fraction))
 
-The largest of a block is exact, its fraction being 1. Signed numbers have E = 6 and the sign in bit 7; their code 0 is
-0. Unsigned ones have E = 7, and code 0 is 8^-7: they hold the second moment of Adam, by whose root an update is
-divided, so none is rounded to 0. An error is at most 0.35 % (signed 0.7 %) of the block's largest number, and 2.8 %
-(signed 5.5 %) of a number that is an eighth of that or more. Encoding what was decoded gives the same codes and scales.
+The largest of a block is exact, its fraction being 1. Signed numbers have E = 6 and code 0 for 0, and are stored as 128
+plus or minus their code. Unsigned ones have E = 7, and code 0 is 8^-7: they hold the second moment of Adam, by whose
+root an update is divided, so none is rounded to 0. An error is at most 0.35 % (signed 0.7 %) of the block's largest
+number, and 2.8 % (signed 5.5 %) of a number that is an eighth of that or more. Encoding what was decoded gives the same
+codes and scales.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ BLOCK = 256
 """Numbers with one scale; consecutive, in the last dimension."""
 
 _LEAST_SCALE = tl.constexpr(2.0**-100)  # the inverse of a smaller one could overflow: such a block is 0
-_IN_LAST_BYTE = tl.constexpr(2.0**23 + 256 - 2)  # rounds f, and leaves the code in the last byte of the sum's bits
+_TO_INTEGER = tl.constexpr(2.0**23)  # added to a number, it rounds it and leaves it in the last bits of the sum
 _EXPONENT = tl.constexpr(1 << 23)  # of an fp32 number: 1 more of it
+_SIGN = tl.constexpr(-(1 << 31))
 _8_7 = tl.constexpr(0x3F924925)  # the bits of 8/7, 6/7, 7/8 and 3/4
 _6_7 = tl.constexpr(0x3F5B6DB7)
 _7_8 = tl.constexpr(0x3F600000)
 _3_4 = tl.constexpr(0x3F400000)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -50,29 +57,34 @@ def encode_block(values, SIGNED: tl.constexpr):
     scale = tl.where(scale >= _LEAST_SCALE, scale, 0.0)
     fraction = magnitude * tl.where(scale > 0.0, 1.0 / scale, 0.0)
     # A third of 126 - exponent, which is -1 for the fraction 1.
-    k = tl.minimum((126 * 43 - (fraction.to(tl.int32, bitcast=True) >> 23) * 43) >> 7, GROUPS - 1)
+    k = tl.minimum((_bits(fraction) >> 23) * -43 + 126 * 43 >> 7, GROUPS - 1)
     slope = _float(k * (2 * _EXPONENT) + (_8_7 + GROUPS * _EXPONENT))
     start = _float(k * (-_EXPONENT) + (_6_7 + GROUPS * _EXPONENT))
-    code = ((fraction * slope + start) + _IN_LAST_BYTE).to(tl.int32, bitcast=True)
-    if SIGNED:
-        code = (code & 127) | ((values.to(tl.int32, bitcast=True) >> 24) & 128)
-    return code, scale
+    f = fraction * slope + start
+    if not SIGNED:
+        return _bits(f + (_TO_INTEGER + 254.0)), scale  # - 2 in the last byte
+    code = _float((_bits(f - 2.0) & ~_SIGN) | (_bits(values) & _SIGN))
+    return _bits(code + (_TO_INTEGER + 128.0)), scale
 
 
 @triton.jit
 def decode_block(codes, scale, SIGNED: tl.constexpr):
     """The fp32 numbers of a tile of codes (uint8), given the scales of its rows as a column."""
     GROUPS: tl.constexpr = 6 if SIGNED else 7
-    code = codes.to(tl.int32)
-    # Bits of 2^23 + code: a float without a conversion.
-    f = _float((code & (127 if SIGNED else 255)) | 0x4B000000) - (2.0**23 - 2)
-    k = (GROUPS + 127) - (f.to(tl.int32, bitcast=True) >> 23)
-    slope = _float(k * (-2 * _EXPONENT) + (_7_8 - GROUPS * _EXPONENT))
-    start = _float(k * (-3 * _EXPONENT) + _3_4)
+    code = _float(codes.to(tl.int32) | 0x4B000000)  # 2^23 + code
+    if SIGNED:
+        code -= _TO_INTEGER + 128.0
+        f = tl.abs(code) + 2.0
+    else:
+        f = code - (_TO_INTEGER - 2.0)
+    # k = GROUPS - exponent, and the exponent has a bias of 127. The last sum wraps around in 32 bits.
+    exponent = _bits(f) >> 23
+    slope = _float(exponent * (2 * _EXPONENT) + (_7_8 - (3 * GROUPS + 2 * 127) * _EXPONENT))
+    start = _float(exponent * (3 * _EXPONENT) + (_3_4 - (3 * GROUPS + 3 * 127) * _EXPONENT + (1 << 32)))
     fraction = f * slope - start
     if SIGNED:
-        fraction = tl.where(f == 2.0, 0.0, fraction)
-        fraction = _float(fraction.to(tl.int32, bitcast=True) | ((code & 128) << 24))
+        fraction = tl.where(code == 0.0, 0.0, fraction)
+        fraction = _float(_bits(fraction) | (_bits(code) & _SIGN))
     return fraction * scale
 
 
@@ -96,7 +108,7 @@ def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tens
     k = ((126 - (fraction.view(torch.int32) >> 23)) // 3).clamp(max=groups - 1)
     code = (fraction * (8 / 7 * 2**groups * 4.0**k) + 6 / 7 * 2.0 ** (groups - k)).round().int() - 2
     if signed:
-        code |= 128 * blocks.signbit()
+        code = 128 + torch.where(blocks < 0, -code, code)
     return code.to(torch.uint8).view(values.shape), scale.view(*values.shape[:-1], -1)
 
 
@@ -110,10 +122,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 def fractions(signed: bool) -> torch.Tensor:
     """The fraction that each of the 256 codes stands for, fp32."""
     groups = 6 if signed else 7
-    f = torch.arange(2.0, 130.0 if signed else 258.0)
+    f = torch.arange(256).sub(128 if signed else 0).abs() + 2.0
     k = groups - f.log2().floor()
     fraction = 7 / 8 * 4.0**-k * 2.0**-groups * f - 3 / 4 * 8.0**-k
-    if not signed:
-        return fraction
-    fraction[0] = 0.0
-    return torch.cat([fraction, -fraction])
+    return torch.where(f == 2, 0.0, fraction) * (torch.arange(256) - 128).sign() if signed else fraction
