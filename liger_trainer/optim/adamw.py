@@ -201,6 +201,7 @@ class LigerAdamW(torch.optim.Optimizer):
         for group, options in zip(self.param_groups, kept):
             group.update(options)
             _check(group)
+            group["betas"] = tuple(group["betas"])  # a list in some checkpoints of `torch.distributed.checkpoint`
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group in self.param_groups:
             for parameter, key in zip(group["params"], keys):

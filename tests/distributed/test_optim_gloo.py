@@ -253,6 +253,7 @@ def _resumes(rank: int, way: str, meshes: tuple[str, ...], **options: Any) -> No
         WAYS[way](model, optimizer, folder, save=False)
         _train(model, optimizer, range(2 * place, 2 * place + 2))
     _check_same(model, optimizer, *_alone(2 * len(meshes), **options))
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 FSDP1: dict[StateDictType, tuple[Any, Any]] = {
