@@ -40,9 +40,10 @@ class LigerAdamW(torch.optim.Optimizer):
     are sharded within such a block. Parameters in fp32 and fp16, such as LoRA adapters, are trained as
     `torch.optim.AdamW` trains them.
 
-    DTensors (FSDP2, tensor parallelism) have sharded states, which `torch.distributed.checkpoint` saves and splits
-    anew. `load_state_dict` takes the state of any AdamW and stores it as `states` says; [`adamw_state_dict`] makes one
-    that `torch.optim.AdamW` loads.
+    `load_state_dict` takes the state of any AdamW and stores it as `states` says; [`adamw_state_dict`] makes one that
+    `torch.optim.AdamW` loads. DTensors (FSDP2, tensor parallelism) have sharded states, which
+    `torch.distributed.checkpoint` saves and splits anew; it loads them with the `states` and the `master` that they
+    were saved with. FSDP1 cannot save them with `use_orig_params`, which is refused at the first step.
 
     Args:
         params: Parameters, or dictionaries with `"params"` and options of a group.
@@ -108,7 +109,7 @@ class LigerAdamW(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            ValueError: for a sparse gradient.
+            ValueError: for a sparse gradient, and under FSDP1 with `use_orig_params`.
         """
         loss = None
         if closure is not None:

@@ -83,6 +83,11 @@ def loaded_state(parameter: torch.Tensor, states: str, master: str | None, saved
             return state
         for name, signed in _SIGNED.items():
             codes, scales = f"{name}_codes", f"{name}_scales"
+            if name in saved and codes in saved:  # zeros that `torch.distributed.checkpoint` found here, and the state
+                raise ValueError(
+                    f"`states` is {states!r}, but the checkpoint of this sharded model has moments in another format. "
+                    "Set `states` to what it was."
+                )
             if codes not in state:
                 _copy(state[name], _moment(saved, name))
             elif codes in saved:

@@ -256,6 +256,16 @@ def _resumes(rank: int, way: str, meshes: tuple[str, ...], **options: Any) -> No
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def _another_format(rank: int, before: str, after: str) -> None:
+    """A whole checkpoint of a sharded model, from which torch takes only what the optimizer has already."""
+    how = StateDictOptions(full_state_dict=True)
+    model, optimizer = _sharded("all", **FORMATS[before])
+    _train(model, optimizer, range(1))
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    with pytest.raises(ValueError, match=f"`states` is '{after}', but the checkpoint of this sharded model"):
+        set_optimizer_state_dict(*_sharded("all", **FORMATS[after]), state, options=how)
+
+
 FSDP1: dict[StateDictType, tuple[Any, Any]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig(), FullOptimStateDictConfig()),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
@@ -300,6 +310,7 @@ CASES = {
     "unfinished gradients, fp32": partial(_unfinished, dtype=torch.float32),
     "dcp": partial(_resumes, way="dcp", meshes=("all", "pairs", "alone", "all")),
     "dcp, bf16, stochastic": partial(_resumes, way="dcp", meshes=("all", "alone"), **FORMATS["bf16, stochastic"]),
+    **{f"{a} to {b}": partial(_another_format, before=a, after=b) for a, b in (("8bit", "fp32"), ("fp32", "8bit"))},
     **{f"fsdp1, {kind.name}": partial(_flat, kind=kind) for kind in FSDP1},
     "fsdp1, original parameters": _original,
     **{f"{way}": partial(_resumes, way=way, meshes=("all", "all", "pairs")) for way in WAYS if way != "dcp"},
