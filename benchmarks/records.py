@@ -22,7 +22,7 @@ ACTIVATION_MEMORY = " activation_memory="
 """In the name of a provider of training steps, stands before the bytes that the layers may keep, or ``auto``."""
 
 _PACKAGES = (  # versions that a run records
-    *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes"),
+    *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "torchao"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
+from liger_trainer.optim.adamw import LigerAdamW
 
 logger = logging.getLogger("liger_trainer")
 
@@ -30,6 +32,8 @@ class RoundedUpdatesCallback(TrainerCallback):
     binade [2^e, 2^(e + 1)) neighbouring numbers are 2^(e - 7) apart, and an update below half of that is rounded away.
     So a learning rate r changes only weights below about 2^8 r to 2^9 r. For r = 5e-7 that is 1 % of weights with a
     standard deviation of 0.02. This is an upper bound: the updates of a noisy gradient are smaller than r.
+
+    `LigerAdamW` rounds weights in bf16 only with `master=None`.
     """
 
     def on_train_begin(
@@ -42,33 +46,64 @@ class RoundedUpdatesCallback(TrainerCallback):
     ) -> None:
         """Checks what the optimizer is going to update: all weights, adapters, or this process's shards."""
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        if not state.is_world_process_zero or not _is_adam(inner):
+        if not state.is_world_process_zero:
             return
-        dtypes = {weight.dtype for group in inner.param_groups for weight in group["params"]}
+        groups = _rounded(inner)
+        dtypes = {weight.dtype for group in groups for weight in group["params"]}
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-        rate = max(map(_rate, inner.param_groups))
+        rate = max(map(_rate, groups), default=0.0)
         if dtype.itemsize > 2 or not rate:
             return
-        share = changed_share(inner.param_groups)
+        share = changed_share(groups)
         if share is None or share >= LEAST_SHARE:
             return
+        ours = "without `master=none`" if isinstance(inner, LigerAdamW) else "which trains bf16 weights as fp32 weights"
         logger.warning(
             "Adam at `learning_rate` %g changes at most %.1f %% of the trained weights, which are in %s: updates of "
-            "the others are rounded away. Train fp32 weights (`dtype: float32` with `bf16: true`) or adapters "
+            "the others are rounded away. %s fp32 weights (`dtype: float32` with `bf16: true`) or adapters "
             "(`use_peft: true`).",
             *(rate, 100 * share, str(dtype).removeprefix("torch.")),
+            f"Set `optim: liger_adamw`, {ours}, or train" if dtype == torch.bfloat16 else "Train",
         )
 
 
-def _is_adam(optimizer: Any) -> bool:
-    """Whether it rounds as torch's Adam does; other classes, such as DeepSpeed's, may save what is rounded away."""
+def _rounded(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups with the weights that are rounded as torch's Adam rounds them.
+
+    None for classes that are no Adam, or may save what is rounded away, such as DeepSpeed's.
+    """
+    if isinstance(optimizer, LigerAdamW):
+        return [
+            {**group, "params": [weight for weight in group["params"] if weight.dtype != torch.bfloat16]}
+            if group["master"]
+            else group
+            for group in optimizer.param_groups
+        ]
     kind = type(optimizer)
-    return kind in (torch.optim.Adam, torch.optim.AdamW) or kind.__module__.startswith("bitsandbytes.optim.adam")
+    adam = kind in (torch.optim.Adam, torch.optim.AdamW) or kind.__module__.startswith("bitsandbytes.optim.adam")
+    return optimizer.param_groups if adam else []
 
 
 def _rate(group: dict[str, Any]) -> float:
     """The highest learning rate of a group, which a warmup has set to 0 before the first step."""
     return float(group.get("initial_lr", group["lr"]))
+
+
+def expected_share(rate: float, std: float, dtype: torch.dtype) -> float:
+    """The share of [`changed_share`], of normally distributed weights.
+
+    With s the distance of neighbouring numbers in [1, 2), an update r changes the weights in [2^e, 2^(e + 1)) if it is
+    above 2^e s / 2, so those with a magnitude below the first power of two that is no less than 2 r / s:
+
+        share = erf(2^ceil(log2(2 r / s)) / (sqrt(2) std))
+
+    Args:
+        rate: The learning rate, above 0.
+        std: The standard deviation, above 0.
+        dtype: Of the weights.
+    """
+    least = 2.0 ** math.ceil(math.log2(2 * rate / torch.finfo(dtype).eps))
+    return math.erf(least / (math.sqrt(2) * std))
 
 
 @torch.no_grad()

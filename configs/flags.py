@@ -13,17 +13,21 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW, NAMES, check_liger_adamw, optim_of_transformers
 from liger_trainer.configs.loss_types import check_loss_type
 
 if TYPE_CHECKING:
     # A mapping once the arguments are built, as in `TrainingArguments`; before that it may be JSON text.
     KernelSwitches = dict[str, Any] | Any
+    Optim = str
 else:
     KernelSwitches = dict | str
+    Optim = Literal[NAMES]  # a command line lists them
 
 
 @dataclass
@@ -73,13 +77,18 @@ class KernelFlags:
             With gradient checkpointing, memory for results that the layers keep for the backward pass instead of
             computing them again: bytes, a string such as `"20GiB"`, or `"auto"` for what the GPU has left. `0` keeps
             none, as does the default. Loss and gradients keep their bits.
+        optim (`str`, *optional*, defaults to `"adamw_torch_fused"`):
+            The optimizer: `"liger_adamw"` for [`LigerAdamW`], which trains weights in bf16 as fp32 weights, or one of
+            transformers' `OptimizerNames`. With `"liger_adamw"`, `optim_args` may set its `states`, `master` and `seed`
+            (by default the run's), such as `"states=bf16,master=stochastic"`; `none` is None. Not with DeepSpeed.
 
     Raises:
         ValueError: for an unknown component (the message names the nearest valid one), a flag or switch that is not a
             boolean, a configuration that is not a JSON object, a `logits_memory` or `retain_logits_memory` that is not
             a size, a `learning_rate` that is not finite or below 0, a `router_z_loss_coef` below 0, an
-            `activation_offloading_fraction` that is out of range or given without `activation_offloading`, or an
-            `activation_memory` that is neither a size nor `"auto"`.
+            `activation_offloading_fraction` that is out of range or given without `activation_offloading`, an
+            `activation_memory` that is neither a size nor `"auto"`, an unknown `optim`, or `optim="liger_adamw"` with
+            `optim_args` that it does not take or with DeepSpeed.
     """
 
     use_liger_kernel: bool = field(
@@ -138,6 +147,12 @@ class KernelFlags:
             "bytes, a size such as '20GiB', or 'auto' for what the GPU has left."
         },
     )
+    optim: Optim = field(
+        default=TrainingArguments.optim,
+        metadata={
+            "help": "The optimizer: 'liger_adamw', which trains bf16 weights as fp32 weights, or one of transformers'."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
@@ -162,8 +177,18 @@ class KernelFlags:
         _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
-            with warnings_of_the_caller():
+            with warnings_of_the_caller(), optim_of_transformers(self):
                 parent.__post_init__()
+
+    def set_optimizer(self, name: Any = "adamw_torch", *args: Any, **kwargs: Any) -> Any:
+        """As [`~transformers.TrainingArguments.set_optimizer`], with `"liger_adamw"` among the names."""
+        parent: Any = super()
+        ours = name == LIGER_ADAMW
+        parent.set_optimizer("adamw_torch" if ours else name, *args, **kwargs)
+        if ours:
+            self.optim = name
+            check_liger_adamw(self)
+        return self
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

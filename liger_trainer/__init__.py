@@ -29,7 +29,7 @@ _EXPORTS = {
     "undo_liger_kernel": "liger_trainer.liger_api",
     **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger_api" for _name in _MODELS},
 }
-_SUBMODULES = ("functional", "losses", "nn", "rewards")
+_SUBMODULES = ("functional", "losses", "nn", "optim", "rewards")
 
 if TYPE_CHECKING:
     from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM

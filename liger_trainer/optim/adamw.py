@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from liger_trainer.callbacks.finite import local_part
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, PLACE_OF_A_SHARD
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, PLACE_OF_A_SHARD, SKIPPED_ON_DEVICE
 from liger_trainer.kernels.optim.adamw import Options, Scaler, Update, adamw_, joined
 from liger_trainer.optim.states import loaded_state, moments_of, new_state, remainder_of
 
@@ -76,7 +76,8 @@ class LigerAdamW(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _step_supports_amp_scaling = True  # a gradient scaler then sets `grad_scale` and `found_inf`
+    # A gradient scaler then sets `grad_scale` and `found_inf`. Of the class: copies of an optimizer have it too.
+    _step_supports_amp_scaling = available(SKIPPED_ON_DEVICE)
 
     def __init__(
         self,

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import yaml
 
 from liger_trainer.attention.interface import NAME
+from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import split_by_file
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from liger_trainer.configs.kernel_config import KernelConfig
 
+_ADAMS = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "adamw_32bit")  # which round
 _PAIRS = ("dpo", "orpo", "cpo", "reward")
 _POLICY = ("grpo", "rloo")
 _SUMMED = ("sft", "causal_lm")  # trainers whose loss is a cross entropy
@@ -98,7 +101,7 @@ def read_inputs(
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     split = split_by_file(accelerate_config(values["accelerate_config"])) if values["accelerate_config"] else ""
-    notes = _notes(values, config, prompt_length, split)
+    notes = (*_notes(values, config, prompt_length, split), *_rounded_updates(values, config, dtype, gpus))
     half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
@@ -283,3 +286,22 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
     if not is_known(optim):
         notes.append(f"`optim: {optim}` is assumed to keep 8 bytes for each trained element.")
     return tuple(notes)
+
+
+def _rounded_updates(values: Mapping[str, Any], config: PreTrainedConfig, dtype: torch.dtype, gpus: int) -> list[str]:
+    """A note if rounding would lose Adam's updates of most weights, as `RoundedUpdatesCallback` finds in training."""
+    optim = str(getattr(values["optim"], "value", values["optim"]))
+    rate, std = values["learning_rate"], getattr(config.get_text_config(), "initializer_range", None)
+    if optim.removeprefix("paged_") not in _ADAMS or values["use_peft"] or dtype.itemsize > 2 or not rate or not std:
+        return []
+    launch = accelerate_config(values["accelerate_config"]) if values["accelerate_config"] and gpus > 1 else None
+    kind = (yaml.safe_load(launch.read_text(encoding="utf-8")) or {}).get("distributed_type") if launch else None
+    share = expected_share(rate, std, dtype)
+    if share >= LEAST_SHARE or kind in ("FSDP", "DEEPSPEED"):
+        return []
+    name, ours = str(dtype).removeprefix("torch."), "`optim: liger_adamw` or " if dtype == torch.bfloat16 else ""
+    return [
+        f"`optim: {optim}` at `learning_rate: {rate:g}` changes at most {100 * share:.1f} % of weights in {name}, the "
+        f"updates of the others are rounded away: set {ours}`dtype: float32`, or split the model with FSDP2 or ZeRO, "
+        "which keep fp32 weights."
+    ]

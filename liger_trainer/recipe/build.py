@@ -242,7 +242,9 @@ def check_optimizer(recipe: Recipe, trainer: Trainer) -> None:
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     except (ImportError, ValueError) as error:
-        raise RecipeError(f"{recipe.source}: `optim` is {optim.value!r}: {first_line(error)}") from error
+        raise RecipeError(
+            f"{recipe.source}: `optim` is {getattr(optim, 'value', optim)!r}: {first_line(error)}"
+        ) from error
 
 
 def check_launch(recipe: Recipe, trainer: Trainer) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.labelled_share import LabelledShareCallback
@@ -38,8 +38,10 @@ from liger_trainer.compat.transformers import (
 )
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.context import expected_loss_gradient, labelled_rows_at_most
 from liger_trainer.integration import in_charge
+from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
@@ -178,6 +180,14 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
             )
         super()._move_model_to_device(model, *args, **kwargs)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        """The optimizer's class and options; see [`~transformers.Trainer.get_optimizer_cls_and_kwargs`]."""
+        if args.optim != LIGER_ADAMW:
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        rates = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        return LigerAdamW, {**rates, **liger_adamw_options(args)}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""

@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_trainer.callbacks.rounded_updates import changed_share
+from liger_trainer.callbacks.rounded_updates import changed_share, expected_share
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
 
 RATES = {5e-7: (0.0034, 0.0097), 5e-6: (0.033, 0.078), 1e-5: (0.067, 0.155)}
 """Learning rate to the share that 50 steps of a Llama changed, as measured, and what an update of that size can."""
+
+OURS = {"optim": "liger_adamw"}
 
 
 def share_of(rate, dtype=torch.bfloat16, std=0.02):
@@ -27,6 +29,12 @@ def test_the_share_is_that_of_small_weights(rate):
     assert measured < share < 4 * measured
     assert share == pytest.approx(bound, rel=0.05)
     assert (weight.abs() < 2**8 * rate).float().mean() < share < (weight.abs() < 2**9 * rate).float().mean() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [*RATES, 3.1e-6, 1e-4])
+def test_the_share_without_the_weights(rate, dtype):
+    assert expected_share(rate, 0.02, dtype) == pytest.approx(share_of(rate, dtype)[1], rel=0.05)
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -78,13 +86,23 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if "rounded away" in record.getMessage()]
 
 
-@pytest.mark.parametrize("adapters", [None, torch.bfloat16])
-def test_it_is_one_warning(tmp_path, caplog, adapters):
+@pytest.mark.parametrize(
+    ("dtype", "settings", "advice"),
+    [
+        (torch.bfloat16, {}, "Set `optim: liger_adamw`, which trains bf16 weights as fp32 weights, or train fp32"),
+        (torch.bfloat16, {"adapters": torch.bfloat16}, "Set `optim: liger_adamw`, which"),
+        (torch.bfloat16, {**OURS, "optim_args": "master=none"}, "Set `optim: liger_adamw`, without `master=none`, or"),
+        (torch.float16, {"adam_epsilon": 1e-4}, "away. Train fp32 weights"),
+        (torch.float16, OURS, "away. Train fp32 weights"),
+    ],
+)
+def test_it_is_one_warning(tmp_path, caplog, dtype, settings, advice):
     with caplog.at_level(logging.WARNING):
-        train(tmp_path, torch.bfloat16, 5e-7, adapters)
+        train(tmp_path, dtype, 5e-7, **settings)
     (warning,) = warnings_of(caplog)
     assert "`learning_rate` 5e-07 changes at most" in warning
-    assert "in bfloat16" in warning
+    assert f"in {str(dtype).removeprefix('torch.')}:" in warning
+    assert advice in warning
     assert "`dtype: float32`" in warning
     assert "\n" not in warning
 
@@ -98,6 +116,8 @@ def test_it_is_one_warning(tmp_path, caplog, adapters):
         (torch.bfloat16, 1e-2, {}),
         (torch.bfloat16, 5e-7, {"optim": "sgd"}),  # whose updates are not of the learning rate's size
         (torch.bfloat16, 5e-7, {"adapters": torch.float32}),
+        (torch.bfloat16, 5e-7, OURS),
+        (torch.bfloat16, 5e-7, {**OURS, "optim_args": "master=stochastic"}),
     ],
 )
 def test_no_warning_where_updates_arrive(tmp_path, caplog, dtype, rate, settings):

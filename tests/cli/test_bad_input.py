@@ -44,6 +44,11 @@ def test_missing_recipe(capsys):
         ({"output_dir": "x" * 300}, "cannot be created: File name too long; give another one."),
         ({"output_dir": "a\0b"}, "cannot be created: embedded null byte; give another one."),
         ({"optim_args": "beta1"}, "`optim_args` is 'beta1'; it must be pairs such as 'beta1=0.9, beta2=0.95'."),
+        ({"optim": "adam"}, "`optim` is 'adam'; it must be one of 'liger_adamw', 'adamw_torch', "),
+        (
+            {"optim": "liger_adamw", "optim_args": "states=4bit"},
+            "`optim_args` is 'states=4bit': `states` is '4bit'; it",
+        ),
         ({"optim": "schedule_free_adamw"}, "You need to install `schedulefree`"),
         ({"optim": "grokadamw"}, "Please install grokadamw"),
         (

@@ -73,6 +73,30 @@ def test_a_folder_or_another_revision_is_read():
     assert published_config("Qwen/Qwen3-8B") is None
 
 
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ("--gpus 1", True),
+        ("--gpus 1 --accelerate_config fsdp2", True),
+        ("--gpus 2", True),
+        ("--gpus 1 --optim adamw_bnb_8bit", True),
+        ("--gpus 1 --optim liger_adamw", False),
+        ("--gpus 2 --accelerate_config fsdp2", False),
+        ("--gpus 2 --accelerate_config zero3", False),
+        ("--gpus 1 --dtype float32", False),
+        ("--gpus 1 --learning_rate 1e-3", False),
+        ("--gpus 1 --use_peft true --lora_target_modules q_proj v_proj", False),
+    ],
+)
+def test_updates_that_rounding_would_lose(capsys, options, noted):
+    recipe = ("quickstart", "--model_config", SMALL, "--dtype", "bfloat16", "--learning_rate", "1e-5")
+    code, out, err = run(capsys, *recipe, "--gpu_memory", "24GiB", *options.split())
+    assert code == 0, err
+    words = "at `learning_rate: 1e-05` changes at most 15.5 % of weights in bfloat16"
+    assert (words in " ".join(out.split())) == noted
+    assert ("set `optim: liger_adamw` or `dtype: float32`" in " ".join(out.split())) == noted
+
+
 def test_one_gpu_and_a_configuration(capsys):
     code, out, _ = run(capsys, "quickstart", "--gpus", "1", "--gpu_memory", "24GiB", "--model_config", SMALL)
     assert code == 0

@@ -12,7 +12,7 @@ from tests.compat.test_private import CHECKS, feature_of
 from tests.test_layout import imports, product_modules
 
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
-PYTHONS_OWN = {"_asdict", "_exit", "_getframe", "_replace"}
+PYTHONS_OWN = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 """Documented names of Python: of named tuples, `os` and `sys`."""
 
 CHECKED_BY = {

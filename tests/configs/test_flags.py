@@ -1,10 +1,12 @@
 """The kernel flags through Python, the command line, YAML, and the saved arguments."""
 
 import json
+import re
 
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
 from trl import TrlParser
 
 from liger_trainer.configs.cpo_config import LigerCPOConfig
@@ -14,6 +16,7 @@ from liger_trainer.configs.flags import activation_memory_of, kernel_config_of, 
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
 from liger_trainer.configs.kto_config import LigerKTOConfig
+from liger_trainer.configs.liger_adamw import liger_adamw_options
 from liger_trainer.configs.orpo_config import LigerORPOConfig
 from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
@@ -146,6 +149,51 @@ def test_help_renders_and_arguments_survive_saving(cls, tmp_path):
     if "generation_batch_size" in rebuilt:  # TRL fills it in, and refuses both
         rebuilt.pop("steps_per_generation")
     assert cls(**rebuilt).kernel_config() == args.kernel_config()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_our_optimizer(cls, tmp_path):
+    """By every way to write it, and with what transformers does to its own names."""
+    options = f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --optim liger_adamw --optim_args seed=1"
+    (parsed,) = HfArgumentParser(cls).parse_args_into_dataclasses(options.split())
+    args = make(cls, tmp_path, optim="liger_adamw", optim_args="states=bf16, master=None")
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert [one.optim for one in (parsed, args, loaded)] == ["liger_adamw"] * 3
+    assert json.loads(args.to_json_string())["optim"] == args.to_sanitized_dict()["optim"] == "liger_adamw"
+    assert liger_adamw_options(parsed) == {"seed": 1}
+    assert liger_adamw_options(loaded) == {"states": "bf16", "master": None, "seed": 42}
+    chosen = make(cls, tmp_path).set_optimizer("liger_adamw", 1e-3, args="states=fp32")
+    assert (chosen.optim, chosen.learning_rate, chosen.optim_args) == ("liger_adamw", 1e-3, "states=fp32")
+    for theirs in (make(cls, tmp_path, optim="sgd"), chosen.set_optimizer("sgd")):
+        assert theirs.optim is OptimizerNames.SGD
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"optim": "liger_adam"}, "`optim` is 'liger_adam'; it must be one of 'liger_adamw', 'adamw_torch', "),
+        ({"optim_args": "states=4bit"}, "`optim_args` is 'states=4bit': `states` is '4bit'; it must be one of '8bit'"),
+        ({"optim_args": "master=kahan"}, "`optim_args` is 'master=kahan': `master` is 'kahan'; it must be one of"),
+        ({"optim_args": "seed=-1"}, "`optim_args` is 'seed=-1': `seed` is '-1'; it must be an integer from 0"),
+        ({"optim_args": "states"}, "`optim_args` is 'states': `states` is ''"),
+        ({"optim_args": "beta1=0.9"}, "`optim_args` is 'beta1=0.9'; `optim: liger_adamw` takes 'states', 'master' and"),
+        ({"optim_args": ","}, "`optim_args` is ','; `optim: liger_adamw` takes"),
+    ],
+)
+def test_bad_optimizers(kwargs, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        make(LigerTrainingArguments, tmp_path, **{"optim": "liger_adamw", **kwargs})
+    assert "\n" not in str(error.value)
+
+
+def test_our_optimizer_is_refused_with_deepspeed(tmp_path):
+    pytest.importorskip("deepspeed")
+    sharded = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ValueError, match="DeepSpeed, which keeps fp32 weights of its own; set `optim: adamw_torch_f"):
+        make(LigerTrainingArguments, tmp_path, optim="liger_adamw", deepspeed=sharded)
+    with pytest.raises(ValueError, match="DeepSpeed"):
+        make(LigerTrainingArguments, tmp_path, deepspeed=sharded).set_optimizer("liger_adamw")
 
 
 def test_config_of_stock_arguments(tmp_path):

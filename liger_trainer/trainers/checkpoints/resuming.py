@@ -27,14 +27,17 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RESUMING
+from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.output_lock import owned
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
 
 logger = logging.getLogger("liger_trainer")
 
 require(RESUMING)
+require(WRAPPED_OPTIMIZER)
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _OF_TORCH = re.compile(  # other files are the user's own, and may be anything
@@ -115,7 +118,7 @@ class ResumingMixin(Trainer):
         asked = [dict(group) for group in self.optimizer.param_groups]
         with _naming(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            _check_optimizer(asked, self.optimizer.param_groups)
+            _check_optimizer(asked, self.optimizer)
         overruled = [*_overruled(asked, self.optimizer.param_groups), *self._overruled_steps()]
         if overruled and self.is_world_process_zero():
             logger.warning(
@@ -143,13 +146,19 @@ class ResumingMixin(Trainer):
                 yield f"`{kind}_steps` is {restored}, not {given}"
 
 
-def _check_optimizer(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+def _check_optimizer(asked: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for the state of another optimizer, which torch would load, and fail in the first step."""
+    loaded, inner = optimizer.param_groups, getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     missing = sorted(
         {key for before, after in zip(asked, loaded, strict=False) for key in before.keys() - after.keys()}
     )
     if missing:
         raise ValueError(f"its optimizer has no {', '.join(map(repr, missing))}.")
+    if not isinstance(inner, LigerAdamW) and any("exp_avg_codes" in state for state in inner.state.values()):
+        raise ValueError(
+            f"it has states in 8 bits, which {type(inner).__name__} cannot read. Set `optim: liger_adamw`, or write "
+            "what `liger_trainer.optim.adamw_state_dict` makes of its optimizer.pt in the place of that file."
+        )
 
 
 def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,481 @@
+"""What optimizers make of bf16 weights: a small Llama is fine-tuned with each of them, and with fp32 weights.
+
+    python -m liger_trainer.benchmarks.optimizers --output results            # minutes on a GPU
+    python -m liger_trainer.benchmarks.optimizers --output results --small    # the CPU, 2 minutes
+    python -m liger_trainer.benchmarks.optimizers --plot results/optimizers.csv
+
+The corpus is Python's standard library, one token a byte, split by file into pretraining, fine-tuning and held-out
+text. The model is pretrained in fp32, and rounded to bf16 once: what a published checkpoint holds, and where every run
+starts. Then follow, at the constant learning rates that the recipes begin with, without weight decay:
+
+    SFT   the next-token loss at 1e-5, on text in which upper and lower case are exchanged
+    DPO   beta 0.1 at 5e-7: the second half of each row is preferred to itself with typos, neighbours exchanged
+
+Runs of one seed see the same rows in the same order; seeds differ in the order only. Every forward is in bf16: with
+fp32 weights under autocast, with bf16 weights as they are. What is measured on held-out text is of the weights that a
+checkpoint would have, and computed in fp32 for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import datetime
+import os
+import statistics
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.measure import explain
+from liger_trainer.benchmarks.plots import draw_optimizers
+from liger_trainer.benchmarks.records import versions
+from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.benchmarks.report import make_console, make_table, number
+from liger_trainer.optim import LigerAdamW
+
+FP32 = "AdamW, fp32 weights"  # what the others are compared with
+_BETA = 0.1
+_TYPOS = 0.2  # share of the pairs of neighbours that are exchanged
+_MEASURED = 6  # how often a run is measured, besides at its start
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model and the runs; rows are pairs for DPO, so its batches have half as many."""
+
+    hidden: int
+    layers: int
+    rows: int  # of a batch
+    length: int
+    pretraining: int  # steps
+    steps: int
+    held_out: int  # batches
+    seeds: int
+
+
+LARGE = Sizes(hidden=512, layers=6, rows=32, length=512, pretraining=1500, steps=300, held_out=4, seeds=3)
+SMALL = Sizes(hidden=256, layers=2, rows=4, length=64, pretraining=100, steps=40, held_out=2, seeds=1)
+
+
+@dataclasses.dataclass
+class Point:
+    """A run after some steps. The last point of a run has all the fields, others those that were measured."""
+
+    task: str
+    optimizer: str
+    seed: int
+    step: int
+    loss: float  # held-out, as all three
+    accuracy: float | None = None  # DPO: share of the pairs with a positive margin
+    margin: float | None = None  # DPO: mean margin of the rewards
+    changed: float | None = None  # share of the weights that differ from the start, in bf16
+    changed_fp32: float | None = None  # the same of the trained weights, with what their bf16 values lack
+    distance: float | None = None  # to the trained weights of FP32, by how far those are from the start
+    largest_distance: float | None = None  # the same with the largest difference of a weight in place of the norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A fine-tuning.
+
+    Attributes:
+        rows: Tokens of all runs, (N, k, length + 1) in uint8, k = 1, or 2 for a pair; `held_out` as well.
+        metrics: Makes the loss, and what else is measured, from the tokens' log-probabilities (n, k, length), and from
+            those of the start.
+    """
+
+    name: str
+    lr: float
+    batch: int
+    rows: Tensor
+    held_out: Tensor
+    metrics: Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+
+def _sft(log_probs: Tensor, start: Tensor) -> dict[str, Tensor]:
+    return {"loss": -log_probs.mean()}
+
+
+def _dpo(log_probs: Tensor, start: Tensor) -> dict[str, Tensor]:
+    answer = slice(log_probs.shape[-1] // 2, None)
+    chosen, rejected = (_BETA * (log_probs - start)[..., answer].sum(-1)).unbind(1)
+    margin = chosen - rejected
+    accuracy = (margin > 0).float().mean()
+    return {"loss": -F.logsigmoid(margin).mean(), "accuracy": accuracy, "margin": margin.mean()}
+
+
+def corpus() -> dict[str, bytes]:
+    """The sources of the standard library, in three parts. A file is in the part that a hash of its name says."""
+    parts: dict[str, list[bytes]] = {"pretraining": [], "fine-tuning": [], "held-out": []}
+    root = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "__pycache__"})
+        for name in sorted(files):
+            if name.endswith(".py"):
+                file = Path(folder, name)
+                bucket = zlib.crc32(file.relative_to(root).as_posix().encode()) % 10
+                part = "pretraining" if bucket < 6 else "fine-tuning" if bucket < 9 else "held-out"
+                parts[part].append(file.read_bytes())
+    return {name: b"".join(files) for name, files in parts.items()}
+
+
+def _cut(text: bytes, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Rows from random places of a text, (count, length + 1), on the CPU."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    starts = torch.randint(len(tokens) - length, (count, 1), generator=generator)
+    return tokens[starts + torch.arange(length + 1)]
+
+
+def _pairs(rows: Tensor, generator: torch.Generator) -> Tensor:
+    """Rows (n, length + 1) and the same with typos in their second half, (n, 2, length + 1)."""
+    first = rows.shape[1] // 2 + 1
+    answers = rows[:, first : first + (rows.shape[1] - first) // 2 * 2].unflatten(1, (-1, 2))
+    exchanged = torch.rand(answers.shape[:2], generator=generator).lt(_TYPOS).unsqueeze(-1)
+    rejected = rows.clone()
+    rejected[:, first : first + answers[0].numel()] = torch.where(exchanged, answers.flip(-1), answers).flatten(1)
+    return torch.stack((rows, rejected), dim=1)
+
+
+def tasks(text: dict[str, bytes], sizes: Sizes, device: torch.device) -> list[Task]:
+    """Both fine-tunings."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for name, lr, batch, metrics in (("SFT", 1e-5, sizes.rows, _sft), ("DPO", 5e-7, sizes.rows // 2, _dpo)):
+        parts = []
+        for part, batches in (("fine-tuning", sizes.steps), ("held-out", sizes.held_out)):
+            source = text[part].swapcase() if name == "SFT" else text[part]
+            rows = _cut(source, batches * batch, sizes.length, generator)
+            parts.append((rows.unsqueeze(1) if name == "SFT" else _pairs(rows, generator)).to(device))
+        found.append(Task(name, lr, batch, parts[0], parts[1], metrics))
+    return found
+
+
+def _build(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=sizes.hidden,
+        intermediate_size=3 * sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // 64,
+        num_key_value_heads=sizes.hidden // 64,
+        max_position_embeddings=sizes.length,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+
+
+def _log_probs(model: torch.nn.Module, rows: Tensor, autocast: bool = True) -> Tensor:
+    """Log-probabilities of the tokens that follow, (n, k, length), of rows (n, k, length + 1)."""
+    tokens, weight = rows.flatten(0, 1).long(), next(model.parameters())
+    with torch.autocast(weight.device.type, torch.bfloat16, enabled=autocast and weight.dtype == torch.float32):
+        logits = model(input_ids=tokens[:, :-1]).logits
+    losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return -losses.view(*rows.shape[:2], -1)
+
+
+@torch.no_grad()
+def _log_probs_of_all(model: torch.nn.Module, rows: Tensor, batch: int, autocast: bool) -> Tensor:
+    return torch.cat([_log_probs(model, part, autocast) for part in rows.split(batch)])
+
+
+def pretrain(text: bytes, sizes: Sizes, device: torch.device) -> tuple[list[Tensor], float]:
+    """The weights from which all runs start, bf16 values in fp32, and the loss of the last batch."""
+    model = _build(sizes, torch.float32, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, sizes.pretraining, pct_start=0.05)
+    generator = torch.Generator().manual_seed(0)
+    rows = _cut(text, sizes.pretraining * sizes.rows, sizes.length, generator).unsqueeze(1).to(device)
+    for batch in rows.split(sizes.rows):
+        loss = -_log_probs(model, batch).mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return [weight.detach().bfloat16().float() for weight in model.parameters()], loss.item()
+
+
+def _torch(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr, weight_decay=0.0, fused=True)
+
+
+def _liger(**options: Any) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters, lr, seed: LigerAdamW(parameters, lr, weight_decay=0.0, seed=seed, **options)
+
+
+def _torchao(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr, weight_decay=0.0, bf16_stochastic_round=True)
+
+
+def _bitsandbytes(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr, weight_decay=0.0)
+
+
+OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]] = {
+    FP32: (torch.float32, _torch),
+    "AdamW, bf16 weights": (torch.bfloat16, _torch),
+    "bitsandbytes AdamW8bit": (torch.bfloat16, _bitsandbytes),
+    "torchao AdamW8bit, stochastic": (torch.bfloat16, _torchao),
+    "LigerAdamW, 8bit, stochastic": (torch.bfloat16, _liger(states="8bit", master="stochastic")),
+    "LigerAdamW, 8bit": (torch.bfloat16, _liger(states="8bit")),
+    "LigerAdamW, bf16": (torch.bfloat16, _liger(states="bf16")),
+    "LigerAdamW, fp32": (torch.bfloat16, _liger(states="fp32")),
+}
+
+
+def _flat(weights: Iterable[Tensor]) -> Tensor:
+    return torch.cat([weight.detach().flatten().float() for weight in weights])
+
+
+class Bench:
+    """The models that all runs share, with the weights they start from."""
+
+    def __init__(self, sizes: Sizes, start: Sequence[Tensor], device: torch.device) -> None:
+        self.sizes, self.start, self.device = sizes, start, device
+        self.models = {dtype: _build(sizes, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
+        self.measuring = _build(sizes, torch.float32, device)
+        self._starts: dict[Any, Tensor] = {}
+
+    def run(self, task: Task, name: str, seed: int) -> tuple[list[Point], Tensor]:
+        """One fine-tuning; returns its points and, flat and in fp32, the weights that it trained."""
+        dtype, optimizer_of = OPTIMIZERS[name]
+        model = self.models[dtype]
+        self._copy(self.start, model)
+        at_start = self._at_start(task, "rows", model)
+        held_out_at_start = self._at_start(task, "held_out", self.measuring)
+        torch.manual_seed(seed)
+        optimizer = optimizer_of(model.parameters(), task.lr, seed)
+        order = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        steps = order.split(task.batch)
+        measured = {len(steps) * part // _MEASURED for part in range(_MEASURED + 1)}
+        found = {0: self._measure(task, model, held_out_at_start)}
+        for step, rows in enumerate(steps, 1):
+            task.metrics(_log_probs(model, task.rows[rows]), at_start[rows])["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in measured:
+                found[step] = self._measure(task, model, held_out_at_start)
+        points = [
+            Point(task.name, name, seed, step, **{key: value.item() for key, value in metrics.items()})
+            for step, metrics in found.items()
+        ]
+        start, stored, trained = _flat(self.start), _flat(model.parameters()), _flat(model.parameters())
+        if isinstance(optimizer, LigerAdamW):
+            trained = _flat(map(optimizer.fp32_weight, model.parameters()))
+        points[-1].changed = stored.bfloat16().ne(start.bfloat16()).float().mean().item()
+        points[-1].changed_fp32 = trained.ne(start).float().mean().item()
+        return points, trained
+
+    @torch.no_grad()
+    def _copy(self, weights: Iterable[Tensor], model: torch.nn.Module) -> None:
+        for target, weight in zip(model.parameters(), weights):
+            target.copy_(weight)
+
+    def _at_start(self, task: Task, name: str, model: torch.nn.Module) -> Tensor:
+        """What a model says at the start; the reference of DPO."""
+        key = (task.name, name, model)
+        if key not in self._starts:
+            self._copy(self.start, model)
+            autocast = model is not self.measuring
+            self._starts[key] = _log_probs_of_all(model, getattr(task, name), task.batch, autocast)
+        return self._starts[key]
+
+    @torch.no_grad()
+    def _measure(self, task: Task, model: torch.nn.Module, at_start: Tensor) -> dict[str, Tensor]:
+        self._copy(model.parameters(), self.measuring)
+        return task.metrics(_log_probs_of_all(self.measuring, task.held_out, task.batch, False), at_start)
+
+
+def compare(
+    sizes: Sizes,
+    device: torch.device,
+    tell: Callable[[str], object] = print,
+) -> list[Point]:
+    """Runs both tasks with every optimizer that is installed, for each seed.
+
+    Args:
+        sizes: Of the model and the runs.
+        device: Where.
+        tell: Gets a line on each optimizer, and on each that is left out.
+
+    Returns:
+        The points of all runs.
+    """
+    begin, text = time.perf_counter(), corpus()
+    start, loss = pretrain(text["pretraining"], sizes, device)
+    bench, points = Bench(sizes, start, device), []
+    count = sum(weight.numel() for weight in start)
+    tell(f"{count / 1e6:.1f} M parameters, pretrained to {loss:.3f} in {time.perf_counter() - begin:.0f} s")
+    with torch.no_grad():
+        before = _flat(start)
+    for task in tasks(text, sizes, device):
+        aims: list[Tensor] = []
+        for name in OPTIMIZERS:
+            begin = time.perf_counter()
+            try:
+                runs = [bench.run(task, name, seed) for seed in range(sizes.seeds)]
+            except Exception as error:
+                if name == FP32 or name.startswith("Liger"):
+                    raise
+                tell(f"{task.name}, {name}: {explain(error)}")
+                continue
+            if name == FP32:
+                aims = [trained for _, trained in runs]
+            for seed, (found, trained) in enumerate(runs):
+                other = (seed + 1) % sizes.seeds if name == FP32 else seed
+                away, moved = trained - aims[other], aims[seed] - before
+                found[-1].distance = (away.norm() / moved.norm()).item()
+                found[-1].largest_distance = (away.abs().max() / moved.abs().max()).item()
+                points += found
+            tell(f"{task.name}, {name}: {time.perf_counter() - begin:.0f} s")
+    return points
+
+
+def _spread(values: Iterable[float | None], form: str) -> str:
+    """Mean and standard deviation."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    deviation = f" ± {statistics.stdev(known):{form.lstrip('+')}}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):{form}}{deviation}"
+
+
+def summary(points: Sequence[Point], task: str) -> Table:
+    """A row per optimizer: means over the seeds at the end of a task, with their standard deviations.
+
+    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `of the gain` is how much the loss
+    fell, by how much it fell with fp32 weights, both in the mean.
+    """
+    of_task = [point for point in points if point.task == task]
+    start, steps = of_task[0].loss, max(point.step for point in of_task)
+    last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
+    headings = ["held-out loss", "over fp32", "of the gain, %", "accuracy, %", "margin", "changed, %", "in fp32, %"]
+    headings += ["distance, %", "largest, %"]
+    table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
+    fell = {}
+    for name in dict.fromkeys(point.optimizer for point in of_task):
+        own = {seed: point for (optimizer, seed), point in last.items() if optimizer == name}
+        fell[name] = start - statistics.mean(point.loss for point in own.values())
+        table.add_row(
+            name,
+            _spread([point.loss for point in own.values()], ".4f"),
+            _spread([point.loss - last[FP32, seed].loss for seed, point in own.items()], "+.4f"),
+            _percent([fell[name] / fell[FP32]] if fell[FP32] > 0 else []),
+            _percent([point.accuracy for point in own.values()]),
+            _spread([point.margin for point in own.values()], ".4f"),
+            *(
+                _percent([getattr(point, field) for point in own.values()])
+                for field in ("changed", "changed_fp32", "distance", "largest_distance")
+            ),
+        )
+    return table
+
+
+def _percent(shares: Iterable[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return number(100 * statistics.mean(known) if known else None, ".1f")
+
+
+def write(points: Sequence[Point], file: Path, setting: dict[str, str]) -> None:
+    """Writes one line per point, each with what holds for all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, [field.name for field in dataclasses.fields(Point)] + list(setting))
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(point) | setting for point in points)
+
+
+def read(file: Path) -> tuple[list[Point], str]:
+    """The points of a file that `write` has written, and the device they were measured on."""
+    points, device = [], ""
+    with file.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            device = row["device"]
+            numbers = {field.name: row[field.name] for field in dataclasses.fields(Point)[4:]}
+            points.append(
+                Point(
+                    row["task"],
+                    row["optimizer"],
+                    int(row["seed"]),
+                    int(row["step"]),
+                    **{name: float(value) if value else None for name, value in numbers.items()},  # type: ignore[arg-type]
+                )
+            )
+    return points, device
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """The same results in every run on one machine: attention's backward, for example, has no atomics then."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a folder for optimizers.csv and optimizers.png")
+    parser.add_argument("--device", help="by default the accelerator, or the CPU without one")
+    parser.add_argument("--steps", type=int, help="of each fine-tuning; by default 300, or 40 with --small")
+    parser.add_argument("--small", action="store_true", help="2 M parameters, short rows and one seed, for the CPU")
+    parser.add_argument("--plot", type=Path, metavar="CSV", help="measure nothing; draw and print what such a file has")
+    arguments = parser.parse_args(argv)
+    if (arguments.output is None) == (arguments.plot is None):
+        parser.error("give either --output, a folder for the results, or --plot, the results of an earlier run")
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps is {arguments.steps}; it must be 1 or more")
+    console = make_console()
+    if arguments.plot:
+        points, device = read(arguments.plot)
+        file = arguments.plot
+    else:
+        try:
+            place = find_device(arguments.device)
+        except BenchmarkError as error:
+            parser.error(str(error))
+        sizes = SMALL if arguments.small else LARGE
+        sizes = dataclasses.replace(sizes, steps=arguments.steps or sizes.steps)
+        device, file = Device(place).name(), arguments.output / "optimizers.csv"
+        with _deterministic():
+            points = compare(sizes, place, tell=lambda line: print(line, flush=True))
+        command = "python -m liger_trainer.benchmarks.optimizers " + " ".join(sys.argv[1:] if argv is None else argv)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        write(points, file, {"device": device, "date": date, "command": command, **versions()})
+    for task in dict.fromkeys(point.task for point in points):
+        console.print(summary(points, task))
+    try:
+        draw_optimizers(points, device, file.with_suffix(".png"))
+    except ModuleNotFoundError as error:
+        print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
+
+
+if __name__ == "__main__":
+    main()
