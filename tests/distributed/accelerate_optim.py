@@ -41,18 +41,19 @@ def _train(name: str, folder: Path, resumes: bool) -> Found:
     os.environ["FSDP_STATE_DICT_TYPE"], os.environ["ACCELERATE_MIXED_PRECISION"] = CASES[name]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     output = folder / name
+    optim = {"optim": "liger_adamw", "learning_rate": 1e-4}
     args = LigerTrainingArguments(
-        **ARGUMENTS | {"max_steps": STEPS, "save_strategy": "steps", "save_steps": MIDDLE},
+        **ARGUMENTS | optim | {"max_steps": STEPS, "save_strategy": "steps", "save_steps": MIDDLE},
         output_dir=str(output / f"resumed by {world}" if resumes else output),
         per_device_train_batch_size=1,
         kernel_report=False,
     )
     model = llama(hidden_size=256, intermediate_size=256, num_hidden_layers=2).bfloat16()
     rows = [row for row in token_rows(8) for _ in range(world)]
-    options = {"lr": 1e-4, "seed": 5}
-    trainer = LigerTrainer(model, args, train_dataset=rows, optimizer_cls_and_kwargs=(LigerAdamW, options))
+    trainer = LigerTrainer(model, args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{MIDDLE}") if resumes else None)
     optimizer = trainer.optimizer.optimizer
+    assert type(optimizer) is LigerAdamW
     found = {}
     for path, parameter in trainer.model.named_parameters():
         found |= {f"{path}, {key}": _bits(value) for key, value in optimizer.state[parameter].items()}

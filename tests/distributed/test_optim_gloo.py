@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_trainer.optim import LigerAdamW
+from liger_trainer.optim.adamw import _gradient
 
 RANKS = 4
 SHAPES = {
@@ -179,10 +180,22 @@ def _unfinished(rank: int, dtype: torch.dtype) -> None:
     ):
         parameter = nn.Parameter(weight)
         parameter.grad = grad
+        assert type(_gradient(parameter)) is torch.Tensor  # kernels read its memory
         LigerAdamW([parameter], lr=0.1).step()
         found.append(_whole(parameter))
     assert not torch.equal(found[0], _whole(value))
     assert [torch.equal(each, found[0]) for each in found] == [True] * 4
+
+
+def _from_torch(rank: int, name: str) -> None:
+    """The shards of a state of torch's AdamW become those of the whole one."""
+    both = []
+    for model, ours in (_sharded("all", **FORMATS[name]), _alone(0, **FORMATS[name])):
+        theirs = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        _train(model, theirs, range(1))
+        ours.load_state_dict(theirs.state_dict())
+        both += [model, ours]
+    _check_same(*both)
 
 
 def _folder() -> Path:
@@ -308,6 +321,7 @@ CASES = {
     "columns and fsdp2": partial(_tensor_parallel, dim=1, name="8bit"),
     "unfinished gradients, bf16": partial(_unfinished, dtype=torch.bfloat16),
     "unfinished gradients, fp32": partial(_unfinished, dtype=torch.float32),
+    **{f"from torch, {name}": partial(_from_torch, name=name) for name in ("8bit", "bf16", "fp32")},
     "dcp": partial(_resumes, way="dcp", meshes=("all", "pairs", "alone", "all")),
     "dcp, bf16, stochastic": partial(_resumes, way="dcp", meshes=("all", "alone"), **FORMATS["bf16, stochastic"]),
     **{f"{a} to {b}": partial(_another_format, before=a, after=b) for a, b in (("8bit", "fp32"), ("fp32", "8bit"))},
