@@ -12,8 +12,10 @@ starts. Then follow, at the constant learning rates that the recipes begin with,
     DPO   beta 0.1 at 5e-7: the second half of each row is preferred to itself with typos, neighbours exchanged
 
 Runs of one seed see the same rows in the same order; seeds differ in the order only. Every forward is in bf16: with
-fp32 weights under autocast, with bf16 weights as they are. What is measured on held-out text is of the weights that a
-checkpoint would have, and computed in fp32 for all.
+fp32 weights under autocast, with bf16 weights as they are. What is measured on held-out text is computed in fp32 for
+all, of the weights in bf16, which are what the matmuls of a bf16 forward see of fp32 weights too. At the end the loss
+is also measured of the weights as they are trained, with what bf16 lacks: all start at a bf16 value, so after few small
+steps most have not come half of the way to the next, and their bf16 values lag behind.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import math
 import os
 import statistics
 import sys
@@ -83,6 +86,7 @@ class Point:
     margin: float | None = None  # DPO: mean margin of the rewards
     changed: float | None = None  # share of the weights that differ from the start, in bf16
     changed_fp32: float | None = None  # the same of the trained weights, with what their bf16 values lack
+    trained_loss: float | None = None  # held-out, of the trained weights
     distance: float | None = None  # to the trained weights of FP32, by how far those are from the start
     largest_distance: float | None = None  # the same with the largest difference of a weight in place of the norm
 
@@ -242,6 +246,10 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]] 
 }
 
 
+def _in_bf16(model: torch.nn.Module) -> Iterator[Tensor]:
+    return (weight.detach().bfloat16() for weight in model.parameters())
+
+
 def _flat(weights: Iterable[Tensor]) -> Tensor:
     return torch.cat([weight.detach().flatten().float() for weight in weights])
 
@@ -267,23 +275,25 @@ class Bench:
         order = torch.randperm(len(task.rows), generator=torch.Generator().manual_seed(seed)).to(self.device)
         steps = order.split(task.batch)
         measured = {len(steps) * part // _MEASURED for part in range(_MEASURED + 1)}
-        found = {0: self._measure(task, model, held_out_at_start)}
+        found = {0: self._measure(task, _in_bf16(model), held_out_at_start)}
         for step, rows in enumerate(steps, 1):
             task.metrics(_log_probs(model, task.rows[rows]), at_start[rows])["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
             if step in measured:
-                found[step] = self._measure(task, model, held_out_at_start)
+                found[step] = self._measure(task, _in_bf16(model), held_out_at_start)
         points = [
             Point(task.name, name, seed, step, **{key: value.item() for key, value in metrics.items()})
             for step, metrics in found.items()
         ]
-        start, stored, trained = _flat(self.start), _flat(model.parameters()), _flat(model.parameters())
+        trained = [weight.detach().float() for weight in model.parameters()]
         if isinstance(optimizer, LigerAdamW):
-            trained = _flat(map(optimizer.fp32_weight, model.parameters()))
-        points[-1].changed = stored.bfloat16().ne(start.bfloat16()).float().mean().item()
-        points[-1].changed_fp32 = trained.ne(start).float().mean().item()
-        return points, trained
+            trained = [optimizer.fp32_weight(weight) for weight in model.parameters()]
+        start, weights, last = _flat(self.start), _flat(trained), points[-1]
+        last.changed = _flat(model.parameters()).bfloat16().ne(start).float().mean().item()
+        last.changed_fp32 = weights.ne(start).float().mean().item()
+        last.trained_loss = self._measure(task, trained, held_out_at_start)["loss"].item()
+        return points, weights
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[Tensor], model: torch.nn.Module) -> None:
@@ -300,8 +310,8 @@ class Bench:
         return self._starts[key]
 
     @torch.no_grad()
-    def _measure(self, task: Task, model: torch.nn.Module, at_start: Tensor) -> dict[str, Tensor]:
-        self._copy(model.parameters(), self.measuring)
+    def _measure(self, task: Task, weights: Iterable[Tensor], at_start: Tensor) -> dict[str, Tensor]:
+        self._copy(weights, self.measuring)
         return task.metrics(_log_probs_of_all(self.measuring, task.held_out, task.batch, False), at_start)
 
 
@@ -362,24 +372,25 @@ def _spread(values: Iterable[float | None], form: str) -> str:
 def summary(points: Sequence[Point], task: str) -> Table:
     """A row per optimizer: means over the seeds at the end of a task, with their standard deviations.
 
-    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `of the gain` is how much the loss
-    fell, by how much it fell with fp32 weights, both in the mean.
+    `over fp32` is the held-out loss less that of fp32 weights and the same seed; `gain` is how much the loss
+    fell, by how much it fell with fp32 weights, both in the mean: of the weights in bf16, and as they are trained.
     """
     of_task = [point for point in points if point.task == task]
     start, steps = of_task[0].loss, max(point.step for point in of_task)
     last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
-    headings = ["held-out loss", "over fp32", "of the gain, %", "accuracy, %", "margin", "changed, %", "in fp32, %"]
-    headings += ["distance, %", "largest, %"]
+    headings = ["held-out loss", "over fp32", "gain, %", "as trained, %", "accuracy, %", "margin", "changed, %"]
+    headings += ["as trained, %", "distance, %", "largest, %"]
     table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
-    fell = {}
+    fell: dict[str, list[float]] = {}
     for name in dict.fromkeys(point.optimizer for point in of_task):
         own = {seed: point for (optimizer, seed), point in last.items() if optimizer == name}
-        fell[name] = start - statistics.mean(point.loss for point in own.values())
+        ends = [(point.loss, point.trained_loss or math.nan) for point in own.values()]
+        fell[name] = [start - statistics.mean(losses) for losses in zip(*ends)]
         table.add_row(
             name,
             _spread([point.loss for point in own.values()], ".4f"),
             _spread([point.loss - last[FP32, seed].loss for seed, point in own.items()], "+.4f"),
-            _percent([fell[name] / fell[FP32]] if fell[FP32] > 0 else []),
+            *(_percent([gain / aim] if aim > 0 else []) for gain, aim in zip(fell[name], fell[FP32])),
             _percent([point.accuracy for point in own.values()]),
             _spread([point.margin for point in own.values()], ".4f"),
             *(

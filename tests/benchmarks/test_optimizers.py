@@ -39,6 +39,8 @@ def test_fp32_is_followed_and_rounding_to_nearest_is_not(results):
         if name.startswith("Liger") and "stochastic" not in name:
             assert point.distance < 0.2
             assert point.changed == pytest.approx(aim.changed, rel=0.1)
+            assert point.loss == pytest.approx(aim.loss, abs=2e-4)  # to nearest, SFT is 0.015 away
+            assert point.trained_loss == pytest.approx(aim.trained_loss, abs=2e-4)
             assert point.changed_fp32 == pytest.approx(aim.changed_fp32, rel=0.01)
         if "stochastic" in name:
             assert point.changed == point.changed_fp32 > aim.changed / 2
