@@ -21,6 +21,14 @@ from liger_trainer.benchmarks.registry import BenchmarkError
 ACTIVATION_MEMORY = " activation_memory="
 """In the name of a provider of training steps, stands before the bytes that the layers may keep, or ``auto``."""
 
+OPTIM = " optim="
+"""In the name of a provider of training steps, stands before its optimizer, if that is not `DEFAULT_OPTIM`."""
+
+DEFAULT_OPTIM = "adamw_torch_fused"
+
+OPTIMIZER_STEP = "adamw"
+"""The operation of the records of `optimizer_step`."""
+
 _PACKAGES = (  # versions that a run records
     *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "torchao"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
@@ -143,6 +151,7 @@ class TrainingRecord:
     documents: int = 0  # tokens of each packed document
     padding: float = 0.0  # share of padding, whose tokens do not count
     labelled: float = 1.0  # share of the tokens, without padding, that has a label
+    dtype: str = "bfloat16"  # of the weights
 
     @property
     def group(self) -> tuple:
@@ -159,7 +168,7 @@ class TrainingRecord:
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
         rows = (self.documents, self.padding, self.labelled)
-        return (*model, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
+        return (*model, self.dtype, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 
 @dataclasses.dataclass

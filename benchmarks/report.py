@@ -192,8 +192,9 @@ def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
 
 
 def rows_in_words(record: TrainingRecord) -> str:
-    """What the rows are made of, where that is not one document of their length, of which every token has a label."""
-    words = [f"documents of {record.documents}"] if record.documents else []
+    """What differs from bf16 weights and rows of one document of their length, of which every token has a label."""
+    words = ["fp32 weights"] if record.dtype == "float32" else []
+    words += [f"documents of {record.documents}"] if record.documents else []
     words += [f"{percentage(record.padding)} padding"] if record.padding else []
     words += [f"{percentage(record.labelled)} labelled"] if record.labelled < 1 else []
     return ", ".join(words)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import Record, Results
+from liger_trainer.benchmarks.records import OPTIMIZER_STEP, Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
 from liger_trainer.benchmarks.report import markdown, number, percentage, with_settings
 from liger_trainer.benchmarks.training_tables import (
@@ -165,6 +165,38 @@ def _kept(record: Record | None) -> str:
     return f" / {record.saved_gibibytes * 2**30 / record.tokens / 1000:.1f} KB"
 
 
+_OPTIMIZER_TEXT = """\
+## The optimizer's step
+
+AdamW alone, on the weights of a model: milliseconds, and the share that moving the bytes would take: weights and states
+read and written, gradients read. Bytes a weight count weight, gradient and states.
+
+```bash
+python -m liger_trainer.benchmarks.optimizer_step --model llama3-8b --layers 8 --output results
+```"""
+
+
+def optimizer_section(results: Results) -> str:
+    """The section on the step of AdamW, with a table for each model; empty without results."""
+    groups = [group for group in results.cases if group[0] == OPTIMIZER_STEP]
+    made = []
+    for group in groups:
+        records = [record for record in results.cases[group] if not record.skipped]
+        rows = [
+            [
+                record.provider,
+                record.dtype,
+                record.remark.split()[0] if record.remark else "–",
+                record.failure or _milliseconds(record.both),
+                percentage(record.fraction_of_floor(), "–"),
+            ]
+            for record in records
+        ]
+        title = f"{MODELS[group[1]].title}, {records[0].variant}, {records[0].shape}"
+        made.append(f"{title}:\n\n{markdown(['optimizer', 'weights', 'bytes a weight', 'ms', 'of the floor'], rows)}")
+    return "\n\n".join([_OPTIMIZER_TEXT, *made, results.source(groups)]) if made else ""
+
+
 _HEADS = ("linear_", "dpo_loss", "fused_grpo_loss")  # how the names of operations over an LM head start
 
 
@@ -179,6 +211,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "lora": lora_table,
     "alignment": alignment_table,
     "several-gpus": several_gpus_section,
+    "optimizer": optimizer_section,
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
     "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),

@@ -44,6 +44,7 @@ class Task:
     documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
     padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
     labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
+    dtype: str = "bfloat16"  # of the weights; those in float32 are trained under bf16 autocast
 
     @property
     def samples(self) -> int:
@@ -160,6 +161,7 @@ def launch_command(task: Task) -> list[str]:
         return [sys.executable, *step]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", task.accelerate_config]
     launcher += ["--num_processes", str(task.gpus), "--main_process_port", "0"]
+    launcher += ["--mixed_precision", "no"]  # which the training arguments set, for each provider
     # Every process makes the same random weights on its own device; there is nothing to send from the first one's host.
     return [*launcher, "--fsdp_cpu_ram_efficient_loading", "false", *step]
 
@@ -232,4 +234,5 @@ def _record(task: Task, provider: str) -> TrainingRecord:
         documents=task.documents,
         padding=task.padding,
         labelled=task.labelled,
+        dtype=task.dtype,
     )

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, OPTIM
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, family
 from liger_trainer.benchmarks.training import PROMPT_FRACTION, Task
 from liger_trainer.configs.flags import activation_memory_of
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -322,14 +324,18 @@ def _offloaded(fraction: float) -> dict[str, Any]:
 def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
     """The provider NAME, or for ``NAME=NUMBER`` the provider NAME with that number as its second argument.
 
-    After the name of one of ours, `ACTIVATION_MEMORY` and a size, or ``auto``, set that argument.
+    After the name, `OPTIM` and an optimizer set that argument; after the name of one of ours, `ACTIVATION_MEMORY` and a
+    size, or ``auto``, that one. With both, the optimizer comes first.
 
     Raises:
-        BenchmarkError: if there is no such provider, or it takes no number or no such size.
+        BenchmarkError: if there is no such provider, or it takes no number, no such size or no such optimizer.
     """
     name, sized, size = name.partition(ACTIVATION_MEMORY)
     if sized:
         return _with_activation_memory(name, size)
+    name, chosen, optim = name.partition(OPTIM)
+    if chosen:
+        return _with_optim(name, optim)
     known, equals, number = name.partition("=")
     function = TRAINING_PROVIDERS[closest(known, TRAINING_PROVIDERS, "provider")]
     if not equals:
@@ -353,3 +359,22 @@ def _with_activation_memory(name: str, size: str) -> Callable[[Setup], Trainer]:
     except ValueError as error:
         raise BenchmarkError(str(error)) from None
     return lambda setup: function(dataclasses.replace(setup, arguments={**setup.arguments, **budget}))
+
+
+def optimizers_of(provider: str) -> list[str]:
+    """The optimizers that a provider may train with."""
+    stock = [name.value for name in OptimizerNames]
+    return [LIGER_ADAMW, *stock] if family(provider) == "liger_trainer" else stock
+
+
+def _with_optim(name: str, optim: str) -> Callable[[Setup], Trainer]:
+    function = find_training_provider(name)
+    chosen: dict[str, Any] = {"optim": closest(optim, optimizers_of(name), "optimizer")}
+
+    def build(setup: Setup) -> Trainer:
+        # Under autocast accelerate's FSDP2 would make the weights fp32.
+        stays = optim == LIGER_ADAMW and setup.task.dtype == "bfloat16" and not setup.task.lora
+        more = chosen | {"bf16": False} if stays else chosen
+        return function(dataclasses.replace(setup, arguments={**setup.arguments, **more}))
+
+    return build

@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.quantised import quantise
+from liger_trainer.benchmarks.records import DEFAULT_OPTIM
 from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
@@ -81,7 +82,7 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         from transformers import AutoModelForCausalLM
 
         config = model_config(MODELS[task.model], task.layers)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))
     if task.quantize:
         model = quantise(model, task.quantize, compress_statistics=True)
     # The formula counts neither a frozen model nor a reference model.
@@ -117,7 +118,7 @@ def training_arguments(task: Task, device: torch.device, folder: str) -> dict[st
         "max_steps": task.steps,
         "bf16": True,
         "use_cpu": device.type == "cpu",
-        "optim": "adamw_torch_fused",
+        "optim": DEFAULT_OPTIM,
         "learning_rate": 1e-4 if task.lora else 1e-5,
         "gradient_checkpointing": task.checkpointing,
         "logging_steps": 1,

@@ -44,7 +44,7 @@ def check_liger_adamw(args: Any) -> None:
     if args.deepspeed_plugin is not None:
         raise ValueError(
             f"`optim` is {LIGER_ADAMW!r}, but the launch uses DeepSpeed, which keeps fp32 weights of its own; set "
-            "`optim: adamw_torch_fused`."
+            "`optim: adamw_torch_fused` and `bf16: true`."
         )
 
 

@@ -242,6 +242,14 @@ def test_bf16_without_a_gpu_is_refused_unless_the_cpu_was_asked_for(tmp_path, mo
     with pytest.raises(RecipeError, match=words):
         load_recipe(path)
     assert load_recipe(path, ["--use_cpu", "true"]).training.bf16 is True
+    with pytest.raises(RecipeError, match=r"`dtype` is 'bfloat16', but there is no GPU here .* add `--dtype float32`"):
+        load_recipe(path, ["--bf16", "false", "--dtype", "bfloat16"])
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_recipe_says_whether_autocast_is_on_not_the_launcher(tmp_path, monkeypatch, bf16):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if not bf16 else "no")
+    assert minimal(tmp_path, bf16=bf16).training.mixed_precision == ("bf16" if bf16 else "no")
 
 
 OFF = {"liger_kernel_config": {"attention": False}}

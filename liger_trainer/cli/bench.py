@@ -40,7 +40,12 @@ def add_parser(commands: Any) -> None:
         default="both",
         help="which time percentages and plots show; all three are always measured",
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of the inputs; for `training`, of the weights: float32 ones are trained under bf16 autocast",
+    )
     parser.add_argument("--device", help="default: the accelerator, else cpu")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, results.csv and plots here")
     parser.add_argument(
@@ -111,6 +116,13 @@ def add_parser(commands: Any) -> None:
         type=names,
         metavar="SIZE[,...]",
         help="run liger_trainer with each of these values of its argument, such as 0,8GiB,auto, and draw pareto.png",
+    )
+    training.add_argument(
+        "--optim",
+        type=names,
+        metavar="NAME[,...]",
+        help="run each provider with each of these optimizers that it has, such as adamw_torch_fused,liger_adamw; "
+        "default: adamw_torch_fused",
     )
     training.add_argument("--no_checkpointing", action="store_true", help="no gradient checkpointing")
 

@@ -89,6 +89,9 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     if searching and len(arguments.length or []) > 1:
         raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
     _check_quantize(arguments)
+    if arguments.dtype == "float16" or (searching and arguments.dtype != "bfloat16"):
+        allowed = "bfloat16" if searching else "bfloat16 or float32"
+        raise BenchmarkError(f"`--dtype` is {arguments.dtype!r}; `{arguments.operations[0]}` takes {allowed}.")
     task = Task(
         model,
         arguments.layers,
@@ -105,6 +108,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         documents=arguments.documents,
         padding=arguments.padding,
         labelled=arguments.labelled,
+        dtype=arguments.dtype,
     )
     for tokens in arguments.length or [length]:
         _check_rows(dataclasses.replace(task, length=tokens), searching)
@@ -192,10 +196,32 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
         asked = [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
-    providers = _with_budgets(arguments, asked)
+    providers = _with_budgets(arguments, _with_optimizers(arguments, asked))
     for name in providers:
         find_training_provider(name)  # a mistake is an error before anything is measured
     return providers
+
+
+def _with_optimizers(arguments: argparse.Namespace, providers: list[str]) -> list[str]:
+    """The providers, each once for every `--optim` that it has; for the default one, under its own name."""
+    from liger_trainer.benchmarks.records import DEFAULT_OPTIM, OPTIM
+    from liger_trainer.benchmarks.registry import BenchmarkError, closest
+    from liger_trainer.benchmarks.training_providers import optimizers_of
+
+    if not arguments.optim:
+        return providers
+    if arguments.operations == ["longest"]:
+        raise BenchmarkError("`--optim` is for `bench training`; leave it out.")
+    optimizers = [closest(name, optimizers_of("liger_trainer"), "optimizer") for name in arguments.optim]
+    found = [
+        name + ("" if optim == DEFAULT_OPTIM else OPTIM + optim)
+        for name in providers
+        for optim in optimizers
+        if optim in optimizers_of(name)
+    ]
+    if not found:
+        raise BenchmarkError(f"`--optim {','.join(optimizers)}` is of liger_trainer; add it to `--providers`.")
+    return found
 
 
 def _with_budgets(arguments: argparse.Namespace, providers: list[str]) -> list[str]:

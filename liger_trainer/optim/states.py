@@ -40,7 +40,7 @@ def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if parameter.dtype != torch.bfloat16:
         return state | {name: torch.zeros_like(parameter) for name in _SIGNED}
-    if states == "8bit" and _has_whole_blocks(parameter):
+    if states == "8bit" and has_whole_blocks(parameter):
         for name in _SIGNED:
             state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
             state[f"{name}_scales"] = _scales(parameter)
@@ -142,7 +142,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _has_whole_blocks(parameter: torch.Tensor) -> bool:
+def has_whole_blocks(parameter: torch.Tensor) -> bool:
     """Whether the moments may be in 8 bits; the same on every process, and for every number of them."""
     if parameter.ndim < 2 or parameter.numel() < _LEAST_NUMEL or not local_part(parameter).is_contiguous():
         return False

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate, kept, largest_activation_memory
 from liger_trainer.plan.inputs import Inputs, checkpointing_key, kernels_of
 from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
@@ -106,6 +107,7 @@ def gpus_that_fit(inputs: Inputs, gpus: int, gpu_memory: float) -> int | None:
 
 def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
     values, shape = inputs.values, inputs.run.shape
+    quantised_experts = bool(values["load_in_4bit"] and inputs.run.parameters.groups["experts"].elements)
     settings = candidates(
         gpus,
         values["per_device_train_batch_size"],
@@ -114,7 +116,7 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
         fixed_batch=inputs.batch_is_fixed,
         experts=inputs.shared_experts,
-        whole=bool(values["load_in_4bit"] and inputs.run.parameters.groups["experts"].elements),
+        zero2=not quantised_experts and inputs.run.optim != LIGER_ADAMW,
     )
     return (_row(inputs, setting, room) for setting in settings)
 

@@ -14,6 +14,7 @@ import yaml
 from liger_trainer.attention.interface import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import split_by_file
 from liger_trainer.patching.attention import find_attention
@@ -95,6 +96,8 @@ def read_inputs(
         budget = activation_memory_of(SimpleNamespace(**values)) or 0
         model, dtype = _build(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
+        if values["optim"] == LIGER_ADAMW:
+            liger_adamw_options(SimpleNamespace(**values))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))
         if values["use_liger_kernel"] and kernels.linear_cross_entropy and values["trainer"] != "reward":
             check_logits_memory(int(kernels.logits_memory), shape.vocab)
@@ -102,15 +105,15 @@ def read_inputs(
         raise RecipeError(f"{source}: {first_line(error)}") from error
     split = split_by_file(accelerate_config(values["accelerate_config"])) if values["accelerate_config"] else ""
     notes = (*_notes(values, config, prompt_length, split), *_rounded_updates(values, config, dtype, gpus))
-    half = bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
         parameters,
         shape,
         _work(values, source, base, gpus, prompt_length),
         weight_bytes=dtype.itemsize,
-        mixed=half,
+        mixed=_is_mixed(values),
         optim=str(getattr(values["optim"], "value", values["optim"])),
+        optim_args=values["optim_args"] or "",
         implementation=_attention(values, kernels, model, split),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
@@ -204,6 +207,10 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     return model, dtype
 
 
+def _is_mixed(values: Mapping[str, Any]) -> bool:
+    return bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
+
+
 def _bits(values: Mapping[str, Any]) -> int | None:
     return 4 if values["load_in_4bit"] else 8 if values["load_in_8bit"] else None
 
@@ -283,6 +290,10 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
     if values["warm_start"]:
         notes.append("The warm start is a separate run and is not planned.")
     optim = str(getattr(values["optim"], "value", values["optim"]))
+    if optim == LIGER_ADAMW and _is_mixed(values) and not values["use_peft"]:
+        notes.append(
+            "Under FSDP2 accelerate makes the weights fp32 where `bf16` is true; with `bf16: false` they stay."
+        )
     if not is_known(optim):
         notes.append(f"`optim: {optim}` is assumed to keep 8 bytes for each trained element.")
     return tuple(notes)
@@ -297,7 +308,7 @@ def _rounded_updates(values: Mapping[str, Any], config: PreTrainedConfig, dtype:
     launch = accelerate_config(values["accelerate_config"]) if values["accelerate_config"] and gpus > 1 else None
     kind = (yaml.safe_load(launch.read_text(encoding="utf-8")) or {}).get("distributed_type") if launch else None
     share = expected_share(rate, std, dtype)
-    if share >= LEAST_SHARE or kind in ("FSDP", "DEEPSPEED"):
+    if share >= LEAST_SHARE or kind == "DEEPSPEED" or (kind == "FSDP" and _is_mixed(values)):
         return []
     name, ours = str(dtype).removeprefix("torch."), "`optim: liger_adamw` or " if dtype == torch.bfloat16 else ""
     return [

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
+from liger_trainer.kernels.optim.block_codes import BLOCK
 from liger_trainer.plan.parameters import Parameters
 
 _IN_DTYPE = {  # number of states that torch keeps in the parameter's own dtype
@@ -49,26 +52,47 @@ class OptimizerMemory:
 def is_known(optim: str) -> bool:
     """Whether the states of `optim` are known, not assumed."""
     name = optim.removeprefix("paged_")
-    return name == "adafactor" or name in _IN_DTYPE or name in _FIXED
+    return name in ("adafactor", LIGER_ADAMW) or name in _IN_DTYPE or name in _FIXED
 
 
-def optimizer_memory(optim: str, parameters: Parameters, trained_bytes: float | None = None) -> OptimizerMemory:
+def optimizer_memory(
+    optim: str, parameters: Parameters, trained_bytes: float | None = None, optim_args: str = ""
+) -> OptimizerMemory:
     """The memory of an optimizer over all trained parameters.
 
     torch's optimizers keep each state in the dtype of its parameter: AdamW takes 8 bytes for an fp32 element and 4 for
     a bf16 element. Adafactor keeps rows and columns of a matrix in fp32, and needs two fp32 copies of the current
     matrix. Pages that a paged optimizer moves to the host are counted as if they had stayed.
 
+    `liger_adamw` keeps a remainder of 2 bytes for a bf16 element (unless ``master`` is another one), and moments as
+    its ``states`` say: 2.03 bytes in blocks of 8 bits, 8 where a weight has no whole blocks. For an fp32 element it is
+    torch's AdamW.
+
     Args:
         optim: The Trainer's ``optim``.
         parameters: The model's parameters.
         trained_bytes: Bytes of all trained parameters as the optimizer sees them; those of `parameters` by default.
+        optim_args: The Trainer's ``optim_args``.
     """
     total = parameters.total
     size = total.trained_bytes if trained_bytes is None else trained_bytes
     name = optim.removeprefix("paged_")
     if name == "adafactor":
         return OptimizerMemory(4.0 * parameters.factored, 8.0 * parameters.largest)
+    if name == LIGER_ADAMW:
+        return OptimizerMemory(_liger_states(parameters, size, optim_args), 0.0)
     if name in _IN_DTYPE:
         return OptimizerMemory(_IN_DTYPE[name] * size, _FOREACH.get(name, 0) * size)
     return OptimizerMemory(_FIXED.get(name, _UNKNOWN) * total.trained, 0.0)
+
+
+def _liger_states(parameters: Parameters, size: float, optim_args: str) -> float:
+    options = {"states": "8bit", "master": "remainder"}
+    options |= liger_adamw_options(SimpleNamespace(optim_args=optim_args, seed=0))
+    trained = parameters.total.trained
+    wide = size / 2 - trained  # elements in fp32; the others are in bf16
+    half = trained - wide
+    remainders = 2.0 * half if options["master"] == "remainder" else 0.0
+    in_blocks = min(parameters.in_blocks, half) if options["states"] == "8bit" else 0
+    others = 4.0 if options["states"] == "bf16" else 8.0
+    return 8.0 * wide + remainders + (2 + 8 / BLOCK) * in_blocks + others * (half - in_blocks)

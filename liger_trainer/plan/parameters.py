@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.optim.states import has_whole_blocks
+
 NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale per 64 elements
 NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # 8-bit scales, and an fp32 scale per 256 of those
 INT8_BYTES = 1.0
@@ -57,6 +59,7 @@ class Parameters:
         head_trained: Whether the head's weight gets a gradient.
         factored: Elements of Adafactor's state: rows plus columns of each trained matrix.
         largest: Elements of the largest trained parameter.
+        in_blocks: Elements of the trained bf16 parameters whose moments `LigerAdamW` keeps in 8 bits.
         dequantised: Elements of 4-bit weights that are dequantised at once: those of the largest weight, or of all
             experts of a layer; 0 without 4-bit weights.
     """
@@ -68,6 +71,7 @@ class Parameters:
     head_trained: bool
     factored: int
     largest: int
+    in_blocks: int = 0
     dequantised: int = 0
 
     @property
@@ -110,7 +114,7 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
     quantised |= stacked
     width = INT8_BYTES if bits == 8 else NESTED_NF4_BYTES if nested else NF4_BYTES
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
-    factored = largest = 0
+    factored = largest = in_blocks = 0
     for name, parameter in model.named_parameters():
         kind = _kind(name, parameter, embedding, head, inside)
         groups[kind] += _group(parameter, width if id(parameter) in quantised else None)
@@ -118,6 +122,7 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
             shape = parameter.shape
             factored += sum(shape[-2:]) * shape[:-2].numel() if len(shape) > 1 else shape.numel()
             largest = max(largest, parameter.numel())
+            in_blocks += parameter.numel() * (parameter.dtype == torch.bfloat16 and has_whole_blocks(parameter))
     each = (_sum(layer, quantised, width) for layer in layers)
     return Parameters(
         groups=groups,
@@ -127,6 +132,7 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
         head_trained=head is not None and head.requires_grad,
         factored=factored,
         largest=largest,
+        in_blocks=in_blocks,
         dequantised=dequantised if bits == 4 else 0,
     )
 

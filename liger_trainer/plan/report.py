@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from liger_trainer.attention.interface import NAME
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.plan.activations import is_masked
 from liger_trainer.plan.choose import GIB, Plan, Row, written_setting
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, host_bytes, kept
@@ -151,7 +152,7 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
 def _about_expert_parallel(inputs: Inputs) -> str:
     text = " This assumes that experts are chosen evenly and that the GPUs are in one host; a GPU whose experts are "
     text += "chosen more often takes more."
-    if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"]:
+    if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"] and inputs.run.optim != LIGER_ADAMW:
         text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
     return text
 

@@ -41,6 +41,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         weight_bytes=model.get_input_embeddings().weight.element_size(),
         mixed=bool(args.bf16 or args.fp16),
         optim=str(getattr(args.optim, "value", args.optim)),
+        optim_args=args.optim_args or "",
         implementation=named_attention(model),
         checkpoint_every=(args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1),
         recompute_mlp=bool(ours and kernels.recompute_mlp),

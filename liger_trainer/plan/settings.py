@@ -119,7 +119,7 @@ def candidates(
     tiles: bool,
     fixed_batch: bool = False,
     experts: int = 0,
-    whole: bool = False,
+    zero2: bool = True,
 ) -> Iterator[Setting]:
     """All settings to compare; each has the same number of samples per optimizer step.
 
@@ -131,9 +131,9 @@ def candidates(
         tiles: Whether the model has gated MLPs to tile.
         fixed_batch: Whether the batch must not change.
         experts: Experts per layer that GPUs can share; 0 for none.
-        whole: Whether every GPU must have the whole model, as with experts in 4 bits.
+        zero2: Whether DeepSpeed may split it: not with experts in 4 bits, nor with `liger_adamw`.
     """
-    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1)] if whole else [("ddp", 1), ("zero2", 1)]
+    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)] if zero2 else [("ddp", 1)]
     if gpus > 1 and not quantised:
         sizes = [size for size in range(2, gpus + 1) if experts and gpus % size == experts % size == 0]
         strategies += [("fsdp2", 1), *(("expert_parallel", size) for size in sizes)]

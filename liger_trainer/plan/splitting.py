@@ -1,9 +1,9 @@
 """Weights, gradients and optimizer states on one GPU, by the way the model is split.
 
-FSDP2 (accelerate upcasts trained weights to fp32 under mixed precision) splits fp32 weights, gradients and states over
-the GPUs. In the compute dtype, two layers are gathered (one in use, one being prefetched), with two layers' gradients
-(one being computed, one being reduced); the embedding, the head and the head's gradient stay whole for the whole
-backward pass.
+FSDP2 splits weights, gradients and states over the GPUs: in fp32 under mixed precision, where accelerate upcasts
+trained weights, else in the dtype in which they are loaded. In the compute dtype, two layers are gathered (one in use,
+one being prefetched), with two layers' gradients (one being computed, one being reduced); the embedding, the head and
+the head's gradient stay whole for the whole backward pass.
 
 Expert parallelism splits everything in the dtype it is loaded in, and a GPU only ever holds 1/G of a layer's experts.
 transformers makes these units: the embedding, the experts of a layer, the rest of the layer, and the final norm with
@@ -103,13 +103,13 @@ def held(run: Run, setting: Setting, head_gradient: float) -> Held:
     buffers = float(compute * parameters.dequantised)
     if setting.strategy == "zero2":
         master = 4.0 * total.trained if compute < 4 else 0.0
-        states = optimizer_memory(run.optim, parameters, 4.0 * total.trained).states + master
+        states = optimizer_memory(run.optim, parameters, 4.0 * total.trained, run.optim_args).states + master
         gradients = (compute + 4.0) * total.trained / setting.gpus  # in fp32 too, for the master copy
         buffers += 2.0 * compute * min(ZERO_BUCKET, total.trained)
         weights = total.frozen_bytes + compute * total.trained
         return Held(weights, states / setting.gpus, buffers, buffers, gradients, gradients, gradients)
     buffers += total.trained_bytes if setting.strategy == "ddp" else 0.0
-    states = optimizer_memory(run.optim, parameters).states
+    states = optimizer_memory(run.optim, parameters, optim_args=run.optim_args).states
     first, gradients = total.trained_bytes - _last_gradients(parameters), total.trained_bytes
     return Held(total.bytes, states, buffers, buffers, first, gradients, gradients)
 
@@ -118,7 +118,7 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
     parameters, total, share = run.parameters, run.parameters.total, trained_share(run, setting)
     upcast = run.mixed and setting.strategy == "fsdp2"
     trained = 4.0 * total.trained if upcast else total.trained_bytes
-    states = optimizer_memory(run.optim, parameters, trained).states
+    states = optimizer_memory(run.optim, parameters, trained, run.optim_args).states
     number = gathered_bytes(run, setting)
     first = share * trained * (1 - _last_gradients(parameters) / max(total.trained_bytes, 1.0))
     weights = _split(run, setting).frozen_bytes + share * trained

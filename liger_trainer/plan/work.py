@@ -46,6 +46,7 @@ class Run:
         weight_bytes: Bytes per element of the trained weights as they are loaded; adapters are always fp32.
         mixed: Whether bf16 or fp16 autocast is on.
         optim: The Trainer's ``optim``.
+        optim_args: The Trainer's ``optim_args``.
         implementation: The attention implementation, as in ``attn_implementation``; ``"liger_trainer"`` is ours.
         recompute_mlp: Whether gated MLPs recompute their product in the backward pass.
         checkpoint_every: With checkpointing, one layer out of this many is checkpointed.
@@ -58,6 +59,7 @@ class Run:
     weight_bytes: int = 2
     mixed: bool = True
     optim: str = "adamw_torch_fused"
+    optim_args: str = ""
     implementation: str = "sdpa"
     recompute_mlp: bool = False
     checkpoint_every: int = 1

@@ -152,6 +152,8 @@ def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
             reason = " ".join(str(error).split())  # one line
             raise RecipeError(f"{source}: {reason}{generation_advice(error, values)}") from error
     recipe = Recipe(source, *built)
+    if not (recipe.training.bf16 or recipe.training.fp16) and recipe.training.mixed_precision in ("bf16", "fp16"):
+        recipe.training.mixed_precision = "no"  # which a launcher's configuration had set: the recipe decides
     recipe.model.lora_target_modules = target_modules(recipe.model.lora_target_modules)
     return recipe
 
@@ -256,7 +258,7 @@ def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
     train the whole recipe on its own.
 
     Raises:
-        RecipeError: if the recipe asks for bf16, fp16 or offloading and there is no accelerator.
+        RecipeError: if the recipe asks for half precision or offloading and there is no accelerator.
     """
     import torch
 
@@ -268,11 +270,13 @@ def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
         raise RecipeError(
             f"{source}: `activation_offloading` is true, but there is no accelerator to offload from; set it to false."
         )
-    asked = [name for name in ("bf16", "fp16") if values[name]]
+    asked = {f"`{name}` is true": f"--{name} false " for name in ("bf16", "fp16") if values[name]}
+    asked |= {f"`dtype` is {name!r}": "" for name in ("bfloat16", "float16") if values["dtype"] == name}
     if asked and not values["use_cpu"]:
+        what, option = next(iter(asked.items()))
         raise RecipeError(
-            f"{source}: `{asked[0]}` is true, but there is no GPU here (`liger-trainer doctor` says why); add "
-            f"`--{asked[0]} false --dtype float32` to train on the CPU, or `--smoke` to try the recipe."
+            f"{source}: {what}, but there is no GPU here (`liger-trainer doctor` says why); add `{option}--dtype "
+            "float32` to train on the CPU, or `--smoke` to try the recipe."
         )
     return {**values, "use_cpu": True}
 

@@ -51,7 +51,7 @@ from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMix
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator
-from liger_trainer.trainers.checks.launch import check_launch
+from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
@@ -109,6 +109,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         if self.is_deepspeed_enabled:
             require(PARTITIONED_PARAMETERS)
         check_launch(self, self._takes_parts_of_sequences)
+        warn_of_fp32_weights(self)
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)

@@ -151,6 +151,21 @@ def test_experts_are_a_section_of_their_own():
     assert experts_section(results()) == ""
 
 
+def test_the_optimizer_is_a_section_of_its_own():
+    group = ("adamw", "llama3-8b", 0, "8 layers", "2.80B weights")
+    found = results(
+        Record(*group, "bfloat16", "torch", both=12.5, floor=10.0, remark="8.00 bytes a weight"),
+        Record(*group, "bfloat16", "torchao", failure="skipped: torchao is not installed"),
+        Record(*group, "float32", "torch dtype=float32", failure="out of memory"),
+    )
+    assert cells(TABLES["optimizer"](found)) == [
+        ["torch", "bfloat16", "8.00", "12.5", "80 %"],
+        ["torch dtype=float32", "float32", "–", "out of memory", "–"],
+    ]
+    assert TABLES["optimizer"](results()) == ""
+    assert cells(TABLES["operations"](found)) == []
+
+
 def test_errors_of_experts_have_a_column_where_they_were_measured():
     group = ("moe_experts", "qwen3-30b-a3b", 8192, "", "8192×2048→768, 8 of 128", "bfloat16")
     section = experts_section(results(Record(*group, "liger_trainer", both=4.0, floor=2.0)))

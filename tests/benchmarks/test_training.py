@@ -1,5 +1,7 @@
 """Training steps: providers agree, configurations have the published shapes, a failing process is a line."""
 
+import dataclasses
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -41,6 +43,7 @@ def slow(setup):
         *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
         *(("tiny", name, rows) for name in ("causal_lm", "sft") for rows in ({"documents": 6}, {"padding": 0.375})),
         ("tiny", "sft", {"labelled": 0.25}),
+        ("tiny", "sft", {"dtype": "float32"}),
     ],
 )
 def test_losses_agree(model, trainer, options):
@@ -108,6 +111,46 @@ def test_a_provider_with_activation_memory():
     }.items():
         with pytest.raises(BenchmarkError, match=message):
             find_training_provider(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "bf16", "task"),
+    [
+        ("hf optim=adamw_torch", "adamw_torch", True, {}),
+        ("liger_trainer optim=liger_adamw", "liger_adamw", False, {}),  # else FSDP2 would make the weights fp32
+        ("liger_trainer optim=liger_adamw activation_memory=1MiB", "liger_adamw", False, {}),
+        ("liger_trainer optim=liger_adamw", "liger_adamw", True, {"dtype": "float32"}),
+        ("liger_trainer optim=liger_adamw", "liger_adamw", True, {"lora": 4}),
+    ],
+)
+def test_a_provider_with_an_optimizer(name, optim, bf16, task, monkeypatch):
+    monkeypatch.setattr(Setup, "trainer", lambda setup, **arguments: {**setup.arguments, **arguments})
+    found = find_training_provider(name)(Setup(Task("tiny", **task), None, {"bf16": True, "optim": "sgd"}, []))
+    assert (found["optim"], found["bf16"]) == (optim, bf16)
+    assert found.get("activation_memory", "1MiB") == "1MiB"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bf16_weights_train_as_fp32_weights():
+    task = Task("tiny", layers=1, batch=2, length=16, steps=3, device="cpu")
+    exact = run(dataclasses.replace(task, dtype="float32"), "liger_trainer")["losses"]
+    assert run(task, "liger_trainer optim=liger_adamw")["losses"] == pytest.approx(exact, abs=0.02)
+
+
+def test_each_optimizer_is_a_run_of_those_that_have_it(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: seen.append(self.arguments[2]) or self)
+    monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    options = ["--device", "cpu", "--optim", "adamw_torch_fused,liger_adamw", "--output", str(tmp_path)]
+    for dtype in ("bfloat16", "float32"):
+        assert main(["bench", "training", *options, "--dtype", dtype, "--providers", "hf,liger_trainer"]) == 0
+        assert seen == ["hf", "liger_trainer", "liger_trainer optim=liger_adamw"]
+        seen.clear()
+        records = Run.read(tmp_path / "results.json").training
+        assert len({record.group for record in records}) == 1
+        assert {record.dtype for record in records} == {dtype}
+        assert rows_in_words(records[0]) == ("fp32 weights" if dtype == "float32" else "")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -302,7 +345,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, 0, 0.0, 1.0, True, 0, "", "", 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, "bfloat16", 0, 0.0, 1.0, True, 0, "", "", 8, 1)
 
 
 def test_reasons():

@@ -129,6 +129,18 @@ def test_where_nothing_fits():
     assert make_plan(inputs, gpus // 2, 80 * GB).best is None
 
 
+def test_deepspeed_is_not_proposed_for_liger_adamw():
+    """Which it refuses: it has fp32 weights of its own."""
+    found = {}
+    for options in ([], ["--optim", "adamw_torch_fused", "--bf16", "true"]):
+        inputs, plan = plan_of("llama3_8b_sft", 4, 80 * GB, *options)
+        found[bool(options)] = {row.setting.strategy for row in plan.rows}
+        assert not any("the weights fp32" in note for note in inputs.notes)
+    assert found == {False: {"ddp", "fsdp2"}, True: {"ddp", "zero2", "fsdp2"}}
+    inputs, _ = plan_of("llama3_8b_sft", 4, 80 * GB, "--bf16", "true")
+    assert any("accelerate makes the weights fp32" in note for note in inputs.notes)
+
+
 def test_batches_that_are_part_of_the_loss_stay():
     inputs, plan = plan_of("llama3_8b_grpo", 1)
     assert {row.setting.batch for row in plan.rows} == {inputs.values["per_device_train_batch_size"]}

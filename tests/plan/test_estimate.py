@@ -163,6 +163,12 @@ def test_fsdp2_splits_fp32_weights_and_states():
     assert memory.total == 16 * RUN.parameters.total.elements / 4
 
 
+def test_fsdp2_leaves_bf16_weights_without_mixed_precision():
+    run = dataclasses.replace(RUN, mixed=False, optim="liger_adamw")
+    memory = moment("optimizer", run, strategy="fsdp2", gpus=4)
+    assert memory.total * 4 / RUN.parameters.total.elements == pytest.approx(8.03, abs=0.01)
+
+
 def test_accumulated_gradients_exist_from_the_start():
     assert moment("loss").gradients == 0
     assert moment("loss", accumulation=2).gradients == RUN.parameters.total.trained_bytes

@@ -196,7 +196,7 @@ def test_another_split_gathers_the_experts_again():
 
 
 def test_the_dtype_of_the_states_is_named():
-    inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", [], 8)
+    inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", ["--optim", "adamw_torch_fused"], 8)
     found = make_plan(inputs, 8, 80 * 10**9)
     assert found.best.setting.strategy == "expert_parallel"
     assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, found.best)

@@ -1,10 +1,14 @@
 """Parameters counted on the meta device are those of the built model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from liger_trainer.configs.liger_adamw import liger_adamw_options
+from liger_trainer.optim import LigerAdamW
 from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import NF4_BYTES, count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
@@ -144,3 +148,24 @@ def test_states_are_those_of_the_real_optimizer(name, dtype):
     states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
     real = sum(value.nbytes for value in states if value.dim())
     assert optimizer_memory(name, counts).states == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=16, target_modules=["q_proj"], task_type="CAUSAL_LM")])
+@pytest.mark.parametrize(
+    "optim_args", ["", "states=bf16", "states=fp32", "master=stochastic", "states=bf16, master=none"]
+)
+def test_states_of_liger_adamw(optim_args, lora):
+    """Of matrices with and without whole blocks of 256 columns, of norms, and of fp32 adapters."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 300}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+    model = model if lora is None else get_peft_model(model, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = LigerAdamW(trained, **liger_adamw_options(SimpleNamespace(optim_args=optim_args, seed=0)))
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    real = sum(value.nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step")
+    counts = count_parameters(model)
+    assert optimizer_memory("liger_adamw", counts, optim_args=optim_args).states == real
+    upcast = optimizer_memory("liger_adamw", counts, 4.0 * counts.total.trained, optim_args).states
+    assert upcast == 8 * counts.total.trained, "as torch's, where FSDP2 has made the weights fp32"

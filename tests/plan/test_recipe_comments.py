@@ -16,7 +16,6 @@ FULL = sorted(
     for name in shipped_recipes()
     if not name.startswith("quickstart") and not read_recipe(find_recipe(name)).get("use_peft")
 )
-KEEPS_FP32 = ("fsdp2", "zero3")  # both train an fp32 copy of half-precision weights
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -24,19 +23,24 @@ def test_no_recipe_trains_half_precision_weights(name):
     """At 1e-5, the highest learning rate among them, AdamW changes a tenth of bf16 weights."""
     values = read_recipe(find_recipe(name))
     assert values["learning_rate"] <= 1e-5
-    assert values["bf16"]
-    assert values["dtype"] == "float32" or values.get("accelerate_config") in KEEPS_FP32
+    assert values["dtype"] == "bfloat16"
+    with_fp32_copy = values.get("accelerate_config") == "zero3"
+    assert values["optim"] == ("adamw_torch_fused" if with_fp32_copy else "liger_adamw")
+    assert values["bf16"] is with_fp32_copy, "accelerate's FSDP2 would make the weights of liger_adamw fp32"
 
 
 CLAIM = re.compile(r"^# (?:One|(?P<gpus>\d+) x) (?P<size>\d+ GB)(?: GPU)?, (?P<gib>\d+) GiB", re.MULTILINE)
-MORE = re.compile(r"^# On (?P<gpus>\d+) x (?P<size>\d+ GB), (?P<gib>\d+) GiB a GPU: .*(?P<options>--.*)$", re.MULTILINE)
+MORE = re.compile(
+    r"^# On (?:one|(?P<gpus>\d+) x) (?P<size>\d+ GB)(?: GPU)?, (?P<gib>\d+) GiB(?: a GPU)?: .*?(?P<options>--.*)$",
+    re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize("name", [name for name in FULL if "zero3" not in name])  # ZeRO-3 is not planned
 def test_the_memory_that_a_recipe_names(name):
     text = find_recipe(name).read_text(encoding="utf-8")
     claims = [*CLAIM.finditer(text), *MORE.finditer(text)]
-    assert len(claims) == 1 + ("On 2 x" in text)
+    assert len(claims) == 1 + len(re.findall("^# On .* GiB", text, re.MULTILINE))
     for claim in claims:
         gpus = int(claim["gpus"] or 1)
         options = (claim.groupdict().get("options") or "").split()

@@ -1,10 +1,16 @@
-"""What a trainer refuses of how it was launched: splits of a model that its loss, or the model, does not support."""
+"""What a trainer refuses of how it was launched, or warns of: splits that its loss or the model does not support."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
+
+from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.integration import data_parallel_message
+
+logger = logging.getLogger("liger_trainer")
 
 
 def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
@@ -34,4 +40,20 @@ def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
             "`model` was split by `from_pretrained` (`distributed_config`), and the launch would split it again with "
             f"{again}. Launch it with `torchrun`, or `accelerate launch` with `--accelerate_config ddp`; "
             "`DistributedConfig(fsdp_size=...)` is FSDP2."
+        )
+
+
+def warn_of_fp32_weights(trainer: Any) -> None:
+    """Warns if accelerate's FSDP is going to make the bf16 weights fp32 that `liger_adamw` was to train."""
+    precision = trainer.accelerator.mixed_precision
+    if trainer.args.optim != LIGER_ADAMW or not trainer.is_fsdp_enabled or precision == "no":
+        return
+    if trainer.is_world_process_zero() and any(
+        weight.requires_grad and weight.dtype == torch.bfloat16 for weight in trainer.model.parameters()
+    ):
+        logger.warning(
+            "Mixed precision is on (%s), so FSDP trains fp32 weights, 16 bytes a parameter, as with `optim: "
+            "adamw_torch_fused`. For `liger_adamw` to train bf16 weights, 8 bytes a parameter, set `bf16: false`; in a "
+            "script of your own, also launch it with `accelerate launch --mixed_precision no`.",
+            precision,
         )
