@@ -37,6 +37,18 @@ ARITHMETIC_OF_MANY = Feature(
     "counting the steps of all parameters at once", Private("torch:_foreach_add_"), Private("torch:_foreach_sub_")
 )
 
+PLACE_OF_A_SHARD = Feature(
+    "rounding that does not depend on how a parameter is sharded",
+    Private(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "global_shape, mesh, placements, ..."
+    ),
+)
+
+PARTS_OF_FSDP1 = Feature(
+    "refusing states that FSDP1 cannot save",
+    Private("torch.distributed.fsdp._common_utils:_is_fsdp_flattened", "tensor"),
+)
+
 NORMS_OF_MANY = Feature("finding numbers that are not finite", Private("torch:_foreach_norm"))
 
 ROUTER_BALANCE = Feature(

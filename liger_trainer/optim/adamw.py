@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, SKIPPED_ON_DEVICE
+from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, PLACE_OF_A_SHARD, SKIPPED_ON_DEVICE
 from liger_trainer.kernels.optim.adamw import Options, Scaler, Update, adamw_, joined
-from liger_trainer.optim.states import loaded_state, moments_of, new_state
+from liger_trainer.optim.states import loaded_state, moments_of, new_state, remainder_of
 
 require(ARITHMETIC_OF_MANY)
+(compute_local_shape_and_global_offset,) = require(PLACE_OF_A_SHARD)
 
 States = Literal["8bit", "bf16", "fp32"]
 Master = Literal["remainder", "stochastic"]
+
+_ONLY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # of the options of torch's Adam
 
 
 class LigerAdamW(torch.optim.Optimizer):
@@ -36,9 +40,10 @@ class LigerAdamW(torch.optim.Optimizer):
     are sharded within such a block. Parameters in fp32 and fp16, such as LoRA adapters, are trained as
     `torch.optim.AdamW` trains them.
 
-    DTensors (FSDP2, tensor parallelism) have sharded states, which `torch.distributed.checkpoint` saves and splits
-    anew. `load_state_dict` takes the state of any AdamW and stores it as `states` says; [`adamw_state_dict`] makes one
-    that `torch.optim.AdamW` loads.
+    `load_state_dict` takes the state of any AdamW and stores it as `states` says; [`adamw_state_dict`] makes one that
+    `torch.optim.AdamW` loads. DTensors (FSDP2, tensor parallelism) have sharded states, which
+    `torch.distributed.checkpoint` saves and splits anew; it loads them with the `states` and the `master` that they
+    were saved with. FSDP1 cannot save them with `use_orig_params`, which is refused at the first step.
 
     Args:
         params: Parameters, or dictionaries with `"params"` and options of a group.
@@ -71,6 +76,9 @@ class LigerAdamW(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    # A gradient scaler then sets `grad_scale` and `found_inf`. Of the class: copies of an optimizer have it too.
+    _step_supports_amp_scaling = available(SKIPPED_ON_DEVICE)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -85,13 +93,11 @@ class LigerAdamW(torch.optim.Optimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "states": states, "master": master, "seed": seed, "fused": True})
-        # A gradient scaler then sets `grad_scale` and `found_inf`.
-        self._step_supports_amp_scaling = available(SKIPPED_ON_DEVICE)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with options of their own, as `torch.optim.Optimizer` does; wrong ones are a ValueError."""
+        _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -104,7 +110,7 @@ class LigerAdamW(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            ValueError: for a sparse gradient.
+            ValueError: for a sparse gradient, and under FSDP1 with `use_orig_params`.
         """
         loss = None
         if closure is not None:
@@ -129,7 +135,7 @@ class LigerAdamW(torch.optim.Optimizer):
                 local_part(parameter),
                 _gradient(parameter),
                 moments_of(state),
-                local_part(state["remainder"]) if "remainder" in state else None,
+                remainder_of(state),
                 _offset(parameter),
             )
             for parameter, state in zip(parameters, states)
@@ -145,10 +151,13 @@ class LigerAdamW(torch.optim.Optimizer):
         if not parameters:
             return
         states = [self._state(parameter, group) for parameter in parameters]
+        weights = [local_part(parameter) for parameter in parameters]
+        firsts = [local_part(state["exp_avg"]) for state in states]
+        laid_out = [_laid_out(*tensors) for tensors in zip(weights, firsts)]
         adamw(
-            [local_part(parameter) for parameter in parameters],
-            [_gradient(parameter) for parameter in parameters],
-            [local_part(state["exp_avg"]) for state in states],
+            laid_out,
+            [_laid_out(_gradient(parameter), first) for parameter, first in zip(parameters, firsts)],
+            firsts,
             [local_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
@@ -162,6 +171,9 @@ class LigerAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
+        for weight, updated in zip(weights, laid_out):
+            if updated is not weight:
+                weight.copy_(updated)
 
     def _state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[parameter]
@@ -170,7 +182,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return state
 
     def _scaler(self, parameters: Sequence[torch.Tensor]) -> Scaler:
-        found = (getattr(self, name, None) for name in Scaler._fields)
+        found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         return Scaler(*(None if value is None else value.to(parameters[0].device) for value in found))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,13 +195,15 @@ class LigerAdamW(torch.optim.Optimizer):
             state_dict: What `state_dict()` returns.
 
         Raises:
-            ValueError: if groups, shapes or the kind of state differ.
+            ValueError: if groups, shapes or the kind of state differ. The optimizer is then not to be used.
         """
         kept = [{key: group[key] for key in ("states", "master", "seed", "fused")} for group in self.param_groups]
         # The state apart, whose tensors torch would cast to the dtype of their parameter.
         super().load_state_dict({**state_dict, "state": {}})
         for group, options in zip(self.param_groups, kept):
             group.update(options)
+            _check(group)
+            group["betas"] = tuple(group["betas"])  # a list in some checkpoints of `torch.distributed.checkpoint`
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group in self.param_groups:
             for parameter, key in zip(group["params"], keys):
@@ -206,12 +220,18 @@ class LigerAdamW(torch.optim.Optimizer):
         Returns:
             A new tensor of the shape of the parameter, or of this process's shard of it.
         """
-        weight, remainder = local_part(parameter.detach()), self.state[parameter].get("remainder")
-        return weight.float() if remainder is None else joined(weight, local_part(remainder))
+        weight, remainder = local_part(parameter.detach()), remainder_of(self.state[parameter])
+        return weight.float() if remainder is None else joined(weight, remainder)
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raises ValueError for an option that is out of range."""
+    """Raises ValueError for an option that is missing or out of range."""
+    for name, only in _ONLY.items():
+        if group.get(name, only) != only:
+            raise ValueError(f"`{name}` is {group[name]!r}; LigerAdamW knows {only} only. Use `torch.optim.AdamW`.")
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise ValueError(f"The group of parameters has no `{missing[0]}`, so it is not of an AdamW.")
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -238,17 +258,24 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     gradient = local_part(gradient)
+    if hasattr(gradient, "wait"):  # the result of a collective that may still run
+        gradient = gradient.wait()
     return gradient.contiguous() if local_part(parameter).is_contiguous() else gradient
+
+
+def _laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the strides of `like`: torch's fused kernels take those of all tensors to be the same."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def _offset(parameter: torch.Tensor) -> int:
     """The index of this process's first element in the whole parameter."""
     if not isinstance(parameter, DTensor):
         return 0
-    mesh: Any = parameter.device_mesh
-    offset = 0
-    for placement, size, coordinate in zip(parameter.placements, mesh.shape, mesh.get_coordinate()):
-        if isinstance(placement, Shard):
-            rows = -(-parameter.shape[placement.dim] // size)
-            offset += coordinate * rows * parameter.stride(placement.dim)
-    return offset
+    return _offset_in(parameter.shape, parameter.stride(), parameter.device_mesh, parameter.placements)
+
+
+@functools.cache  # some placements take milliseconds
+def _offset_in(shape: torch.Size, strides: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> int:
+    _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return sum(offset * stride for offset, stride in zip(offsets, strides))

@@ -3,7 +3,8 @@
 A state has `step`, a number in fp32, and the moments `exp_avg` and `exp_avg_sq` in the shape of the parameter, as
 `torch.optim.AdamW` has them. In 8 bits they are `exp_avg_codes` with `exp_avg_scales`, of shape (..., K / 256) for a
 last dimension K, and the same of the second, so that no other optimizer takes codes for numbers. `remainder` is what a
-bf16 weight lacks of an fp32 one. All but `step` of a DTensor are DTensors with its placements.
+bf16 weight lacks of an fp32 one: the bits of an int16 as bf16, since neither NCCL nor gloo sends int16. All but `step`
+of a DTensor are DTensors with its placements.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from liger_trainer.callbacks.finite import local_part
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import PARTS_OF_FSDP1
 from liger_trainer.kernels.optim.adamw import Moments
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, encode
+
+(is_fsdp_flattened,) = require(PARTS_OF_FSDP1)
 
 State = dict[str, Any]
 
@@ -26,7 +32,11 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State:
-    """The state of a parameter before its first step, all zeros."""
+    """The state of a parameter before its first step, all zeros.
+
+    Raises:
+        ValueError: if FSDP1 could not save it.
+    """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if parameter.dtype != torch.bfloat16:
         return state | {name: torch.zeros_like(parameter) for name in _SIGNED}
@@ -38,7 +48,12 @@ def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State
         dtype = torch.bfloat16 if states == "bf16" else torch.float32
         state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _SIGNED}
     if master == "remainder":
-        state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        if is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter) and states != "bf16":
+            raise ValueError(
+                "LigerAdamW has states of several dtypes for bf16 weights, which FSDP1 cannot save with "
+                "`use_orig_params: true`. Use FSDP2 (`fsdp_version: 2`)."
+            )
+        state["remainder"] = torch.zeros_like(parameter)
     return state
 
 
@@ -47,6 +62,11 @@ def moments_of(state: State) -> Moments:
     if "exp_avg" in state:
         return Moments(*(local_part(state[name]) for name in _SIGNED))
     return Moments(*(local_part(state[f"{name}_{part}"]) for part in ("codes", "scales") for name in _SIGNED))
+
+
+def remainder_of(state: State) -> torch.Tensor | None:
+    """This process's part of the remainder, int16; None if there is none."""
+    return local_part(state["remainder"]).view(torch.int16) if "remainder" in state else None
 
 
 @torch.no_grad()
@@ -59,15 +79,24 @@ def loaded_state(parameter: torch.Tensor, states: str, master: str | None, saved
     state = new_state(parameter, states, master)
     try:
         state["step"].fill_(float(saved["step"]))
+        if not local_part(parameter).numel():
+            return state
         for name, signed in _SIGNED.items():
             codes, scales = f"{name}_codes", f"{name}_scales"
+            if name in saved and codes in saved:  # zeros that `torch.distributed.checkpoint` found here, and the state
+                raise ValueError(
+                    f"`states` is {states!r}, but the checkpoint of this sharded model has moments in another format. "
+                    "Set `states` to what it was."
+                )
             if codes not in state:
                 _copy(state[name], _moment(saved, name))
             elif codes in saved:
                 _copy(state[codes], saved[codes])
                 _copy(state[scales], saved[scales])
             else:
-                for part, value in zip((codes, scales), encode(local_part(saved[name]).float(), signed)):
+                wide = torch.empty_like(local_part(parameter), dtype=torch.float32)
+                _copy(wide, saved[name])
+                for part, value in zip((codes, scales), encode(wide, signed)):
                     _copy(state[part], value)
     except KeyError as error:
         raise ValueError(f"The state that was to be loaded has no {error}, so it is not of an AdamW.") from None

@@ -38,7 +38,8 @@ def assert_same_training(a, b):
         states = inner(a).state[weight], inner(b).state[other]
         assert states[0].keys() == states[1].keys()
         for key, value in states[0].items():
-            assert torch.equal(value, states[1][key]), (name, key)
+            pair = (each.reshape(-1).view(torch.uint8) for each in (value, states[1][key]))  # a remainder may be NaN
+            assert torch.equal(*pair), (name, key)
 
 
 @pytest.mark.parametrize("build", [causal, sft, dpo])
