@@ -109,7 +109,7 @@ def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tens
     code = (fraction * (8 / 7 * 2**groups * 4.0**k) + 6 / 7 * 2.0 ** (groups - k)).round().int() - 2
     if signed:
         code = 128 + torch.where(blocks < 0, -code, code)
-    return code.to(torch.uint8).view(values.shape), scale.view(*values.shape[:-1], -1)
+    return code.to(torch.uint8).view(values.shape), scale.view(*values.shape[:-1], values.shape[-1] // BLOCK)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
