@@ -159,7 +159,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("the optimizer counts a step that is left out", "_adamw_kernel",
          r"tl\.load\(found_inf_ptr\) != 0\.0", "tl.load(found_inf_ptr) == 2.0",
          "optim/test_adamw::test_a_gradient_scaler"),
-        ("codes of the optimizer's states are one too low", "encode_block", r"_TO_INTEGER \+ 254\.0", "_TO_INTEGER + 253.0",
+        ("codes of the optimizer's states are one too low", "encode_block",
+         r"_TO_INTEGER \+ 254\.0", "_TO_INTEGER + 253.0",
          "optim/test_block_codes::test_the_kernel_encodes_and_decodes_as_torch_does", "False"),
     ],
     "head": [
