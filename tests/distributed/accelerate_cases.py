@@ -53,6 +53,7 @@ class Case:
         rows: A name of `ROWS`; DPO and GRPO have data of their own.
         options: Further training arguments.
         device: Whether it takes an accelerator.
+        evaluated: Whether the trained model is evaluated, with metrics of its logits.
     """
 
     trainer: str
@@ -60,6 +61,7 @@ class Case:
     rows: str = "unequal"
     options: tuple[tuple[str, Any], ...] = ()
     device: bool = False
+    evaluated: bool = False
 
     @property
     def of_wrapping(self) -> bool:
@@ -98,6 +100,7 @@ CASES: dict[str, Case] = {
     "checkpointed, reentrant": Case("trainer", "lora with head", options=_with(**_REENTRANT)),
     "kept": Case("trainer", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
     "kept, sft": Case("sft", "lora", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
+    "evaluated": Case("trainer", evaluated=True),
     "bf16": Case("sft", options=_with(bf16=True), device=True),
     "fp16": Case("sft", options=_with(fp16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
-from tests.distributed.accelerate_cases import BATCH, CASES, STEPS, VOCAB, Case, collate, rows_of
+from tests.distributed.accelerate_cases import BATCH, CASES, IGNORE, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
 from tests.distributed.matrix_models import build_model
 from tests.trainers import parity
@@ -48,6 +48,8 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     settings.setdefault("output_dir", str(folder / "output"))
     if ours:
         settings["kernel_report"] = False
+    if case.evaluated:
+        settings["per_device_eval_batch_size"] = BATCH // world
     if case.trainer in ("dpo", "grpo"):
         return _alignment(case, ours, folder, settings)
     rows: Any = rows_of(case, alone=world == 1)
@@ -63,7 +65,20 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         args = (liger_trainer.LigerTrainingArguments if ours else TrainingArguments)(**settings)
         trainer = liger_trainer.LigerTrainer if ours else Trainer
     more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
+    if case.evaluated:
+        more |= {"compute_metrics": _means, "preprocess_logits_for_metrics": _of_labels, "eval_dataset": rows[:BATCH]}
     return trainer(_loaded(case, folder), args, **more)
+
+
+def _of_labels(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
+    return log_probs.squeeze(-1), logits.argmax(-1)
+
+
+def _means(evaluated: Any) -> dict[str, float]:
+    (log_probs, best), labels = evaluated.predictions, evaluated.label_ids
+    labelled = labels != IGNORE
+    return {"log_prob": log_probs[labelled].mean().item(), "accuracy": (best == labels)[labelled].mean().item()}
 
 
 def _source(case: Case, folder: Path) -> Any:
@@ -113,6 +128,9 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
         assert trainer._kept.kept > 0
     logs = [log for log in trainer.state.log_history if "loss" in log]
     found = {name: [log.get(name) for log in logs] for name in ("loss", "grad_norm")}
+    if case.evaluated:
+        metrics = trainer.evaluate()
+        found["evaluation"] = [metrics["eval_log_prob"], metrics["eval_accuracy"]]
     found["spread"] = _spread(trainer)
     found["gathers"] = gathers
     return found, weights_of(trainer)

@@ -50,12 +50,12 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp1": (
         *("trainer, tied token rows", "trainer, full", "sft, tied head", "dpo, full", "grpo, lora", "short last"),
-        "checkpointed",
+        *("checkpointed", "evaluated"),
     ),
     "fsdp2": (
         *("sft, full", "sft, lora", "sft, lora with head", "trainer, lora with head", "dpo, lora", "grpo, full"),
         *("accumulated", "a rank without labels", "clipped", "checkpointed, reentrant", "sft, dora with head"),
-        *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept"),
+        *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept", "evaluated"),
     ),
     "fsdp2 kept": (),
     "hsdp": (),
@@ -63,7 +63,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "zero3": (
         *("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels, sft", "dpo, full"),
         *("dpo, lora with head", "accumulated, sft", "sft, dora with head", "sft, modules to save"),
-        *("trainer, frozen head", "kept"),
+        *("trainer, frozen head", "kept", "evaluated"),
     ),
 }
 """What runs where there are no GPUs: every case that can, once at least.
@@ -116,7 +116,7 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     tolerance = BF16_TOLERANCE if in_bf16 else GPU_TOLERANCE if on_gpus() else TOLERANCE
     errors = {
         key: relative(torch.tensor(ours[key]), torch.tensor(wanted[key]))
-        for key in ("loss", "grad_norm")
+        for key in ("loss", "grad_norm", *(["evaluation"] if case.evaluated else []))
         if any(wanted[key])  # GRPO's loss is zero
     }
     if not in_bf16:
