@@ -18,7 +18,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
-from liger_trainer.configs.liger_adamw import LIGER_ADAMW, NAMES, check_liger_adamw, optim_of_transformers
+from liger_trainer.configs.liger_adamw import NAMES, optim_of_transformers
 from liger_trainer.configs.loss_types import check_loss_type
 
 if TYPE_CHECKING:
@@ -179,16 +179,6 @@ class KernelFlags:
         if hasattr(parent, "__post_init__"):
             with warnings_of_the_caller(), optim_of_transformers(self):
                 parent.__post_init__()
-
-    def set_optimizer(self, name: Any = "adamw_torch", *args: Any, **kwargs: Any) -> Any:
-        """As [`~transformers.TrainingArguments.set_optimizer`], with `"liger_adamw"` among the names."""
-        parent: Any = super()
-        ours = name == LIGER_ADAMW
-        parent.set_optimizer("adamw_torch" if ours else name, *args, **kwargs)
-        if ours:
-            self.optim = name
-            check_liger_adamw(self)
-        return self
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""

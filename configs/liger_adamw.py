@@ -21,7 +21,8 @@ def optim_of_transformers(args: Any) -> Iterator[None]:
     """Around the `__post_init__` of transformers' arguments, which refuses our name.
 
     Raises:
-        ValueError: for a name that neither we nor transformers have, and as [`check_liger_adamw`].
+        ValueError: for a name that neither we nor transformers have, for `liger_adamw` with DeepSpeed, and as
+            [`liger_adamw_options`].
     """
     if args.optim not in NAMES:
         raise ValueError(f"`optim` is {args.optim!r}; it must be one of {', '.join(map(repr, NAMES))}.")
@@ -31,20 +32,11 @@ def optim_of_transformers(args: Any) -> Iterator[None]:
     args.optim = OptimizerNames.ADAMW_TORCH_FUSED
     yield
     args.optim = LIGER_ADAMW
-    check_liger_adamw(args)
-
-
-def check_liger_adamw(args: Any) -> None:
-    """Refuses training arguments with which `LigerAdamW` cannot train.
-
-    Raises:
-        ValueError: for DeepSpeed, and as [`liger_adamw_options`].
-    """
     liger_adamw_options(args)
     if args.deepspeed_plugin is not None:
         raise ValueError(
             f"`optim` is {LIGER_ADAMW!r}, but the launch uses DeepSpeed, which keeps fp32 weights of its own; set "
-            "`optim: adamw_torch_fused` and `bf16: true`."
+            "`optim: adamw_torch_fused`."
         )
 
 

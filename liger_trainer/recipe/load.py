@@ -287,7 +287,8 @@ def _build_warm_start(own: Mapping[str, Any], values: Mapping[str, Any], source:
         raise RecipeError(f"{source}: `warm_start` sets `{shared[0]}`, which it takes from the recipe; leave it out.")
     source = Path(f"{source}: warm_start")
     folder = str(Path(str(values["output_dir"])) / "warm_start")
-    inherited = {key: values[key] for key in _SHARED_WITH_WARM_START if values.get(key) is not None}
+    optimizer = () if "optim" in own else ("optim", "optim_args")
+    inherited = {key: values[key] for key in (*_SHARED_WITH_WARM_START, *optimizer) if values.get(key) is not None}
     checked, given = check_values({**inherited, "output_dir": folder, "trainer": "sft", **own}, [], source)
     if smoke:
         checked = shrink(checked, given | {"output_dir"})

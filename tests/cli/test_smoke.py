@@ -205,6 +205,15 @@ def test_a_warm_start_is_shrunk_too(tmp_path):
     assert Path(recipe.warm_start.training.output_dir) == tmp_path / "warm_start"
 
 
+@pytest.mark.parametrize(("own", "optim"), [({}, "liger_adamw"), ({"optim": "sgd"}, "sgd")])
+def test_a_warm_start_has_the_optimizer_of_the_recipe(tmp_path, own, optim):
+    values = read_recipe(find_recipe("quickstart_dpo"))
+    values |= {"optim": "liger_adamw", "optim_args": "states=bf16", "warm_start": {**values["warm_start"], **own}}
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", values), [])
+    assert recipe.warm_start.training.optim == optim
+    assert recipe.warm_start.training.optim_args == (None if own else "states=bf16")
+
+
 def test_a_recipe_that_fills_the_gpu(tmp_path, capsys):
     values = {**read_recipe(find_recipe("llama3_8b_sft")), "activation_memory": "auto"}
     recipe = write_recipe(tmp_path / "recipe.yaml", values)
