@@ -185,7 +185,8 @@ def _adamw_kernel(
     bits = tl.load(weight_ptr + at, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) << 16
     if REMAINDER:
         remainder = tl.load(remainder_ptr + at, mask=mask).to(tl.int32)
-        bits += tl.where(bits << 1 == 0, tl.maximum(remainder, 0), remainder)
+        zero = bits.to(tl.float32, bitcast=True) == 0.0
+        bits += tl.where(zero, tl.maximum(remainder, 0), remainder)
     weight = bits.to(tl.float32, bitcast=True)
     if CODED:
         first_scale = tl.load(first_scales_ptr + blocks, mask=inside)
