@@ -44,7 +44,7 @@ from torch import Tensor
 from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.measure import explain
 from liger_trainer.benchmarks.plots import draw_optimizers
-from liger_trainer.benchmarks.records import versions
+from liger_trainer.benchmarks.records import Point, versions
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import make_console, make_table, number
 from liger_trainer.optim import LigerAdamW
@@ -71,24 +71,6 @@ class Sizes:
 
 LARGE = Sizes(hidden=512, layers=6, rows=32, length=512, pretraining=1500, steps=300, held_out=4, seeds=3)
 SMALL = Sizes(hidden=256, layers=2, rows=4, length=64, pretraining=100, steps=40, held_out=2, seeds=1)
-
-
-@dataclasses.dataclass
-class Point:
-    """A run after some steps. The last point of a run has all the fields, others those that were measured."""
-
-    task: str
-    optimizer: str
-    seed: int
-    step: int
-    loss: float  # held-out, as all three
-    accuracy: float | None = None  # DPO: share of the pairs with a positive margin
-    margin: float | None = None  # DPO: mean margin of the rewards
-    changed: float | None = None  # share of the weights that differ from the start, in bf16
-    changed_fp32: float | None = None  # the same of the trained weights, with what their bf16 values lack
-    trained_loss: float | None = None  # held-out, of the trained weights
-    distance: float | None = None  # to the trained weights of FP32, by how far those are from the start
-    largest_distance: float | None = None  # the same with the largest difference of a weight in place of the norm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, Point, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
-
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.optimizers import Point
 
 _COLOURS = {
     "hf": "#b8b8b8",

@@ -58,7 +58,7 @@ def liger_adamw_options(args: Any) -> dict[str, Any]:
 
     options: dict[str, Any] = {"seed": args.seed}
     given = f"`optim_args` is {args.optim_args!r}"
-    for pair in args.optim_args.replace(" ", "").split(",") if args.optim_args else ():
+    for pair in str(args.optim_args).replace(" ", "").split(",") if args.optim_args else ():
         name, _, value = pair.partition("=")
         if name not in _OPTIONS:
             raise ValueError(

@@ -24,7 +24,7 @@ from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import named_attention, read_layer_shape
 from liger_trainer.plan.work import Run, Work
-from liger_trainer.recipe.checks import split_obstacle
+from liger_trainer.recipe.checks import split_obstacle, target_modules
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
@@ -193,7 +193,9 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
     else:
         kind = model_class(config)
     fields = {field.name: values[field.name] for field in dataclasses.fields(ModelConfig) if field.init}
-    lora = get_peft_config(ModelConfig(**{**fields, **({"lora_task_type": "SEQ_CLS"} if scored else {})}))
+    adapters = ModelConfig(**{**fields, **({"lora_task_type": "SEQ_CLS"} if scored else {})})
+    adapters.lora_target_modules = target_modules(adapters.lora_target_modules)
+    lora = get_peft_config(adapters)
     trusted = bool(values.get("trust_remote_code"))
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trusted)
@@ -310,9 +312,9 @@ def _rounded_updates(values: Mapping[str, Any], config: PreTrainedConfig, dtype:
     share = expected_share(rate, std, dtype)
     if share >= LEAST_SHARE or kind == "DEEPSPEED" or (kind == "FSDP" and _is_mixed(values)):
         return []
-    name, ours = str(dtype).removeprefix("torch."), "`optim: liger_adamw` or " if dtype == torch.bfloat16 else ""
+    name, ours = str(dtype).removeprefix("torch."), "set `optim: liger_adamw`, or " if dtype == torch.bfloat16 else ""
     return [
         f"`optim: {optim}` at `learning_rate: {rate:g}` changes at most {100 * share:.1f} % of weights in {name}, the "
-        f"updates of the others are rounded away: set {ours}`dtype: float32`, or split the model with FSDP2 or ZeRO, "
-        "which keep fp32 weights."
+        f"updates of the others are rounded away: {ours}train fp32 weights with `bf16: true` and `dtype: float32`, "
+        "FSDP2 or ZeRO."
     ]

@@ -88,6 +88,7 @@ def test_a_folder_or_another_revision_is_read():
         ("--gpus 1 --dtype float32", False),
         ("--gpus 1 --learning_rate 1e-3", False),
         ("--gpus 1 --use_peft true --lora_target_modules q_proj v_proj", False),
+        ("--gpus 1 --use_peft true --lora_target_modules q_proj", False),
     ],
 )
 def test_updates_that_rounding_would_lose(capsys, options, noted):
@@ -96,7 +97,7 @@ def test_updates_that_rounding_would_lose(capsys, options, noted):
     assert code == 0, err
     words = "at `learning_rate: 1e-05` changes at most 15.5 % of weights in bfloat16"
     assert (words in " ".join(out.split())) == noted
-    assert ("set `optim: liger_adamw` or `dtype: float32`" in " ".join(out.split())) == noted
+    assert ("set `optim: liger_adamw`, or train fp32 weights" in " ".join(out.split())) == noted
 
 
 def test_one_gpu_and_a_configuration(capsys):

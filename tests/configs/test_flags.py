@@ -178,6 +178,7 @@ def test_our_optimizer(cls, tmp_path):
         ({"optim_args": "seed=-1"}, "`optim_args` is 'seed=-1': `seed` is '-1'; it must be an integer from 0"),
         ({"optim_args": "states"}, "`optim_args` is 'states': `states` is ''"),
         ({"optim_args": "beta1=0.9"}, "`optim_args` is 'beta1=0.9'; `optim: liger_adamw` takes 'states', 'master' and"),
+        ({"optim_args": {"states": "bf16"}}, "`optim_args` is {'states': 'bf16'}; `optim: liger_adamw` takes 'states'"),
         ({"optim_args": ","}, "`optim_args` is ','; `optim: liger_adamw` takes"),
     ],
 )

@@ -172,9 +172,11 @@ def test_goes_on_with_other_states(before, after, tmp_path):
     train(tmp_path, tmp_path, optim_args=after)
 
 
-def test_another_optimizer_does_not_read_8_bits(tmp_path):
-    train(tmp_path, max_steps=2)
-    message = "it has states in 8 bits, which AdamW cannot read. Set `optim: liger_adamw`, or write what"
+@pytest.mark.parametrize("optim_args", ["states=8bit,master=none", "states=fp32"])
+def test_another_optimizer_does_not_read_ours(optim_args, tmp_path):
+    """Codes are no moments; and torch would keep the remainders, never change them, and save them again."""
+    train(tmp_path, optim_args=optim_args, max_steps=2)
+    message = "its states are LigerAdamW's, which AdamW cannot read. Set `optim: liger_adamw`, or write what"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         train(tmp_path, tmp_path, optim="adamw_torch_fused")
     file = tmp_path / "checkpoint-2" / "optimizer.pt"

@@ -154,10 +154,11 @@ def _check_optimizer(asked: Sequence[Mapping[str, Any]], optimizer: torch.optim.
     )
     if missing:
         raise ValueError(f"its optimizer has no {', '.join(map(repr, missing))}.")
-    if not isinstance(inner, LigerAdamW) and any("exp_avg_codes" in state for state in inner.state.values()):
+    ours = {"exp_avg_codes", "remainder"}
+    if not isinstance(inner, LigerAdamW) and any(ours & state.keys() for state in inner.state.values()):
         raise ValueError(
-            f"it has states in 8 bits, which {type(inner).__name__} cannot read. Set `optim: liger_adamw`, or write "
-            "what `liger_trainer.optim.adamw_state_dict` makes of its optimizer.pt in the place of that file."
+            f"its states are LigerAdamW's, which {type(inner).__name__} cannot read. Set `optim: liger_adamw`, or "
+            "write what `liger_trainer.optim.adamw_state_dict` makes of its optimizer.pt in the place of that file."
         )
 
 
