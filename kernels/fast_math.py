@@ -1,4 +1,4 @@
-"""A base-2 logarithm that is one instruction on NVIDIA GPUs, and the hyperbolic tangent.
+"""A logarithm, a root and a quotient of few instructions on NVIDIA GPUs, and the hyperbolic tangent.
 
 On NVIDIA GPUs ``tl.log2`` is a library routine of about 25 instructions with a branch per element, which makes kernels
 that take logarithms of whole rows compute-bound. The error of ``lg2.approx`` is at most 2**-22, relative or, near 1,
@@ -41,7 +41,7 @@ def tanh_and_derivative(x):
 
 @triton.jit
 def fast_sqrt(x, FAST: tl.constexpr):
-    """The root of an fp32 tensor, 0 below the smallest normal number; with `FAST`, PTX, to a relative 2**-22."""
+    """The root of an fp32 tensor; with `FAST`, PTX: to a relative 2**-22, and 0 below the smallest normal number."""
     if FAST:
         return tl.inline_asm_elementwise(
             "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

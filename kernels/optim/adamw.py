@@ -12,11 +12,12 @@ to nearest and half away from zero, and the remainder is the lower half of b as 
     b = (weight << 16) + remainder
 
 holds for every number (a NaN stays a NaN). Weight and remainder are an exact fp32 master in 4 bytes, as in Apex's and
-TransformerEngine's `store_param_remainders`.
+TransformerEngine's `store_param_remainders`. A weight that is changed from outside keeps its remainder, at most half of
+its last bit; with a weight that was set to 0, as by a mask, a negative one counts as 0, since the sum would be a NaN.
 
 Without a remainder, the new weight can be rounded stochastically: up with the probability of what would be cut, which
 keeps its expectation (Gupta et al. 2015, https://arxiv.org/abs/1502.02551). The random bits are a hash of a seed, the
-step and the element's index in the whole tensor: the same on every replica, for every sharding of the first dimension,
+step, the tensor and the element's index in it: the same on every replica, for every sharding of the first dimension,
 and in a resumed run. A second moment in bf16 is rounded so as well, since to nearest it would stop at 7 times its value
 (1 - beta2 is below half of bf16's precision).
 
@@ -65,7 +66,8 @@ class Update(NamedTuple):
         gradient: bf16, fp16 or fp32, of that shape.
         moments: In codes only if the last dimension is a multiple of 256.
         remainder: What the weight lacks of an fp32 number, int16 of the weight's shape; None if that is rounded away.
-        offset: The index of the weight's first element in the whole tensor, of which the weight may be a shard.
+        offset: The place of the weight's first element in the random numbers of a step: its index in the whole tensor,
+            of which the weight may be a shard, plus a multiple of 2^40 that is another for each tensor.
     """
 
     weight: torch.Tensor
@@ -182,7 +184,9 @@ def _adamw_kernel(
         gradient /= tl.load(grad_scale_ptr)
     bits = tl.load(weight_ptr + at, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) << 16
     if REMAINDER:
-        bits += tl.load(remainder_ptr + at, mask=mask).to(tl.int32)
+        remainder = tl.load(remainder_ptr + at, mask=mask).to(tl.int32)
+        zero = bits.to(tl.float32, bitcast=True) == 0.0
+        bits += tl.where(zero, tl.maximum(remainder, 0), remainder)
     weight = bits.to(tl.float32, bitcast=True)
     if CODED:
         first_scale = tl.load(first_scales_ptr + blocks, mask=inside)
@@ -258,13 +262,7 @@ def _corrections(steps: Sequence[torch.Tensor], options: Options) -> torch.Tenso
 
 def _tensors(update: Update) -> tuple[torch.Tensor | None, ...]:
     """In the order of the table's columns from the fourth on."""
-    return (
-        update.weight,
-        update.gradient,
-        *update.moments,
-        *(None,) * (4 - len(update.moments)),
-        update.remainder,
-    )
+    return update.weight, update.gradient, *update.moments, update.remainder
 
 
 def _launch(
@@ -284,7 +282,7 @@ def _launch(
         table.append([programs, update.weight.numel(), update.offset, row, *addresses])
         programs += cdiv(update.weight.numel(), _ROWS * BLOCK)
     device = updates[0][1].weight.device
-    on_host = torch.tensor(table, pin_memory=device.type == "cuda")
+    on_host = torch.tensor(table, device="cpu", pin_memory=device.type == "cuda")
     with on_device(rows):
         _adamw_kernel[(programs,)](
             on_host.to(device, non_blocking=True),
@@ -360,6 +358,7 @@ def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 tensor that was [`split`]."""
+    remainder = torch.where(weight == 0, remainder.clamp(min=0), remainder)
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 

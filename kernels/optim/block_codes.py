@@ -14,9 +14,9 @@ for j = 0. With f = code + 2 and k = E - e, this is all that the kernels compute
 
 The largest of a block is exact, its fraction being 1. Signed numbers have E = 6 and code 0 for 0, and are stored as 128
 plus or minus their code. Unsigned ones have E = 7, and code 0 is 8^-7: they hold the second moment of Adam, by whose
-root an update is divided, so none is rounded to 0. An error is at most 0.35 % (signed 0.7 %) of the block's largest
-number, and 2.8 % (signed 5.5 %) of a number that is an eighth of that or more. Encoding what was decoded gives the same
-codes and scales.
+root an update is divided, so none is rounded to 0, but in a block that is all below 2^-100. An error is at most 0.35 %
+(signed 0.7 %) of the block's largest number, and 2.8 % (signed 5.5 %) of a number that is an eighth of that or more.
+Encoding what was decoded gives the same codes and scales.
 """
 
 from __future__ import annotations

@@ -31,9 +31,10 @@ class LigerAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) for weights in bf16.
 
     bf16 has 8 significant bits, so most updates of a low learning rate would be rounded away. Here each weight has a
-    remainder of 16 bits, and the two are an exact fp32 weight: what is trained is what AdamW trains in fp32, bit for
-    bit with fp32 states. With the states in 8 bits, weight, remainder, gradient and states take 8.03 bytes a parameter,
-    as bf16 weights take with torch's AdamW and no remainder; with fp32 weights that takes 16.
+    remainder of 16 bits, and the two are an exact fp32 weight. With fp32 states it is trained as AdamW trains fp32
+    weights: bit for bit on the CPU, and on a GPU but for the rounding of roots and quotients. With the states in 8
+    bits, weight, remainder, gradient and states take 8.03 bytes a parameter, as bf16 weights take with torch's AdamW
+    and no remainder; with fp32 weights that takes 16.
 
     States in 8 bits have one scale for each 256 numbers of the last dimension. Weights with fewer than two dimensions,
     fewer than 4,096 elements, or a last dimension that is not a multiple of 256 have fp32 states; so have weights that
@@ -52,7 +53,8 @@ class LigerAdamW(torch.optim.Optimizer):
         betas (`tuple[float, float]`, *optional*, defaults to `(0.9, 0.999)`):
             How much of the first and the second moment is kept in each step.
         eps (`float`, *optional*, defaults to `1e-8`):
-            Added to the root of the second moment.
+            Added to the root of the second moment. With `states="8bit"` at least 1e-15, since a block whose second
+            moments are all below 2^-100 is stored as zeros.
         weight_decay (`float`, *optional*, defaults to `1e-2`):
             Share of the weight, times the learning rate, that is taken away in each step.
         states (`str`, *optional*, defaults to `"8bit"`):
@@ -62,7 +64,7 @@ class LigerAdamW(torch.optim.Optimizer):
             What keeps updates of bf16 weights from being rounded away: `"remainder"` makes them exact fp32 weights, for
             2 bytes a parameter; `"stochastic"` rounds them stochastically and stores nothing; `None` rounds to nearest.
         seed (`int`, *optional*, defaults to `0`):
-            For stochastic rounding: the same seed, step and element draw the same bits on every process.
+            For stochastic rounding: the same seed, step, parameter and element draw the same bits on every process.
 
     Raises:
         ValueError: for an option that is not one of these, or out of its range.
@@ -110,21 +112,32 @@ class LigerAdamW(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            ValueError: for a sparse gradient, and under FSDP1 with `use_orig_params`.
+            ValueError: for a sparse gradient, for a parameter that became bf16, or another dtype, after its first step,
+                and under FSDP1 with `use_orig_params`.
+            RuntimeError: while a CUDA graph is captured.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "LigerAdamW cannot be captured in a CUDA graph, which would keep the addresses of the gradients and "
+                "the learning rate of this step. Call `step()` outside of the graph."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for device in dict.fromkeys(parameter.device for parameter in trained):
                 here = [parameter for parameter in trained if parameter.device == device]
-                self._step_in_bf16([parameter for parameter in here if parameter.dtype == torch.bfloat16], group)
-                self._step_in_torch([parameter for parameter in here if parameter.dtype != torch.bfloat16], group)
+                self._step_in_bf16([each for each in here if each.dtype == torch.bfloat16], group, numbers)
+                self._step_in_torch([each for each in here if each.dtype != torch.bfloat16], group)
         return loss
 
-    def _step_in_bf16(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _step_in_bf16(
+        self, parameters: list[torch.Tensor], group: dict[str, Any], numbers: dict[torch.Tensor, int]
+    ) -> None:
         if not parameters:
             return
         states, scaler = [self._state(parameter, group) for parameter in parameters], self._scaler(parameters)
@@ -136,7 +149,7 @@ class LigerAdamW(torch.optim.Optimizer):
                 _gradient(parameter),
                 moments_of(state),
                 remainder_of(state),
-                _offset(parameter),
+                _offset(parameter) + (numbers[parameter] << 40),  # parameters draw other bits than each other
             )
             for parameter, state in zip(parameters, states)
         ]
@@ -179,6 +192,12 @@ class LigerAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(new_state(parameter, group["states"], group["master"]))
+        with_remainder = parameter.dtype == torch.bfloat16 and group["master"] == "remainder"
+        if ("remainder" in state) != with_remainder:
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} is in {parameter.dtype}, and its state is of another "
+                "dtype. Convert the model before the first step, or build a new optimizer."
+            )
         return state
 
     def _scaler(self, parameters: Sequence[torch.Tensor]) -> Scaler:
@@ -242,6 +261,11 @@ def _check(group: dict[str, Any]) -> None:
     for name, allowed in (("states", get_args(States)), ("master", (*get_args(Master), None))):
         if group[name] not in allowed:
             raise ValueError(f"`{name}` is {group[name]!r}; it must be one of {', '.join(map(repr, allowed))}.")
+    if group["states"] == "8bit" and group["eps"] < 1e-15:
+        raise ValueError(
+            f"`eps` is {group['eps']!r}; with `states` of '8bit', in which very small second moments are 0, it must be "
+            "1e-15 or more. Or set `states` to 'bf16' or 'fp32'."
+        )
     seed = group["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"`seed` is {seed!r}; it must be an integer from 0 to 2**32 - 1.")

@@ -192,6 +192,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "betas": ({"betas": (0.9, 1.0)}, "`betas` is (0.9, 1.0); it must be two numbers from 0 to below 1."),
     "states": ({"states": "4bit"}, "`states` is '4bit'; it must be one of '8bit', 'bf16', 'fp32'."),
     "master": ({"master": "fp32"}, "`master` is 'fp32'; it must be one of 'remainder', 'stochastic', None."),
+    "eps": (
+        {"eps": 0.0},
+        "`eps` is 0.0; with `states` of '8bit', in which very small second moments are 0, it must be 1e-15 or more. "
+        "Or set `states` to 'bf16' or 'fp32'.",
+    ),
     "seed": ({"seed": -1}, "`seed` is -1; it must be an integer from 0 to 2**32 - 1."),
     "amsgrad": ({"amsgrad": True}, "`amsgrad` is True; LigerAdamW knows False only. Use `torch.optim.AdamW`."),
 }
@@ -208,6 +213,36 @@ def test_wrong_options(case: str) -> None:
     if case != "amsgrad":
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             LigerAdamW([first], **options)
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(("before", "after"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_parameter_that_changes_its_dtype_is_refused(before: torch.dtype, after: torch.dtype, states: Any) -> None:
+    """Its remainder would be lost, or it would have none."""
+    layer = torch.nn.Linear(256, 16, bias=False, dtype=before)
+    optimizer = LigerAdamW(layer.parameters(), states=states)
+    _train(optimizer, list(layer.parameters()), range(1))
+    layer.to(after)
+    with pytest.raises(ValueError, match=rf"of shape \(16, 256\) is in {after}, and its state is of another dtype"):
+        _train(optimizer, list(layer.parameters()), range(1))
+
+
+def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        LigerAdamW(_weights(CODED)).step()
+
+
+def test_parameters_are_rounded_by_random_bits_of_their_own() -> None:
+    weights = [Parameter(torch.ones(CODED, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = LigerAdamW([{"params": weights[:2]}, {"params": weights[2:]}], lr=1e-3, master="stochastic")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    changed = torch.stack([(weight != 1).float().flatten() for weight in weights])  # a quarter of them
+    correlation = torch.corrcoef(changed).fill_diagonal_(0)
+    assert correlation.abs().max() < 5 / 64  # five deviations, of 4,096 independent numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

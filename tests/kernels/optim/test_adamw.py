@@ -158,6 +158,33 @@ def test_a_gradient_scaler(states):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("step", [adamw_, in_torch])
+def test_weights_that_are_set_to_zero(step):
+    """As by a mask, after which negative remainders are left."""
+    steps, mask = gradients((16, 512), 5), bf16(16, 512, seed=5) > 0
+    weight = bf16(16, 512)
+    state = new_state(weight, "fp32", "remainder")
+    for number, gradient in enumerate(steps, 1):
+        weight *= mask  # also to -0
+        update = Update(weight, gradient, moments_of(state), remainder_of(state), 0)
+        step([update], [torch.tensor(float(number), device=DEVICE)], options(), NO_SCALER)
+        assert weight.isfinite().all()
+        assert (weight * ~mask).abs().max() < 2 * NUMBERS["lr"] * number
+
+
+@pytest.mark.kernel
+def test_under_another_default_device():
+    """The table of addresses is on the host."""
+    weight, steps = bf16(16, 512), gradients((16, 512), 1)
+    expected, _ = trained(weight, steps, "8bit", "remainder")
+    state, step = new_state(weight, "8bit", "remainder"), torch.ones((), device=DEVICE)
+    update = Update(weight, steps[0], moments_of(state), remainder_of(state), 0)
+    with torch.device("meta"):
+        adamw_([update], [step], options(), NO_SCALER)
+    assert torch.equal(joined(weight, remainder_of(state)), expected)
+
+
+@pytest.mark.kernel
 def test_a_nan_stays_one():
     weight, gradient = bf16(16, 512), torch.zeros(16, 512, device=DEVICE)
     gradient[3, 4] = float("nan")
