@@ -21,29 +21,17 @@ from transformers import AutoModelForCausalLM
 from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.measure import explain, summary
 from liger_trainer.benchmarks.models import MODELS, model_config
+from liger_trainer.benchmarks.optimizers import bitsandbytes_8bit, torchao_8bit
 from liger_trainer.benchmarks.records import OPTIMIZER_STEP, Machine, Record, Run
 from liger_trainer.benchmarks.report import make_console, make_table, milliseconds, number, percentage
 from liger_trainer.optim import LigerAdamW
-
-
-def _bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(parameters)
-
-
-def _torchao(parameters: Any) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(parameters)
-
 
 _FUSED = partial(torch.optim.AdamW, fused=True)
 PROVIDERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
     "torch": (torch.bfloat16, _FUSED),
     "torch dtype=float32": (torch.float32, _FUSED),
-    "bitsandbytes": (torch.bfloat16, _bitsandbytes),
-    "torchao": (torch.bfloat16, _torchao),
+    "bitsandbytes": (torch.bfloat16, partial(bitsandbytes_8bit, lr=1e-3)),
+    "torchao, stochastic": (torch.bfloat16, partial(torchao_8bit, lr=1e-3)),
     "liger_trainer": (torch.bfloat16, LigerAdamW),
     "liger_trainer states=bf16": (torch.bfloat16, partial(LigerAdamW, states="bf16")),
     "liger_trainer states=fp32": (torch.bfloat16, partial(LigerAdamW, states="fp32")),

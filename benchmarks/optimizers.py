@@ -204,13 +204,15 @@ def _liger(**options: Any) -> Callable[..., torch.optim.Optimizer]:
     return lambda parameters, lr, seed: LigerAdamW(parameters, lr, weight_decay=0.0, seed=seed, **options)
 
 
-def _torchao(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
+def torchao_8bit(parameters: Iterable[Tensor], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+    """The 8-bit AdamW of torchao, with stochastic rounding."""
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(parameters, lr, weight_decay=0.0, bf16_stochastic_round=True)
 
 
-def _bitsandbytes(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
+def bitsandbytes_8bit(parameters: Iterable[Tensor], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+    """The 8-bit AdamW of bitsandbytes."""
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit(parameters, lr, weight_decay=0.0)
@@ -219,8 +221,8 @@ def _bitsandbytes(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.o
 OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]] = {
     FP32: (torch.float32, _torch),
     "AdamW, bf16 weights": (torch.bfloat16, _torch),
-    "bitsandbytes AdamW8bit": (torch.bfloat16, _bitsandbytes),
-    "torchao AdamW8bit, stochastic": (torch.bfloat16, _torchao),
+    "bitsandbytes AdamW8bit": (torch.bfloat16, bitsandbytes_8bit),
+    "torchao AdamW8bit, stochastic": (torch.bfloat16, torchao_8bit),
     "LigerAdamW, 8bit, stochastic": (torch.bfloat16, _liger(states="8bit", master="stochastic")),
     "LigerAdamW, 8bit": (torch.bfloat16, _liger(states="8bit")),
     "LigerAdamW, bf16": (torch.bfloat16, _liger(states="bf16")),
@@ -301,7 +303,7 @@ def compare(
     sizes: Sizes,
     device: torch.device,
     tell: Callable[[str], object] = print,
-) -> list[Point]:
+) -> Iterator[list[Point]]:
     """Runs both tasks with every optimizer that is installed, for each seed.
 
     Args:
@@ -309,8 +311,8 @@ def compare(
         device: Where.
         tell: Gets a line on each optimizer, and on each that is left out.
 
-    Returns:
-        The points of all runs.
+    Yields:
+        After each optimizer, the points of all runs so far.
     """
     begin, text = time.perf_counter(), corpus()
     start, loss = pretrain(text["pretraining"], sizes, device)
@@ -339,7 +341,7 @@ def compare(
                 found[-1].largest_distance = (away.abs().max() / moved.abs().max()).item()
                 points += found
             tell(f"{task.name}, {name}: {time.perf_counter() - begin:.0f} s")
-    return points
+            yield points
 
 
 def _spread(values: Iterable[float | None], form: str) -> str:
@@ -457,11 +459,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sizes = SMALL if arguments.small else LARGE
         sizes = dataclasses.replace(sizes, steps=arguments.steps or sizes.steps)
         device, file = Device(place).name(), arguments.output / "optimizers.csv"
-        with _deterministic():
-            points = compare(sizes, place, tell=lambda line: print(line, flush=True))
         command = "python -m liger_trainer.benchmarks.optimizers " + " ".join(sys.argv[1:] if argv is None else argv)
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        write(points, file, {"device": device, "date": date, "command": command, **versions()})
+        setting = {"device": device, "date": date, "command": command, **versions()}
+        with _deterministic():
+            for points in compare(sizes, place, tell=lambda line: print(line, flush=True)):
+                write(points, file, setting)  # what is there is not lost with a run that is cut off
     for task in dict.fromkeys(point.task for point in points):
         console.print(summary(points, task))
     try:

@@ -39,8 +39,6 @@ from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_trito
 
 _ROWS, _WARPS = 4, 4  # blocks of a program
 _COLUMNS = tl.constexpr(11)  # of the table of tensors
-
-
 _TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -109,8 +107,8 @@ def mixed(bits):
 @triton.jit
 def stochastic_bf16(bits, random):
     """The bits of an fp32 number, and 16 random bits, to bf16."""
-    infinite = (bits & 0x7F800000) == 0x7F800000
-    up = tl.where(infinite, bits, bits + random)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    up = tl.where(finite, bits + random, bits)
     return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 

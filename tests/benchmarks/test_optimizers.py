@@ -22,7 +22,7 @@ def results():
         for package in OTHERS.values():
             patch.setitem(sys.modules, package, None)
             patch.setitem(sys.modules, f"{package}.optim", None)
-        return optimizers.compare(TINY, CPU, lines.append), lines
+        return [*optimizers.compare(TINY, CPU, lines.append)][-1], lines
 
 
 def last(points):
