@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl.experimental.cpo import CPOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerCPOConfig(KernelFlags, CPOConfig):
-    """[`~trl.experimental.cpo.CPOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerCPOConfig(SharingFlags, CPOConfig):
+    """[`~trl.experimental.cpo.CPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl import DPOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerDPOConfig(KernelFlags, DPOConfig):
-    """[`~trl.DPOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerDPOConfig(SharingFlags, DPOConfig):  # type: ignore[misc]  # `padding_free` has a default of None here
+    """[`~trl.DPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

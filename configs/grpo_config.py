@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerGRPOConfig(KernelFlags, GRPOConfig):
-    """[`~trl.GRPOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerGRPOConfig(SharingFlags, GRPOConfig):
+    """[`~trl.GRPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl import KTOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import PackingFlags
 
 
 @dataclass
-class LigerKTOConfig(KernelFlags, KTOConfig):
-    """[`~trl.KTOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerKTOConfig(PackingFlags, KTOConfig):
+    """[`~trl.KTOConfig`] with the flags of [`PackingFlags`]; the kernels are on by default."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl.experimental.orpo import ORPOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerORPOConfig(KernelFlags, ORPOConfig):
-    """[`~trl.experimental.orpo.ORPOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerORPOConfig(SharingFlags, ORPOConfig):
+    """[`~trl.experimental.orpo.ORPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl import RewardConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerRewardConfig(KernelFlags, RewardConfig):
-    """[`~trl.RewardConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerRewardConfig(SharingFlags, RewardConfig):
+    """[`~trl.RewardConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from liger_trainer.configs.flags import KernelFlags
+from liger_trainer.configs.packing_flags import SharingFlags
 
 
 @dataclass
-class LigerRLOOConfig(KernelFlags, RLOOConfig):
-    """[`~trl.RLOOConfig`] with the flags of [`KernelFlags`]; the kernels are on by default."""
+class LigerRLOOConfig(SharingFlags, RLOOConfig):
+    """[`~trl.RLOOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""

@@ -17,10 +17,11 @@ import torch
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from liger_trainer.attention.packed_row import NotPackable, current_plan_of
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS
-from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 
 require(DEVICE_ASSERTIONS)
@@ -101,9 +102,20 @@ def attention_mask(
     Returns:
         A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
         the caller needs a tensor and where our attention has no kernels, what transformers' `sdpa_mask` returns.
+
+    Raises:
+        NotPackable: for a packed row, and a mask that is not recognised.
     """
     if isinstance(attention_mask, AttentionPlan):
         return attention_mask  # which `generate` made before the model was called
+    plan_of_row = None if torch.compiler.is_compiling() else current_plan_of()
+    if plan_of_row is not None:
+        pattern = _pattern(mask_function)
+        if pattern is None or pattern.packed is not None:
+            raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
+        of_row = plan_of_row(pattern.window, pattern.chunk)
+        device = torch.device(device)
+        return of_row if triton_drives(device) else dense(of_row, batch_size, q_length, device)
     plan = None
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
     ours = not continues and triton_drives(torch.device(device))

@@ -26,8 +26,10 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context, token_observer
+from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.binding import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
+from liger_trainer.trainers.packed_statistics import packed_statistics
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from liger_trainer.trainers.token_statistics import IGNORE_INDEX, StatisticsOptions, TokenStatistics, token_statistics
 
@@ -78,12 +80,13 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
             names.update(replaced)
 
 
-def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
+def install_fused_forward(model: nn.Module, options: StatisticsOptions, packing: Packing | None = None) -> None:
     """Gives `model` a forward that understands `fused_lm_head=True`; any other call runs the forward that it had.
 
     Args:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
         options: What the trainer asks of the head.
+        packing: How batches are packed, for a model that is proved for it; None leaves them padded.
     """
     inner, native = _forwards_of(model)
     run_uncompiled = None
@@ -91,13 +94,17 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions) -> None:
     if CAN_DEFER_COMPILED and (native is type(model).forward or is_ours(native)):
         run_uncompiled = torch.compiler.disable(_fused_forward(inner, uncompiled(native), options), recursive=False)
     # `generate` and the Trainer look at the signature, the patching at what is inside.
-    forward = functools.wraps(inner)(_fused_forward(inner, native, options, run_uncompiled))
+    forward = functools.wraps(inner)(_fused_forward(inner, native, options, packing, run_uncompiled))
     _fused_over[forward] = inner, native
     model.forward = types.MethodType(forward, model)
 
 
 def _fused_forward(
-    inner: Callable, native: Callable, options: StatisticsOptions, run_uncompiled: Callable | None = None
+    inner: Callable,
+    native: Callable,
+    options: StatisticsOptions,
+    packing: Packing | None = None,
+    run_uncompiled: Callable | None = None,
 ) -> Callable:
     """A forward that is `inner`, and with `fused_lm_head=True` the statistics of the logits of `native`.
 
@@ -122,11 +129,26 @@ def _fused_forward(
         kwargs["use_cache"] = False
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        # The loss is computed inside this forward, in training and evaluation, so the logits need not outlive it.
-        with compiler_restored():
+        target = next_token_labels(labels, shift_labels)
+
+        def run(inputs: dict[str, Any]) -> Any:
+            # The loss is computed inside this forward, in training and evaluation: the logits need not outlive it.
             with forward_context(context_of(self, has_labels=True)):
-                outputs = native(self, *args, **kwargs)
-            return fused_output(outputs.logits, outputs, text_config, labels, shift_labels, num_items_in_batch, options)
+                return native(self, *args, **{**kwargs, **inputs})
+
+        with compiler_restored():
+            rows = None
+            if packing is not None and not args and not torch.compiler.is_compiling():
+                rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels)
+            if rows is None:
+                outputs = run({})
+                statistics = token_statistics(outputs.logits, target.to(outputs.logits.device), options)
+                aux_loss = getattr(outputs, "aux_loss", None)
+            else:
+                statistics, aux_loss = packed_statistics(run, rows, target.shape, options)
+            # The last position has no label, unless the labels were given as those of the next tokens.
+            length = target.shape[1] - (shift_labels is None)
+            return fused_output(statistics, target, length, aux_loss, text_config, num_items_in_batch, options)
 
     return forward
 
@@ -153,34 +175,26 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
 
 
 def fused_output(
-    logits: torch.Tensor,
-    outputs: Any,
+    statistics: TokenStatistics,
+    target: torch.Tensor,
+    length: int,
+    aux_loss: torch.Tensor | None,
     text_config: Any,
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None,
     num_items_in_batch: torch.Tensor | int | None,
     options: StatisticsOptions,
 ) -> Any:
     """TRL's `FusedCausalLMOutput`.
 
     Args:
-        logits: `(B, S, V)`, deferred or not.
-        outputs: The outputs of the model's own forward, for the auxiliary loss of a mixture of experts.
+        statistics: Of `target`.
+        target: `(B, S)`, the next token of each.
+        length: How many columns of both TRL is given.
+        aux_loss: The auxiliary loss of a mixture of experts, if the model returned one.
         text_config: The configuration of the language model.
-        labels: `(B, S)`, the tokens themselves; the statistics are then `(B, S - 1)`.
-        shift_labels: `(B, S)`, the next token of each; the statistics are then `(B, S)`.
         num_items_in_batch: Divides the summed loss; the number of labels by default.
         options: What the trainer asks of the head.
-
-    Raises:
-        ValueError: if neither kind of labels is given.
     """
-    target = _next_token_labels(labels, shift_labels).to(logits.device)
-    statistics = token_statistics(logits, target, options)
-    mask = target != IGNORE_INDEX
-    if shift_labels is None:  # the last position has no label
-        mask = mask[:, :-1]
-    length = mask.shape[1]
+    mask = (target != IGNORE_INDEX)[:, :length].to(statistics.log_probs.device)
     fields = {name: field[:, :length] for name, field in statistics._asdict().items() if field is not None}
     if not torch.compiler.is_compiling() and options.expected_grad is not None:
         fields["log_probs"] = SummedLogProbs.of(statistics.log_probs, length)
@@ -191,14 +205,21 @@ def fused_output(
         observe(-statistics.log_probs.detach().sum(), statistics.is_top1.sum(), mask.sum())
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
     loss = -statistics.log_probs.sum() / torch.as_tensor(count, device=mask.device).clamp(min=1)
-    aux_loss = getattr(outputs, "aux_loss", None)
     if aux_loss is not None:
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics._asdict())
 
 
-def _next_token_labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor:
-    """The label of the next token at every position."""
+def next_token_labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor:
+    """The label of the next token at every position, `(B, S)`.
+
+    Args:
+        labels: `(B, S)`, the tokens themselves; the last position then has no label.
+        shift_labels: `(B, S)`, the next token of each.
+
+    Raises:
+        ValueError: if neither kind of labels is given.
+    """
     if shift_labels is not None:
         return shift_labels
     if labels is None:

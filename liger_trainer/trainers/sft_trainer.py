@@ -15,8 +15,8 @@ from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers.base import wants_kernels
-from liger_trainer.trainers.fused_head import fused_output
-from liger_trainer.trainers.token_statistics import StatisticsOptions
+from liger_trainer.trainers.fused_head import fused_output, next_token_labels
+from liger_trainer.trainers.token_statistics import StatisticsOptions, token_statistics
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 require(SFT_HEAD)
@@ -104,9 +104,10 @@ class OnePassModel:
         if self._logits is None or self._changed or of_labels is None or of_labels.shape != self._logits.shape[:-1]:
             return self._model(*args, fused_lm_head=True, **given, **kwargs)  # such as with PEFT's virtual tokens
         with torch.no_grad():
-            return fused_output(
-                self._logits, self._outputs, self._text_config, labels, shift_labels, None, self._options
-            )
+            target = next_token_labels(labels, shift_labels).to(self._logits.device)
+            statistics = token_statistics(self._logits, target, self._options)
+            length, aux_loss = target.shape[1] - (shift_labels is None), getattr(self._outputs, "aux_loss", None)
+            return fused_output(statistics, target, length, aux_loss, self._text_config, None, self._options)
 
     def _remember(self, outputs: Any) -> None:
         logits = outputs.logits

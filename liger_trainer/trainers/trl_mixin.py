@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,15 +18,19 @@ from liger_trainer.compat.trl import TRAINER_NAME
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
+from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.head import patch_head
+from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.activation_memory import check_selective
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.offloading import check_offloading
+from liger_trainer.trainers.packing import PADDING_FREE, check_packing, choose_packing
 from liger_trainer.trainers.token_statistics import StatisticsOptions
 
 require(TRAINER_NAME)
@@ -50,6 +55,8 @@ class LigerTRLMixin(LigerTrainerMixin):
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
     _statistics: StatisticsOptions | None = None  # what TRL asks of the policy's head; None if the head is TRL's
+    _packing: Packing | None = None  # how the policy's batches are packed; None if they stay padded
+    _packing_rows: Sequence[KernelReportRow] = ()
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs)
@@ -57,15 +64,11 @@ class LigerTRLMixin(LigerTrainerMixin):
         check_loss_type(config)
         check_offloading(config)  # TRL would raise an AttributeError
         check_selective(config)  # TRL takes it out of the arguments
-        wants = wants_kernels(config)
         head = self._own_fused_head(config)
-        # For TRL, `use_liger_kernel` means the liger-kernel package: it would warn, and switch its fused head off.
-        config.use_liger_kernel = False
-        try:
-            with head, split_models_resume(config, model), _older_names(), warnings_of_the_caller():
-                super().__init__(*given.args, **given.kwargs)
-        finally:
-            config.use_liger_kernel = wants
+        resume, warned = split_models_resume(config, model), warnings_of_the_caller()
+        with head, _hidden_from_trl(config), resume, _older_names(), warned:
+            super().__init__(*given.args, **given.kwargs)
+        check_packing(config, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         check_rows(self.train_dataset)
         self._finish_init()
 
@@ -116,16 +119,42 @@ class LigerTRLMixin(LigerTrainerMixin):
         if is_policy:
             self._statistics = options
             self._apply_kernels(self.model)
+            self._choose_packing()
         else:  # a reference model, which must compute log-probabilities as the policy does
             check_reference(self.model, model, self.processing_class)
             apply_liger_kernel(model, config)
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
-        install_fused_forward(model, options)
+        # The reference is packed as the policy is, so that the two differ by their weights alone.
+        install_fused_forward(model, options, self._packing)
+
+    def _choose_packing(self) -> None:
+        if issubclass(self.config_class, PackingFlags):
+            may_share = issubclass(self.config_class, SharingFlags)
+            self._packing, self._packing_rows = choose_packing(self.args, self.model, may_share)
+
+    def _announce_kernels(self) -> None:
+        if self.kernel_report is not None:
+            rows = (*self.kernel_report.rows, *self._packing_rows)
+            self.kernel_report = dataclasses.replace(self.kernel_report, rows=rows)
+        super()._announce_kernels()
 
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss with respect to the log-probabilities is the same for all labels."""
         return False
+
+
+@contextlib.contextmanager
+def _hidden_from_trl(config: Any) -> Iterator[None]:
+    """Hides flags of which TRL would warn: `use_liger_kernel`, for it the liger-kernel package, and `padding_free`."""
+    ours = {"use_liger_kernel": wants_kernels(config)}
+    config.use_liger_kernel = False  # with which TRL would also switch its fused head off
+    if getattr(config, PADDING_FREE, None):
+        ours[PADDING_FREE], config.padding_free = True, None
+    try:
+        yield
+    finally:
+        vars(config).update(ours)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,239 @@
+"""What a packed row holds of a padded batch: each token once that no padding hides and that rows do not share.
+
+Rows that begin in the same column share their longest common beginning. A causal model computes the same for it in each
+of them, so it is exact to compute it once. What is equal need not be a prompt: the beginnings of answers count too.
+
+A group is cut out of the rows in the order of their tokens, where rows with a long common beginning are neighbours. So
+of all ways to group them, with one shared beginning a group, `_best_groups` finds that with the fewest tokens.
+
+All of this is on the host, in numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_LEAST_SAVED = 0.05
+"""Of all tokens: sharing fewer, such as a first token that all rows have, costs more than it saves."""
+
+
+class Group(NamedTuple):
+    """Rows with a common beginning.
+
+    Attributes:
+        rows: Their numbers in the batch.
+        shared: How many tokens they share; 0 for a row of its own.
+    """
+
+    rows: tuple[int, ...]
+    shared: int
+
+
+class Segment(NamedTuple):
+    """Tokens that follow each other in a row and in the packed row.
+
+    Attributes:
+        begin: The first token's place in the packed row.
+        end: The place behind the last one.
+        prefix: Where the tokens before these in their row begin and end; equal places if there are none.
+    """
+
+    begin: int
+    end: int
+    prefix: tuple[int, int] = (0, 0)
+
+
+class Documents(NamedTuple):
+    """What attention needs to know of a packed row; see `kernels.attention.plan`.
+
+    Attributes:
+        offsets: (documents + 1,), where the queries of each document begin.
+        keys: (K,), the token of each key; None if each document has its own tokens as keys.
+        key_offsets: (documents + 1,), where the keys of each document begin.
+    """
+
+    offsets: np.ndarray
+    keys: np.ndarray | None
+    key_offsets: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A packed row of T tokens, of a batch of B rows and S columns.
+
+    Attributes:
+        tokens: (T,), the place of each token in the flattened batch.
+        shared_by: (T,), how many rows have the token.
+        places: (B, S), the place of each token in the packed row; -1 for padding, and for rows of other packed rows.
+        segments: Of which the packed row consists, in its order.
+    """
+
+    tokens: np.ndarray
+    shared_by: np.ndarray
+    places: np.ndarray
+    segments: list[Segment]
+
+    def documents(self, window: int, chunk: int) -> Documents:
+        """The documents of attention that sees `window` keys, in chunks of `chunk` tokens of a row; 0 for all."""
+        queries, keys = [0], [0]
+        pieces: list[np.ndarray] = []
+        for segment in self.segments:
+            first, behind = segment.prefix
+            before = behind - first
+            for begin, end in _cut(before, before + segment.end - segment.begin, chunk):
+                # The keys of a row's tokens `begin` to `end`: from `seen` on, in the prefix and in the segment itself.
+                seen = max(begin // chunk * chunk if chunk else 0, begin - window + 1 if window else 0)
+                own = max(seen, before)
+                if seen < before:
+                    pieces.append(np.arange(first + seen, behind))
+                pieces.append(np.arange(segment.begin + own - before, segment.begin + end - before))
+                queries.append(queries[-1] + end - begin)
+                keys.append(keys[-1] + end - seen)
+        own_keys = keys == queries
+        return Documents(np.array(queries), None if own_keys else np.concatenate(pieces), np.array(keys))
+
+
+def _cut(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Tokens `begin` to `end` of a row, cut where chunks begin."""
+    edges = range((begin // chunk + 1) * chunk, end, chunk) if chunk else ()
+    return itertools.pairwise((begin, *edges, end))
+
+
+def starts_and_lengths(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The first column of each row of a mask (B, S) that is not padding, and how many are not.
+
+    None if there is padding between tokens. A row of padding has length 0.
+    """
+    lengths = mask.sum(1)
+    starts = mask.argmax(1)
+    last = mask.shape[1] - mask[:, ::-1].argmax(1)
+    return None if ((last - starts != lengths) & (lengths > 0)).any() else (starts, lengths)
+
+
+def groups_of(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: bool) -> list[Group]:
+    """The groups of a batch's rows, in the order of their first rows; rows of padding are left out.
+
+    Args:
+        ids: (B, S), the tokens.
+        starts: (B,), the first column of each row.
+        lengths: (B,), how many tokens it has.
+        share: Whether rows may share tokens.
+    """
+    rows = [int(row) for row in np.flatnonzero(lengths)]
+    alone = [Group((row,), 0) for row in rows]
+    if not share:
+        return alone
+    groups: list[Group] = []
+    # Sorted by their first columns, then by their tokens, whose bytes, the highest first, order as they do.
+    tokens = {row: ids[row, starts[row] : starts[row] + lengths[row]].astype(">i8") for row in rows}
+    ordered = sorted(rows, key=lambda row: (starts[row], tokens[row].tobytes()))
+    for _, same_start in itertools.groupby(ordered, key=lambda row: starts[row]):
+        members = list(same_start)
+        common = [_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(members)]
+        groups += _best_groups(members, common)
+    saved = sum((len(group.rows) - 1) * group.shared for group in groups)
+    if saved < _LEAST_SAVED * lengths.sum():
+        return alone
+    return sorted(groups, key=lambda group: group.rows[0])
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two rows have in common from their beginning on."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def _best_groups(members: list[int], common: list[int]) -> list[Group]:
+    """The groups of rows in order that save most tokens, given how many each has in common with the next."""
+    if len(members) == 1:
+        return [Group((members[0],), 0)]
+    least = min(common)
+    together = Group(tuple(sorted(members)), least)
+    cut = common.index(least)  # any group of rows on both sides of it shares no more than `least`
+    apart = [
+        *_best_groups(members[: cut + 1], common[:cut]),
+        *_best_groups(members[cut + 1 :], common[cut + 1 :]),
+    ]
+    saved = sum((len(group.rows) - 1) * group.shared for group in apart)
+    return [together] if (len(members) - 1) * least > saved else apart
+
+
+def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> list[list[Group]]:
+    """The groups of each packed row, none of which has more than `most` tokens.
+
+    A group of more tokens is taken apart, and its parts share the beginning among themselves. A row of more tokens is
+    a packed row of its own.
+    """
+    if most is None:
+        return [list(groups)]
+    parts: list[list[Group]] = []
+    room = 0
+    for group in groups:
+        tokens = group.shared + sum(int(lengths[row]) - group.shared for row in group.rows)
+        if tokens <= most:
+            if not parts or tokens > room:
+                parts.append([])
+                room = most
+            parts[-1].append(group)
+            room -= tokens
+            continue
+        rows: list[int] = []
+        for row in group.rows:
+            tokens = int(lengths[row]) - (group.shared if rows else 0)
+            if rows and tokens > room:
+                parts.append([_group(rows, group.shared)])
+                rows, tokens = [], int(lengths[row])
+            if not rows:
+                room = most
+            rows.append(row)
+            room -= tokens
+        parts.append([_group(rows, group.shared)])
+        room = 0
+    return parts
+
+
+def _group(rows: list[int], shared: int) -> Group:
+    return Group(tuple(rows), shared if len(rows) > 1 else 0)
+
+
+def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, columns: int) -> Layout:
+    """The packed row of these groups; that of no group holds the first token of the batch, which no row has.
+
+    Args:
+        groups: Of [`groups_of`].
+        starts: (B,), the first column of each row.
+        lengths: (B,), how many tokens it has.
+        columns: S.
+    """
+    tokens: list[np.ndarray] = []
+    shared_by: list[np.ndarray] = []
+    segments: list[Segment] = []
+    places = np.full((len(starts), columns), -1)
+    count = 0
+
+    def add(row: int, begin: int, end: int, rows: int, prefix: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        nonlocal count
+        place = count, count + end - begin
+        if end > begin:
+            tokens.append(np.arange(begin, end) + row * columns)
+            shared_by.append(np.full(end - begin, rows))
+            segments.append(Segment(*place, prefix))
+            count = place[1]
+        return place
+
+    for rows, shared in groups:
+        first = int(starts[rows[0]])
+        prefix = add(rows[0], first, first + shared, len(rows))
+        for row in rows:
+            end = int(starts[row] + lengths[row])
+            own = add(row, first + shared, end, 1, prefix)
+            places[row, first:end] = np.concatenate([np.arange(*prefix), np.arange(*own)])
+    if not count:
+        add(0, 0, 1, 1)
+    return Layout(np.concatenate(tokens), np.concatenate(shared_by), places, segments)

@@ -1,0 +1,167 @@
+"""A padded batch as packed rows: what the model is given, and how what it returns for tokens gets back to the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from liger_trainer.attention.packed_row import packed_row
+from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
+from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
+from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
+
+_IGNORE_INDEX = -100
+
+
+class Padded(NamedTuple):
+    """A padded batch of B rows and S columns.
+
+    Attributes:
+        input_ids: (B, S).
+        attention_mask: (B, S), 0 for padding; None if there is none.
+        position_ids: (B, S) or (1, S); None for the numbers of the columns.
+        labels: (B, S), of the token after each; -100 for none.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    labels: torch.Tensor
+
+
+class Scored(NamedTuple):
+    """The tokens of a packed row whose next token has a label, and where their statistics belong.
+
+    A token that several rows share, with the same label, is scored once.
+
+    Attributes:
+        tokens: The scored tokens, K of T; at least one, so that a gradient reaches the model on every process.
+        labels: (K,).
+        copies: The statistics of the batch, n of K.
+        places: (n,), the place of each in the flattened batch (B, S).
+    """
+
+    tokens: Copies
+    labels: torch.Tensor
+    copies: Copies
+    places: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One row of T tokens in place of a padded batch, or of some of its rows.
+
+    Args:
+        layout: What it holds.
+        inputs: `input_ids`, `position_ids` and `attention_mask`, each (1, T). The mask says how many rows of the batch
+            share a token: a router's loss, which weighs tokens by it, then counts them as in the batch.
+        scored: What a loss needs.
+    """
+
+    layout: Layout
+    inputs: dict[str, torch.Tensor]
+    scored: Scored
+    _plans: dict[tuple[int, int], AttentionPlan] = dataclasses.field(default_factory=dict)
+
+    def attended(self) -> contextlib.AbstractContextManager[None]:
+        """Around the model's forward: attention sees of each row what it saw in the batch."""
+        return packed_row(self.plan)
+
+    def plan(self, window: int, chunk: int) -> AttentionPlan:
+        """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""
+        if (window, chunk) not in self._plans:
+            self._plans[window, chunk] = self._plan(window, chunk)
+        return self._plans[window, chunk]
+
+    def _plan(self, window: int, chunk: int) -> AttentionPlan:
+        offsets, keys, key_offsets = self.layout.documents(window, chunk)
+        device, most_keys = self.inputs["input_ids"].device, int(np.diff(key_offsets).max())
+        window = window if window < most_keys else 0
+        shared = None
+        if keys is not None:
+            copies = _copies(keys, len(self.layout.tokens), device)
+            shared = SharedKeys(copies, _int32(key_offsets, device), most_keys)
+        return AttentionPlan(window, _int32(offsets, device), int(np.diff(offsets).max()), keys=shared)
+
+
+def packed_rows(
+    batch: Padded,
+    share: bool,
+    most: int | None = None,
+    agreed: Callable[[int, torch.device], int] = lambda rows, device: rows,
+) -> list[PackedRow] | None:
+    """The batch as packed rows; None if padding is between tokens, which windows could not skip.
+
+    Reads the batch on the host.
+
+    Args:
+        batch: The padded batch.
+        share: Whether rows share their common beginnings.
+        most: The tokens that a packed row has at most, if it has several rows; None puts all into one.
+        agreed: Called with their number, returns how many to make; those too many score no token.
+    """
+    mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
+    ids, mask, labels = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu().numpy()
+    found = starts_and_lengths(mask)
+    if found is None:
+        return None
+    starts, lengths = found
+    parts = parts_of(groups_of(ids, starts, lengths, share), lengths, most) or [[]]
+    parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
+    return [_packed_row(batch, layout_of(part, starts, lengths, ids.shape[1]), labels) for part in parts]
+
+
+def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
+    device, columns = batch.input_ids.device, batch.input_ids.shape[1]
+    tokens = torch.from_numpy(layout.tokens).to(device)
+    positions = batch.position_ids
+    taken = tokens % columns if positions is None or len(positions) == 1 else tokens
+    inputs = {
+        "input_ids": batch.input_ids.flatten()[tokens],
+        "position_ids": taken if positions is None else positions.flatten()[taken],
+        "attention_mask": torch.from_numpy(layout.shared_by).to(device),
+    }
+    return PackedRow(layout, {name: value[None] for name, value in inputs.items()}, _scored(layout, labels, device))
+
+
+def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
+    places = np.flatnonzero((labels != _IGNORE_INDEX) & (layout.places >= 0))
+    pairs = np.stack([layout.places.flat[places], labels.flat[places]])
+    scored, copies = np.unique(pairs, axis=1, return_inverse=True)
+    if not len(places):
+        scored = np.array([[0], [_IGNORE_INDEX]])
+    tokens, targets = scored
+    return Scored(
+        _copies(tokens, len(layout.tokens), device),
+        torch.from_numpy(targets).to(device),
+        _copies(copies.reshape(-1), len(tokens), device),
+        torch.from_numpy(places).to(device),
+    )
+
+
+def _copies(index: np.ndarray, rows: int, device: torch.device) -> Copies:
+    return Copies(*(each.to(device) for each in copies_of(torch.from_numpy(index), rows)))
+
+
+def _int32(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numbers.astype(np.int32)).to(device)
+
+
+def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:
+    """The logits (K, V) of `tokens`, of those of a packed row (1, T, V); deferred if those are.
+
+    A token's gradients are summed in a fixed order, in fp32: the last token of a prompt predicts the first of every
+    answer.
+    """
+    logits = without_owner(logits)
+    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+        return copied_rows(build(logits).flatten(0, 1), tokens)
+    hidden = copied_rows(logits.recorded.hidden.flatten(0, 1), tokens)
+    meta = torch.empty(len(hidden), logits.meta.shape[-1], dtype=logits.meta.dtype, device="meta")
+    return logits.derive(meta, hidden)

@@ -1,0 +1,107 @@
+"""How a trainer packs the batches that it gives to its models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.callbacks.logged import is_distributed
+from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
+
+_UNDERSTOOD = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "output_router_logits"})
+"""Arguments of a model's forward with which a batch can be packed."""
+
+
+@dataclasses.dataclass(eq=False)
+class Packing:
+    """Turns padded batches into packed rows.
+
+    Args:
+        share: Whether rows of a batch share their common beginnings.
+        most: The tokens of a packed row at most, if it has several rows of the batch; None for one packed row a batch.
+    """
+
+    share: bool
+    most: int | None = None
+    _last: tuple[list[Any], list[PackedRow]] | None = None
+
+    def rows(
+        self, model: nn.Module, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
+    ) -> list[PackedRow] | None:
+        """The packed rows of a batch, those of the last one if it is the same; None if it cannot be packed.
+
+        Args:
+            model: That they are for.
+            kwargs: The keyword arguments of its forward.
+            labels: (B, S), of the token after each.
+            given_labels: What `labels` was made of: the same object for a policy and its reference.
+
+        Raises:
+            ValueError: if the batch cannot be packed, but should be split.
+        """
+        reason = _reason_against(kwargs, labels)
+        if reason:
+            self._leave(model, reason)
+            return None
+        batch = Padded(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), labels)
+        share = self.share and not (model.training and drops(model))
+        tensors = [*batch[:3], labels if given_labels is None else given_labels]
+        key = [share, *((each, None if each is None else version_of(each)) for each in tensors)]
+        if self._last is None or not _same(self._last[0], key):
+            rows = packed_rows(batch, share, self.most, self._agreed)
+            if rows is None:
+                self._leave(model, "a row has padding between its tokens")
+                return None
+            self._last = key, rows
+        return self._last[1]
+
+    def _leave(self, model: nn.Module, reason: str) -> None:
+        """Says once why a batch stays padded; an error if it should be split."""
+        if self.most is not None:
+            raise ValueError(
+                f"`tokens_per_micro_batch` is {self.most}, but a batch cannot be packed: {reason}. Leave it out."
+            )
+        warn_once(f"padded: {reason}", f"{type(model).__name__} gets a padded batch: {reason}. (Shown once.)")
+
+    def _agreed(self, rows: int, device: torch.device) -> int:
+        """How many forwards the batch takes: its packed rows, or those of the process that has most.
+
+        A forward gathers the parameters that processes shard, so all run the same number.
+        """
+        if self.most is None or not is_distributed():
+            return rows
+        most = torch.tensor(rows, device=device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)
+
+
+def _reason_against(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
+    others = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
+    if others:
+        return f"its forward is given {', '.join(others)}"
+    tensors = [kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")]
+    if tensors[0] is None:
+        return "its forward is given no token ids"
+    if any(each is not None and (each.dim() != 2 or each.shape[1] != labels.shape[1]) for each in tensors):
+        return "its mask or positions are not a number for each token"
+    return ""
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two keys have the same objects, unchanged."""
+    return one[0] == other[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(one[1:], other[1:]))
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether dropout is on in the training of `model`: rows that share tokens would share its masks too."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or (isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0)
+        for module in model.modules()
+    )

@@ -1,0 +1,178 @@
+"""Whether a model computes the same for a packed row as for the padded batch: tried on a small copy of it.
+
+The copy is of the model's class, with the kinds of layers of its config and random weights, on the CPU. The real model
+is not run. A padded batch with padding on both sides, shared beginnings, and a row inside another goes through the copy
+with transformers' own masks and attention, and as packed rows, with and without sharing. Logits, the router's loss and
+the gradients of all parameters must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.packed_row import NotPackable
+from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
+from liger_trainer.patching.probe import Agreement
+
+TOLERANCE = 1e-4
+"""Largest relative difference in float32, of values and gradients."""
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "intermediate_size_mlp": 32,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "attention_chunk_size": 6,
+    "num_labels": 1,
+}
+"""What the copy's config has instead of a larger number. The window and the chunks are shorter than the rows."""
+
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+_LENGTH = 14
+
+
+def prove_packing(model: Any) -> Agreement:
+    """Compares a small copy of `model` on a padded batch with the same on packed rows.
+
+    Args:
+        model: A transformers model, without PEFT's wrapper.
+    """
+    reason = _reason_against(model)
+    if reason:
+        return _refused(reason)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            return _compared(_small_copy(model))
+    except NotPackable as mask:
+        return _refused(f"it has {mask}")
+    except Exception as error:  # of the model's own code, on a config that it may never have seen
+        return _refused(f"a small copy of it could not be run: {type(error).__name__}: {str(error).strip()[:120]}")
+
+
+def _refused(reason: str) -> Agreement:
+    return Agreement(float("inf"), reason=reason)
+
+
+def _reason_against(model: Any) -> str:
+    if not isinstance(model, PreTrainedModel):
+        return "it is not a transformers model"
+    config = model.config.get_text_config()
+    others = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if any(module.config.get_text_config() is not config for module in others):
+        return "it is made of several models, such as a vision tower and a language model"
+    if config._attn_implementation != NAME:
+        return "its attention is not ours"
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if unknown:
+        return f"it has layers of the type {', '.join(unknown)}"
+    if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
+        return "its rotary embedding depends on the length of the longest row"
+    return ""
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """The types in a config's `rope_parameters`, which may be nested by type of layer."""
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for each in parameters.values():
+            yield from _rope_types(each)
+
+
+def _small_copy(model: PreTrainedModel) -> nn.Module:
+    config = small_config(model.config)
+    config._attn_implementation = "eager"
+    return type(model)(config).float().eval()
+
+
+def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same kind, with small sizes, and a layer of each of its kinds, two at least."""
+    small = copy.deepcopy(config)
+    vars(small).pop("quantization_config", None)
+    layers = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or [None] * layers
+    kept = sorted({kinds.index(kind) for kind in kinds} | set(range(min(2, layers))))
+    for name, value in vars(small).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(small, name, [value[layer] for layer in kept])
+        elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool) and value:
+            setattr(small, name, min(value, _SMALL[name]))
+        elif name.endswith("_token_id") and isinstance(value, int):
+            setattr(small, name, min(value, _SMALL["vocab_size"] - 1))
+        elif "dropout" in name and isinstance(value, float):
+            setattr(small, name, 0.0)
+    small.num_hidden_layers = len(kept)
+    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    small.num_attention_heads = 4
+    if key_heads is not None:
+        small.num_key_value_heads = 4 if key_heads == heads else (1 if key_heads == 1 else 2)
+    small.pad_token_id = 0
+    return small
+
+
+def _batch() -> Padded:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 60, (6, _LENGTH), generator=generator)
+    ids[1, :9] = ids[0, :9]
+    ids[2, :11] = ids[1, :11]
+    ids[4, 3:10] = ids[3, 3:10]
+    begins, ends = (0, 0, 0, 3, 3, 2), (14, 12, 11, 14, 10, 9)  # row 2 is a beginning of row 1, and row 4 of row 3
+    columns = torch.arange(_LENGTH)
+    mask = (columns >= torch.tensor(begins)[:, None]) & (columns < torch.tensor(ends)[:, None])
+    ids = ids.masked_fill(~mask, 0)
+    labels = ids.roll(-1, 1).masked_fill(~mask, -100)
+    return Padded(ids, mask.long(), None, labels)
+
+
+def _compared(model: Any) -> Agreement:
+    batch = _batch()
+    scored = batch.labels != -100
+    options = {"use_cache": False}
+    if getattr(model.config.get_text_config(), "output_router_logits", None) is not None:
+        options["output_router_logits"] = True
+    expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options)
+    weights = torch.randn(expected.logits[scored].shape)
+    wanted = _results(model, expected.logits[scored], expected, weights)
+    model.config._attn_implementation = NAME
+    errors = []
+    for share in (False, True):
+        rows = packed_rows(batch, share)
+        assert rows is not None  # there is no padding between tokens
+        row = rows[0]
+        with row.attended():
+            outputs = model(**row.inputs, **options)
+        logits = rows_of(outputs.logits, row.scored.tokens)[row.scored.copies.index.long()]
+        errors += [_difference(*pair) for pair in zip(wanted, _results(model, logits, outputs, weights), strict=True)]
+    error = max(errors)
+    return Agreement(error, reason="" if error <= TOLERANCE else f"packed rows give other values ({error:.1e})")
+
+
+def _results(model: nn.Module, logits: torch.Tensor, outputs: Any, weights: torch.Tensor) -> list[torch.Tensor]:
+    aux_loss = getattr(outputs, "aux_loss", None)
+    values = [logits] if aux_loss is None else [logits, aux_loss]
+    loss = (logits * weights).sum() + (0.0 if aux_loss is None else aux_loss)
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True)
+    return [*(value.detach() for value in values), *gradients]
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    scale = float(expected.abs().amax()) or 1.0
+    difference = float((found - expected).abs().amax()) / scale
+    return difference if difference == difference else float("inf")

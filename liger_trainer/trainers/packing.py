@@ -1,0 +1,93 @@
+"""`padding_free`, `share_prompt` and `tokens_per_micro_batch` of a trainer: what they come to for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.packing.packing import Packing, drops
+from liger_trainer.packing.proof import prove_packing
+from liger_trainer.patching.report import KernelReportRow
+
+PADDING_FREE, SHARE_PROMPT = "padding_free", "share_prompt"
+
+
+def choose_packing(args: Any, model: nn.Module, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
+    """How batches are packed for a trainer's model, and what the report says about it.
+
+    Args:
+        args: Of the trainer, ours or TRL's.
+        model: With the kernels applied.
+        may_share: Whether the loss is of sequences that may begin alike.
+    """
+    base = without_adapters(model)
+    target = type(base).__name__
+    if _asked(args, PADDING_FREE, PackingFlags) is False:
+        return None, []
+    agreement = None
+    reason = _reason_against(args, model)
+    if not reason:
+        agreement = prove_packing(base)
+        reason = agreement.reason
+    error = None if agreement is None else agreement.error
+    if reason:
+        return None, [KernelReportRow(PADDING_FREE, target, 1, None, error, f"batches stay padded: {reason}")]
+    most = getattr(args, "tokens_per_micro_batch", None)
+    kernel = "one row without padding" if most is None else f"rows of up to {most} tokens without padding"
+    rows = [KernelReportRow(PADDING_FREE, target, 1, kernel, error)]
+    if not may_share or _asked(args, SHARE_PROMPT, SharingFlags) is False:
+        return Packing(False, most), rows
+    if drops(model):
+        reason = "dropout is on, and would be the same for all that share a prompt"
+        rows.append(KernelReportRow(SHARE_PROMPT, target, 1, None, None, f"not in training: {reason}"))
+    else:
+        rows.append(KernelReportRow(SHARE_PROMPT, target, 1, "common beginnings once", error))
+    return Packing(True, most), rows
+
+
+def _asked(args: Any, name: str, flags: type) -> bool | None:
+    """What the user wants; None for the default. TRL's own `padding_free` is off by default."""
+    value = getattr(args, name, None)
+    return value if isinstance(args, flags) or value else None
+
+
+def _reason_against(args: Any, model: nn.Module) -> str:
+    if getattr(args, "torch_compile", False):
+        return "`torch_compile` is on"
+    config = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        return f"{type(config).__name__} puts virtual tokens before the prompt"
+    return ""
+
+
+def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: bool) -> None:
+    """Checks what is asked for against what the model can do.
+
+    Args:
+        args: Of the trainer.
+        rows: Of [`choose_packing`].
+        has_router_loss: Whether the model's routers are balanced by a loss, which is not a sum over tokens.
+
+    Raises:
+        ValueError: for `tokens_per_micro_batch` without packed rows or with a router's loss; with `strict_kernels`, for
+            a flag that is true and a model that is left alone.
+    """
+    left = {row.component: row.reason for row in rows if not row.applied}
+    tokens = getattr(args, "tokens_per_micro_batch", None)
+    if tokens is not None and (PADDING_FREE in left or not rows):
+        why = left.get(PADDING_FREE, "the kernels are off")
+        raise ValueError(f"`tokens_per_micro_batch` is {tokens}, but {why}. Set `per_device_train_batch_size` instead.")
+    if tokens is not None and has_router_loss:
+        raise ValueError(
+            f"`tokens_per_micro_batch` is {tokens}, but the routers' loss of a whole batch is not the sum of its "
+            "parts'. Set `router_aux_loss_coef` to 0, or `per_device_train_batch_size` instead."
+        )
+    if not getattr(args, "strict_kernels", False):
+        return
+    for name, reason in left.items():
+        if getattr(args, name, None):
+            raise ValueError(f"`{name}` is true and `strict_kernels` is set, but {reason}. Leave one of the two out.")
