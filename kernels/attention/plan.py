@@ -30,8 +30,8 @@ class AttentionPlan(NamedTuple):
     document and itself. So packed rows, padding (a document of its own) and chunks need no mask. A tuple of numbers and
     tensors, it travels through layers, checkpoints and compiled graphs in the mask's place.
 
-    With `keys`, documents may have more keys than queries. The last query is at the position of the last key: query i of
-    n sees the key j of m if j <= i + m - n and, with a window, j > i + m - n - window.
+    With `keys`, documents may have more keys than queries. The last query is at the position of the last key: query i
+    of n sees the key j of m if j <= i + m - n and, with a window, j > i + m - n - window.
 
     Attributes:
         window: How many keys a query sees at most, itself included; 0 for all in its document.

@@ -168,38 +168,37 @@ def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> 
     """The groups of each packed row, none of which has more than `most` tokens.
 
     A group of more tokens is taken apart, and its parts share the beginning among themselves. A row of more tokens is
-    a packed row of its own.
+    a packed row of its own. The largest come first, each into the first packed row with room for it.
     """
     if most is None:
         return [list(groups)]
+    pieces = [piece for group in groups for piece in _taken_apart(group, lengths, most)]
     parts: list[list[Group]] = []
-    room = 0
-    for group in groups:
-        tokens = group.shared + sum(int(lengths[row]) - group.shared for row in group.rows)
-        if tokens <= most:
-            if not parts or tokens > room:
-                parts.append([])
-                room = most
-            parts[-1].append(group)
-            room -= tokens
-            continue
-        rows: list[int] = []
-        for row in group.rows:
-            tokens = int(lengths[row]) - (group.shared if rows else 0)
-            if rows and tokens > room:
-                parts.append([_group(rows, group.shared)])
-                rows, tokens = [], int(lengths[row])
-            if not rows:
-                room = most
-            rows.append(row)
-            room -= tokens
-        parts.append([_group(rows, group.shared)])
-        room = 0
+    rooms: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -_tokens(piece, lengths)):
+        tokens = _tokens(piece, lengths)
+        place = next((place for place, room in enumerate(rooms) if room >= tokens), len(parts))
+        if place == len(parts):
+            parts.append([])
+            rooms.append(most)
+        parts[place].append(piece)
+        rooms[place] -= tokens
     return parts
 
 
-def _group(rows: list[int], shared: int) -> Group:
-    return Group(tuple(rows), shared if len(rows) > 1 else 0)
+def _tokens(group: Group, lengths: np.ndarray) -> int:
+    return group.shared + sum(int(lengths[row]) - group.shared for row in group.rows)
+
+
+def _taken_apart(group: Group, lengths: np.ndarray, most: int) -> Iterator[Group]:
+    """The group in pieces of at most `most` tokens, or of one row."""
+    rows: list[int] = []
+    for row in group.rows:
+        if rows and _tokens(Group((*rows, row), group.shared), lengths) > most:
+            yield Group(tuple(rows), group.shared if len(rows) > 1 else 0)
+            rows = []
+        rows.append(row)
+    yield Group(tuple(rows), group.shared if len(rows) > 1 else 0)
 
 
 def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, columns: int) -> Layout:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.attention.packed_row import packed_row
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
@@ -17,6 +18,8 @@ from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
 
 _IGNORE_INDEX = -100
+
+_Result = TypeVar("_Result")
 
 
 class Padded(NamedTuple):
@@ -151,6 +154,17 @@ def _copies(index: np.ndarray, rows: int, device: torch.device) -> Copies:
 
 def _int32(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int32)).to(device)
+
+
+def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow]) -> list[_Result]:
+    """``compute(row)`` of each row.
+
+    All but the last are computed again in the backward, one at a time, so that no more than one of them has its
+    activations in memory. Their results have to be small.
+    """
+    if not torch.is_grad_enabled():
+        return [compute(row) for row in rows]
+    return [*(checkpoint(compute, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
 
 
 def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:

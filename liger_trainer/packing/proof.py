@@ -2,8 +2,8 @@
 
 The copy is of the model's class, with the kinds of layers of its config and random weights, on the CPU. The real model
 is not run. A padded batch with padding on both sides, shared beginnings, and a row inside another goes through the copy
-with transformers' own masks and attention, and as packed rows, with and without sharing. Logits, the router's loss and
-the gradients of all parameters must agree.
+with transformers' own masks and attention, and as packed rows, with and without sharing. Logits (hidden states, without
+a head), the router's loss and the gradients of all parameters must agree.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prove_packing(model: Any) -> Agreement:
     """Compares a small copy of `model` on a padded batch with the same on packed rows.
 
     Args:
-        model: A transformers model, without PEFT's wrapper.
+        model: A transformers model, without PEFT's wrapper: a causal language model, or one without a head.
     """
     reason = _reason_against(model)
     if reason:
@@ -148,8 +148,9 @@ def _compared(model: Any) -> Agreement:
     if getattr(model.config.get_text_config(), "output_router_logits", None) is not None:
         options["output_router_logits"] = True
     expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options)
-    weights = torch.randn(expected.logits[scored].shape)
-    wanted = _results(model, expected.logits[scored], expected, weights)
+    values = _values(expected)[scored]
+    weights = torch.randn(values.shape)
+    wanted = _results(model, values, expected, weights)
     model.config._attn_implementation = NAME
     errors = []
     for share in (False, True):
@@ -158,18 +159,22 @@ def _compared(model: Any) -> Agreement:
         row = rows[0]
         with row.attended():
             outputs = model(**row.inputs, **options)
-        logits = rows_of(outputs.logits, row.scored.tokens)[row.scored.copies.index.long()]
-        errors += [_difference(*pair) for pair in zip(wanted, _results(model, logits, outputs, weights), strict=True)]
+        values = rows_of(_values(outputs), row.scored.tokens)[row.scored.copies.index.long()]
+        errors += [_difference(*pair) for pair in zip(wanted, _results(model, values, outputs, weights), strict=True)]
     error = max(errors)
     return Agreement(error, reason="" if error <= TOLERANCE else f"packed rows give other values ({error:.1e})")
 
 
-def _results(model: nn.Module, logits: torch.Tensor, outputs: Any, weights: torch.Tensor) -> list[torch.Tensor]:
+def _values(outputs: Any) -> torch.Tensor:
+    """What the model computes for each token."""
+    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+
+
+def _results(model: nn.Module, values: torch.Tensor, outputs: Any, weights: torch.Tensor) -> list[torch.Tensor]:
     aux_loss = getattr(outputs, "aux_loss", None)
-    values = [logits] if aux_loss is None else [logits, aux_loss]
-    loss = (logits * weights).sum() + (0.0 if aux_loss is None else aux_loss)
+    loss = (values * weights).sum() + (0.0 if aux_loss is None else aux_loss)
     gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True)
-    return [*(value.detach() for value in values), *gradients]
+    return [values.detach(), *([] if aux_loss is None else [aux_loss.detach()]), *gradients]
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:

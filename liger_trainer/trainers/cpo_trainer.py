@@ -40,4 +40,4 @@ class LigerCPOTrainer(PairMixin, CPOTrainer):
             return super().concatenated_forward(model, batch)
         pairs = forward_pairs(self, model, batch, self.pad_token_id)
         nll = pairs.log_probs.new_zeros(()) if self.cpo_alpha == 0 else pairs.chosen_nll(pairs.is_completion)
-        return pairs.results(pairs.completion_log_probs(self._averages()), pairs.mean_logits, nll)
+        return pairs.results(pairs.completion_log_probs(self._averages()), pairs.mean_logits.shape[1], nll)

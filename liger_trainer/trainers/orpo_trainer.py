@@ -38,4 +38,4 @@ class LigerORPOTrainer(PairMixin, ORPOTrainer):
         pairs = forward_pairs(self, model, batch, self.padding_value)
         # The loss of the chosen sequences includes the prompt (Hong et al. 2024, arXiv:2403.07691).
         nll = pairs.chosen_nll(pairs.is_token)
-        return pairs.results(pairs.completion_log_probs(average=True), pairs.mean_logits[:, :-1], nll)
+        return pairs.results(pairs.completion_log_probs(average=True), pairs.mean_logits.shape[1] - 1, nll)

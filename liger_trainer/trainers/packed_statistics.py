@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.head.context import labelled_rows_at_most
 from liger_trainer.kernels.copied_rows import copied_rows
-from liger_trainer.packing.packed_row import PackedRow, rows_of
+from liger_trainer.packing.packed_row import PackedRow, each_row, rows_of
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
 
@@ -23,31 +22,23 @@ def packed_statistics(
 ) -> tuple[TokenStatistics, torch.Tensor | None]:
     """The statistics of a batch as its padded forward would give them, and the router's loss if the model returns one.
 
-    With several packed rows, all but the last are computed again in the backward, one at a time, so that no more than
-    one of them has its activations in memory. The loss needs the statistics of all before its backward can begin.
-
     Args:
         forward: The model's outputs for `input_ids`, `position_ids` and `attention_mask` of a packed row.
         rows: The packed rows.
         shape: Of the batch's labels.
         options: What the trainer asks of the head.
     """
+    # Logits that are saved for the backward are not computed again, so there is room for those of one row only.
+    sparing = dataclasses.replace(options, retain_memory=0)
 
-    def of(row: PackedRow, options: StatisticsOptions) -> tuple[TokenStatistics, torch.Tensor | None]:
+    def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
         with row.attended(), labelled_rows_at_most(None):
             outputs = forward(row.inputs)
             logits = rows_of(outputs.logits, row.scored.tokens)
-            found = token_statistics(logits, row.scored.labels, options)
+            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else sparing)
         return found, getattr(outputs, "aux_loss", None)
 
-    # Logits that are saved for the backward are not computed again, so there is room for those of one row only.
-    sparing = dataclasses.replace(options, retain_memory=0)
-    found = [
-        of(row, options)
-        if row is rows[-1] or not torch.is_grad_enabled()
-        else checkpoint(of, row, sparing, use_reentrant=False)
-        for row in rows
-    ]
+    found = each_row(of, rows)
     fields = {
         name: _scattered([getattr(each, name) for each, _ in found], rows, shape)
         for name, value in found[0][0]._asdict().items()

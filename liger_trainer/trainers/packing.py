@@ -12,11 +12,12 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packing.packing import Packing, drops
 from liger_trainer.packing.proof import prove_packing
 from liger_trainer.patching.report import KernelReportRow
+from liger_trainer.trainers.packed_scores import scores_packed
 
 PADDING_FREE, SHARE_PROMPT = "padding_free", "share_prompt"
 
 
-def choose_packing(args: Any, model: nn.Module, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
+def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
     """How batches are packed for a trainer's model, and what the report says about it.
 
     Args:
@@ -24,14 +25,14 @@ def choose_packing(args: Any, model: nn.Module, may_share: bool) -> tuple[Packin
         model: With the kernels applied.
         may_share: Whether the loss is of sequences that may begin alike.
     """
-    base = without_adapters(model)
-    target = type(base).__name__
+    base: Any = without_adapters(model)
     if _asked(args, PADDING_FREE, PackingFlags) is False:
         return None, []
     agreement = None
     reason = _reason_against(args, model)
+    target = type(base).__name__
     if not reason:
-        agreement = prove_packing(base)
+        agreement = prove_packing(getattr(base, base.base_model_prefix) if scores_packed(base) else base)
         reason = agreement.reason
     error = None if agreement is None else agreement.error
     if reason:

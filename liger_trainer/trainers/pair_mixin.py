@@ -1,8 +1,8 @@
 """What `LigerORPOTrainer` and `LigerCPOTrainer` share: one forward of chosen and rejected sequences without logits.
 
 TRL's ORPO and CPO trainers build the logits of every token in `concatenated_forward`, and take log-probabilities and a
-mean from them. The means are logged over all positions, padding included, so every position is scored. The last of a
-row predicts nothing and is scored for any target.
+mean from them, which they log. So every token is scored; the last of a row, which predicts nothing, for any target. The
+logged mean is over the tokens. TRL's is over padding too, so it changes with the length of the longest row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PairForward:
 
     Attributes:
         log_probs: `(2B, L - 1)`, fp32, of the token after each position; differentiable.
-        mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position.
+        mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position; 0 at padding.
+        counts: `(2B, L)`, 1 for a token, 0 for padding.
         is_token: `(2B, L - 1)`, bool, whether the position after this one is not padding.
         is_completion: `(2B, L - 1)`, bool, whether it is part of the completion.
         aux_loss: The load-balancing loss, if the model is a mixture of experts that computes one.
@@ -40,6 +41,7 @@ class PairForward:
 
     log_probs: torch.Tensor
     mean_logits: torch.Tensor
+    counts: torch.Tensor
     is_token: torch.Tensor
     is_completion: torch.Tensor
     aux_loss: torch.Tensor | None
@@ -57,17 +59,18 @@ class PairForward:
         log_probs, of = self.log_probs.chunk(2)[0], of.chunk(2)[0]
         return -log_probs.masked_fill(~of, 0.0).sum() / of.sum().clamp(min=1)
 
-    def results(self, log_probs: torch.Tensor, mean_logits: torch.Tensor, nll: torch.Tensor) -> tuple:
+    def results(self, log_probs: torch.Tensor, positions: int, nll: torch.Tensor) -> tuple:
         """What `concatenated_forward` returns, with the means of the logits in place of the logits.
 
         TRL takes nothing but the mean from them. It unpacks the tuple by position, in this order.
 
         Args:
             log_probs: `(2B,)`.
-            mean_logits: `(2B, ...)`, at the positions over which TRL takes the mean.
+            positions: Over how many of the L positions TRL takes the mean.
             nll: The loss of the chosen sequences.
         """
-        means = (half.mean() for half in mean_logits.chunk(2))
+        sums, counts = (each[:, :positions].sum(-1).chunk(2) for each in (self.mean_logits, self.counts))
+        means = (total.sum() / count.sum() for total, count in zip(sums, counts))
         aux_loss = () if self.aux_loss is None else (self.aux_loss,)
         return (*log_probs.chunk(2), *means, nll, *aux_loss)
 
@@ -84,7 +87,7 @@ def forward_pairs(
     outputs = model(
         input_ids,
         attention_mask=attention_mask,
-        shift_labels=input_ids.roll(-1, dims=1),
+        shift_labels=input_ids.roll(-1, dims=1).masked_fill(attention_mask == 0, IGNORE_INDEX),
         fused_lm_head=True,
         use_cache=False,
         **router_logits,
@@ -92,6 +95,7 @@ def forward_pairs(
     return PairForward(
         log_probs=outputs.log_probs[:, :-1],
         mean_logits=outputs.mean_logits,
+        counts=attention_mask,
         is_token=attention_mask[:, 1:] == 1,
         is_completion=pairs["concatenated_labels"][:, 1:] != IGNORE_INDEX,
         aux_loss=outputs.aux_loss if trainer.aux_loss_enabled else None,

@@ -68,7 +68,6 @@ class LigerTRLMixin(LigerTrainerMixin):
         resume, warned = split_models_resume(config, model), warnings_of_the_caller()
         with head, _hidden_from_trl(config), resume, _older_names(), warned:
             super().__init__(*given.args, **given.kwargs)
-        check_packing(config, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         check_rows(self.train_dataset)
         self._finish_init()
 
@@ -134,6 +133,7 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._packing, self._packing_rows = choose_packing(self.args, self.model, may_share)
 
     def _announce_kernels(self) -> None:
+        check_packing(self.args, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         if self.kernel_report is not None:
             rows = (*self.kernel_report.rows, *self._packing_rows)
             self.kernel_report = dataclasses.replace(self.kernel_report, rows=rows)

@@ -1,0 +1,64 @@
+"""The forward of a reward model on packed rows: the score of each sequence, of the token that its own forward takes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from liger_trainer.kernels.copied_rows import copied_rows
+from liger_trainer.packing.packed_row import PackedRow, each_row
+from liger_trainer.packing.packing import Packing
+
+_IGNORE_INDEX = -100
+
+
+def scores_packed(model: nn.Module) -> bool:
+    """Whether the forward of `model` is the one that [`install_packed_scores`] knows."""
+    return type(model).forward is GenericForSequenceClassification.forward and "forward" not in vars(model)
+
+
+def install_packed_scores(model: Any, packing: Packing) -> None:
+    """Gives `model` a forward that packs its batches; one that cannot be packed runs the forward of its class.
+
+    Args:
+        model: For which [`scores_packed`] holds.
+        packing: How batches are packed.
+    """
+    native = type(model).forward
+
+    @functools.wraps(native)
+    def forward(self: Any, *args: Any, margin: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        rows = None
+        if not args and not torch.compiler.is_compiling() and kwargs.get("input_ids") is not None:
+            # TRL passes the margin of its loss on to the model, which ignores it.
+            rows = packing.rows(self, kwargs, _scored_tokens(self, kwargs["input_ids"]), kwargs["input_ids"])
+        sequences = 0 if rows is None else sum(len(row.scored.places) for row in rows)
+        if rows is None or sequences != len(kwargs["input_ids"]):  # one is padding alone, and scored by its padding
+            return native(self, *args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name not in rows[0].inputs}
+        backbone = getattr(self, self.base_model_prefix)
+
+        def of(row: PackedRow) -> torch.Tensor:
+            with row.attended():
+                hidden = backbone(**row.inputs, **options).last_hidden_state
+            return copied_rows(self.score(copied_rows(hidden.flatten(0, 1), row.scored.tokens)), row.scored.copies)
+
+        scores = each_row(of, rows)
+        places = torch.cat([row.scored.places for row in rows]) // kwargs["input_ids"].shape[1]
+        logits = torch.cat(scores).new_zeros(sequences, scores[0].shape[1]).index_copy(0, places, torch.cat(scores))
+        return SequenceClassifierOutputWithPast(logits=logits)  # type: ignore[arg-type]
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _scored_tokens(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Labels (B, S) with a 0 at the token whose score is its sequence's: the last one that is not the padding token."""
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last = (columns * (input_ids != model.config.get_text_config().pad_token_id)).argmax(-1)
+    return torch.full_like(input_ids, _IGNORE_INDEX).scatter_(1, last[:, None], 0)
