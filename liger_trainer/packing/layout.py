@@ -3,8 +3,7 @@
 Rows that begin in the same column share their longest common beginning. A causal model computes the same for it in each
 of them, so it is exact to compute it once. What is equal need not be a prompt: the beginnings of answers count too.
 
-A group is cut out of the rows in the order of their tokens, where rows with a long common beginning are neighbours. So
-of all ways to group them, with one shared beginning a group, `_best_groups` finds that with the fewest tokens.
+Of all ways to group rows, with one shared beginning a group, `_best_groups` finds that with the fewest tokens.
 
 All of this is on the host, in numpy.
 """
@@ -12,6 +11,7 @@ All of this is on the host, in numpy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -150,18 +150,33 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _best_groups(members: list[int], common: list[int]) -> list[Group]:
-    """The groups of rows in order that save most tokens, given how many each has in common with the next."""
-    if len(members) == 1:
-        return [Group((members[0],), 0)]
-    least = min(common)
-    together = Group(tuple(sorted(members)), least)
-    cut = common.index(least)  # any group of rows on both sides of it shares no more than `least`
-    apart = [
-        *_best_groups(members[: cut + 1], common[:cut]),
-        *_best_groups(members[cut + 1 :], common[cut + 1 :]),
-    ]
-    saved = sum((len(group.rows) - 1) * group.shared for group in apart)
-    return [together] if (len(members) - 1) * least > saved else apart
+    """The groups of rows in order that save most tokens, given how many each has in common with the next.
+
+    Rows that begin with the same tokens are neighbours, and those among them that have more in common again: a tree. At
+    each of its nodes, the rows below that are in no group yet become one, or stay for a node above, whichever saves
+    more.
+    """
+
+    @functools.cache
+    def best(begin: int, end: int, above: int) -> tuple[int, tuple[Group, ...], tuple[int, ...]]:
+        """The tokens saved, the groups, and the rows left, each of which saves the `above` tokens of a group above."""
+        if end - begin == 1:
+            return above, (), (members[begin],)
+        least = min(common[begin : end - 1])
+        cuts = [begin, *(place + 1 for place in range(begin, end - 1) if common[place] == least), end]
+
+        def below(shared: int) -> tuple[int, tuple[Group, ...], tuple[int, ...]]:
+            saved, groups, left = zip(*(best(*piece, shared) for piece in itertools.pairwise(cuts)))
+            return sum(saved), sum(groups, ()), sum(left, ())
+
+        apart = below(above)
+        saved, groups, left = below(least)
+        if saved - least <= apart[0]:  # one row of the group has its tokens
+            return apart
+        return saved - least, (*groups, Group(tuple(sorted(left)), least)), ()
+
+    _, groups, alone = best(0, len(members), 0)
+    return [*groups, *(Group((row,), 0) for row in alone)]
 
 
 def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> list[list[Group]]:
