@@ -77,14 +77,12 @@ def _reason_against(model: Any) -> str:
     others = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(module.config.get_text_config() is not config for module in others):
         return "it is made of several models, such as a vision tower and a language model"
-    if config._attn_implementation != NAME:
-        return "its attention is not ours"
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
     if unknown:
         return f"it has layers of the type {', '.join(unknown)}"
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
-    return ""
+    return "" if config._attn_implementation == NAME else "its attention is not ours"
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -109,11 +107,12 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or [None] * layers
     kept = sorted({kinds.index(kind) for kind in kinds} | set(range(min(2, layers))))
+    most = {config.attribute_map.get(name, name): size for name, size in _SMALL.items()}
     for name, value in vars(small).items():
         if isinstance(value, list) and len(value) == layers:
             setattr(small, name, [value[layer] for layer in kept])
-        elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool) and value:
-            setattr(small, name, min(value, _SMALL[name]))
+        elif name in most and isinstance(value, int) and not isinstance(value, bool) and value:
+            setattr(small, name, min(value, most[name]))
         elif name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, _SMALL["vocab_size"] - 1))
         elif "dropout" in name and isinstance(value, float):

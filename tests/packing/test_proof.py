@@ -1,0 +1,200 @@
+"""Which models are proved to compute the same for packed rows, which are refused, and faults that the proof sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+
+from liger_trainer.attention.interface import NAME
+from liger_trainer.packing import packed_row
+from liger_trainer.packing.layout import Layout
+from liger_trainer.packing.packed_row import PackedRow
+from liger_trainer.packing.proof import prove_packing, small_config
+from liger_trainer.patching.apply import apply_liger_kernel
+from tests.attention.families import TAKEN, build
+from tests.tiny_models import COMMON
+
+SEVERAL_MODELS = "it is made of several models, such as a vision tower and a language model"
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+REAL = {  # sizes that differ from the defaults of transformers
+    "llama": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rope_parameters": LLAMA3_ROPE,
+    },
+    "qwen3_moe": {"num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128, "output_router_logits": True},
+    "gemma3_text": {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+    },
+    "granite": {"hidden_size": 4096, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0},
+    **{name: {} for name in ("mixtral", "gpt_oss", "cohere2", "olmo3", "phi3", "gemma2", "gpt2", "glm4_moe")},
+}  # fmt: skip
+ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
+REFUSED = {
+    "qwen3_next": "it has layers of the type linear_attention",
+    "jamba": "it has layers of the type linear_attention",
+    "falcon_h1": "it has layers of the type hybrid",
+    "bamba": "it has layers of the type linear_attention",
+    "recurrent_gemma": "it has layers of the type linear_attention",
+    "lfm2": "it has layers of the type conv",
+    "bloom": "its attention is not ours",
+    "t5": SEVERAL_MODELS,
+    "dynamic": "its rotary embedding depends on the length of the longest row",
+    "longrope": "its rotary embedding depends on the length of the longest row",
+    "eager": "its attention is not ours",
+}
+OF_LLAMA = {
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "factor": 2.0, "original_max_position_embeddings": 64,
+        }
+    },
+    "eager": {"attn_implementation": "eager"},
+}  # fmt: skip
+
+
+def meta_model(name, **fields):
+    config = AutoConfig.for_model(name, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    model.config._attn_implementation = NAME
+    return model
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_families_are_proved(name):
+    model = build(name, 8 if TAKEN[name].window else None)
+    apply_liger_kernel(model)
+    agreement = prove_packing(model)
+    assert agreement.reason == (SEVERAL_MODELS if name == "gemma3" else "")
+    assert agreement.equal == (name != "gemma3")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_models_of_real_sizes_are_proved_on_small_ones(name):
+    model = meta_model(name, **REAL[name])
+    began = time.process_time()
+    agreement = prove_packing(model)
+    assert agreement.equal, agreement.reason
+    assert time.process_time() - began < 3.0
+    with torch.device("meta"):
+        small = type(model)(small_config(model.config))
+    assert sum(each.numel() for each in small.parameters()) < 2e5
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    assert set(getattr(small.config, "layer_types", None) or ()) == kinds
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_with_the_reason(name):
+    if name in OF_LLAMA:
+        config = AutoConfig.for_model("llama", **COMMON, **OF_LLAMA[name])
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        more = {"lfm2": {"full_attn_idxs": [1, 3]}, "recurrent_gemma": {"num_hidden_layers": 3}}.get(name, {})
+        config = AutoConfig.for_model(name, **{**({} if name == "t5" else ROW), **more})
+        with torch.device("meta"):
+            model = (AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM).from_config(config)
+    apply_liger_kernel(model)
+    assert prove_packing(model).reason == REFUSED[name]
+
+
+class _Summed(LlamaForCausalLM):
+    """Adds to each token's logits those of the tokens before it in its row: a mixture outside attention."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits.cumsum(1)
+        return outputs
+
+
+class _Long(LlamaForCausalLM):
+    """Divides the logits by the number of columns."""
+
+    def forward(self, input_ids, **kwargs):
+        outputs = super().forward(input_ids, **kwargs)
+        outputs.logits = outputs.logits / input_ids.shape[1]
+        return outputs
+
+
+class _Bidirectional(nn.Module):
+    """Not of transformers."""
+
+
+@pytest.mark.parametrize("kind", [_Summed, _Long])
+def test_models_that_mix_tokens_outside_attention_are_refused(kind):
+    config = AutoConfig.for_model("llama", **COMMON)
+    model = kind(config)
+    model.config._attn_implementation = NAME
+    assert prove_packing(model).reason.startswith("packed rows give other values (")
+
+
+def test_a_module_of_ones_own_is_refused():
+    assert prove_packing(_Bidirectional()).reason == "it is not a transformers model"
+
+
+def wider(self, window, chunk, plan=PackedRow._plan):
+    return plan(self, window and window + 1, chunk and chunk + 1)
+
+
+def without_first_key(self, window, chunk, documents=Layout.documents):
+    segments = [
+        each if each.prefix[0] == each.prefix[1] else each._replace(prefix=(each.prefix[0] + 1, each.prefix[1]))
+        for each in self.segments
+    ]
+    return documents(dataclasses.replace(self, segments=segments), window, chunk)
+
+
+def later(batch, layout, labels, made=packed_row._packed_row):
+    row = made(batch, layout, labels)
+    for each in layout.segments:
+        if each.prefix[0] < each.prefix[1]:
+            row.inputs["position_ids"][:, each.begin : each.end] += 1
+    return row
+
+
+def counted_once(batch, layout, labels, made=packed_row._packed_row):
+    row = made(batch, layout, labels)
+    row.inputs["attention_mask"].fill_(1)
+    return row
+
+
+FAULTS = {
+    "windows and chunks": (PackedRow, "_plan", wider, ("gemma3_text", "llama4_text")),
+    "keys": (Layout, "documents", without_first_key, ("llama", "gemma3_text", "granite")),
+    "positions": (packed_row, "_packed_row", later, ("llama", "gemma3_text", "phi3", "granite")),
+    "weights of the router's loss": (packed_row, "_packed_row", counted_once, ("qwen3_moe", "mixtral")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault, monkeypatch):
+    """With the small weights with which transformers begins."""
+    where, name, faulty, families = FAULTS[fault]
+    for family in families:
+        model = meta_model(family, **REAL.get(family, {}))
+        assert prove_packing(model).equal
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, faulty)
+            assert prove_packing(model).error > 1e-3
+
+
+def test_the_random_numbers_of_a_run_and_its_model_stay():
+    model = build("llama")
+    apply_liger_kernel(model)
+    before = model.config.to_dict(), model.config._attn_implementation
+    torch.manual_seed(7)
+    expected = torch.rand(2)
+    torch.manual_seed(7)
+    assert prove_packing(model).equal
+    assert torch.equal(torch.rand(2), expected)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
