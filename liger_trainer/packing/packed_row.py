@@ -135,15 +135,15 @@ def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
 
 def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
     places = np.flatnonzero((labels != _IGNORE_INDEX) & (layout.places >= 0))
-    pairs = np.stack([layout.places.flat[places], labels.flat[places]])
-    scored, copies = np.unique(pairs, axis=1, return_inverse=True)
-    if not len(places):
-        scored = np.array([[0], [_IGNORE_INDEX]])
-    tokens, targets = scored
+    tokens, targets = layout.places.flat[places], labels.flat[places]
+    _, first, copies = np.unique(
+        tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
+    )
+    tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([_IGNORE_INDEX]))
     return Scored(
         _copies(tokens, len(layout.tokens), device),
         torch.from_numpy(targets).to(device),
-        _copies(copies.reshape(-1), len(tokens), device),
+        _copies(copies, len(tokens), device),
         torch.from_numpy(places).to(device),
     )
 

@@ -152,9 +152,9 @@ def test_logs_and_weights_are_those_of_trl(name, tmp_path):
 def test_no_logits_are_built(kind, tmp_path, monkeypatch):
     trainer = build(*kind[2:], tmp_path)
     seen, built = [], []
-    original = packed_statistics.token_statistics
+    of = packed_statistics.token_statistics
     monkeypatch.setattr(
-        packed_statistics, "token_statistics", lambda logits, *args: seen.append(type(logits)) or original(logits, *args)
+        packed_statistics, "token_statistics", lambda logits, *args: seen.append(type(logits)) or of(logits, *args)
     )
     monkeypatch.setattr(DeferredLogits, "build", lambda self, *args: built.append(self))
     trainer.train()
