@@ -16,6 +16,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits, build, without_ow
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
+from liger_trainer.recompute.passes import one_pass
 
 _IGNORE_INDEX = -100
 
@@ -164,7 +165,14 @@ def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow])
     """
     if not torch.is_grad_enabled():
         return [compute(row) for row in rows]
-    return [*(checkpoint(compute, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
+    seen: set[PackedRow] = set()
+
+    def twice(row: PackedRow) -> _Result:
+        with one_pass(again=row in seen):
+            seen.add(row)
+            return compute(row)
+
+    return [*(checkpoint(twice, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
 
 
 def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:
