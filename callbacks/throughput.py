@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ class ThroughputCallback(LoggedMetricsCallback):
     `TrainingArguments(include_num_input_tokens_seen="non_padding")`, whose counter is read instead. The clock stops
     during evaluation and saving. At the end, `train_tokens_per_second` and `train_mfu` are over the whole run.
 
-    MFU is ``tokens per second * FLOPs per token / (processes * peak)``; see [`flops_per_token`].
+    MFU is ``tokens per second * FLOPs per token / (processes * peak)``; see [`flops_per_token`]. Tokens that sequences
+    share (`share_prompt`) count as often as they are trained in the rate, and once in the MFU.
     """
 
     def __init__(self) -> None:
         self.flops_per_token = 0.0
         self.replicas_per_batch = 1
         """How many processes share the same tokens (tensor, context and sequence parallelism)."""
+        self.executed_share: Callable[[], float] = lambda: 1.0
+        """The part of the tokens that the model runs on."""
         self._half_precision = False
         self._pending: torch.Tensor | int = 0  # since the last reading; on the device, so that counting never waits
         self._window_tokens = self._run_tokens = 0.0
@@ -118,6 +121,6 @@ class ThroughputCallback(LoggedMetricsCallback):
         rate = {"tokens_per_second": round(tokens / seconds, 1)}
         peak = peak_flops(args.device, self._half_precision or args.bf16 or args.fp16)
         if peak is not None and self.flops_per_token:
-            used = tokens / seconds * self.flops_per_token
+            used = tokens / seconds * self.flops_per_token * self.executed_share()
             rate["mfu"] = round(used / (peak * max(args.world_size, 1)), 4)
         return rate

@@ -35,7 +35,7 @@ class Copies(NamedTuple):
         begins: int32 (rows + 1,), where those of each row begin in `order`, and K.
     """
 
-    index: torch.Tensor  # type: ignore[assignment]
+    index: torch.Tensor  # type: ignore[assignment]  # not the method of tuples
     order: torch.Tensor
     begins: torch.Tensor
 

@@ -197,13 +197,13 @@ def test_links_lead_somewhere(page):
 
 
 def test_options_are_all_there_with_their_defaults():
-    from liger_trainer.configs.flags import KernelFlags
     from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
+    from liger_trainer.configs.packing_flags import SharingFlags
 
     text = (ROOT / "docs" / "api" / "options.md").read_text(encoding="utf-8")
     table, switches = text.split("## Switches")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
-    fields = {field.name: field.default for field in dataclasses.fields(KernelFlags)}
+    fields = {field.name: field.default for field in dataclasses.fields(SharingFlags)}
     assert set(rows) == set(fields)
     for option, shown in rows.items():
         if option != "liger_kernel_config":

@@ -13,7 +13,7 @@ class SharedKeys(NamedTuple):
     """The keys of documents whose queries also see tokens of another document: completions that see their prompt.
 
     Attributes:
-        copies: Of which tokens the K keys of all documents are. A document's keys end with its own tokens.
+        copies: Of which tokens the K keys of all documents are copies. A document's last keys are its own tokens.
         offsets: int32 (documents + 1,), where the keys of each document begin, and K.
         longest: At least the number of keys of the document with most.
     """
@@ -38,8 +38,8 @@ class AttentionPlan(NamedTuple):
         offsets: int32 (documents + 1,), where documents begin, and the number of tokens; None if rows are documents.
         longest: At least the length of the longest document.
         whole_rows: Whether rows without `offsets` are known to be documents; else `position_ids` may tell of packing.
-        keys: The keys of the documents, at least as many as queries, of which each document has one; then there are
-            `offsets`. None for the tokens of the documents.
+        keys: The keys of the documents, if they are not just their tokens. Needs `offsets`, and documents of one token
+            or more.
     """
 
     window: int
@@ -78,7 +78,8 @@ def dense(plan: AttentionPlan, batch: int, length: int, device: torch.device) ->
     Raises:
         ValueError: for several rows of a plan with `keys`.
     """
-    if plan.keys is not None and plan.offsets is not None:
+    if plan.keys is not None:
+        assert plan.offsets is not None
         return _dense_shared(plan.offsets, plan.keys, plan.window, batch, length, device)
     position = torch.arange(length, device=device)
     distance = position[:, None] - position

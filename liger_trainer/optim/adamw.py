@@ -155,7 +155,8 @@ class LigerAdamW(torch.optim.Optimizer):
         ]
         beta1, beta2 = group["betas"]
         stochastic = group["master"] == "stochastic"
-        options = Options(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], stochastic, group["seed"])
+        rate = float(group["lr"])  # a scheduler may set a number of numpy
+        options = Options(rate, beta1, beta2, group["eps"], group["weight_decay"], stochastic, group["seed"])
         adamw_(updates, steps, options, scaler)
         if scaler.found_inf is not None:
             torch._foreach_sub_(steps, [scaler.found_inf] * len(steps))
@@ -180,7 +181,7 @@ class LigerAdamW(torch.optim.Optimizer):
             maximize=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=float(group["lr"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
@@ -256,7 +257,8 @@ def _check(group: dict[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"`{name}` is {value!r}; it must be a finite number, 0 or more.")
     betas = group["betas"]
-    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+    are_two = isinstance(betas, tuple | list) and len(betas) == 2
+    if not are_two or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"`betas` is {betas!r}; it must be two numbers from 0 to below 1.")
     for name, allowed in (("states", get_args(States)), ("master", (*get_args(Master), None))):
         if group[name] not in allowed:

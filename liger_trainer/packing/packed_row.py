@@ -16,6 +16,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits, build, without_ow
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
+from liger_trainer.recompute.passes import one_pass
 
 _IGNORE_INDEX = -100
 
@@ -135,15 +136,15 @@ def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
 
 def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
     places = np.flatnonzero((labels != _IGNORE_INDEX) & (layout.places >= 0))
-    pairs = np.stack([layout.places.flat[places], labels.flat[places]])
-    scored, copies = np.unique(pairs, axis=1, return_inverse=True)
-    if not len(places):
-        scored = np.array([[0], [_IGNORE_INDEX]])
-    tokens, targets = scored
+    tokens, targets = layout.places.flat[places], labels.flat[places]
+    _, first, copies = np.unique(
+        tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
+    )
+    tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([_IGNORE_INDEX]))
     return Scored(
         _copies(tokens, len(layout.tokens), device),
         torch.from_numpy(targets).to(device),
-        _copies(copies.reshape(-1), len(tokens), device),
+        _copies(copies, len(tokens), device),
         torch.from_numpy(places).to(device),
     )
 
@@ -164,7 +165,14 @@ def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow])
     """
     if not torch.is_grad_enabled():
         return [compute(row) for row in rows]
-    return [*(checkpoint(compute, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
+    seen: set[PackedRow] = set()
+
+    def twice(row: PackedRow) -> _Result:
+        with one_pass(again=row in seen):
+            seen.add(row)
+            return compute(row)
+
+    return [*(checkpoint(twice, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
 
 
 def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:

@@ -25,10 +25,16 @@ class Packing:
     Args:
         share: Whether rows of a batch share their common beginnings.
         most: The tokens of a packed row at most, if it has several rows of the batch; None for one packed row a batch.
+
+    Attributes:
+        trained: The tokens of all batches so far that a gradient was computed for, without padding.
+        executed: How many of them the model ran on; the others are shared.
     """
 
     share: bool
     most: int | None = None
+    trained: int = 0
+    executed: int = 0
     _last: tuple[list[Any], list[PackedRow]] | None = None
 
     def rows(
@@ -59,7 +65,21 @@ class Packing:
                 self._leave(model, "a row has padding between its tokens")
                 return None
             self._last = key, rows
-        return self._last[1]
+        rows = self._last[1]
+        if torch.is_grad_enabled():
+            self.trained += sum(int(row.layout.shared_by.sum()) for row in rows)
+            self.executed += sum(len(row.layout.tokens) for row in rows)
+        return rows
+
+    @property
+    def tokens_of_last_forward(self) -> int:
+        """The tokens of the largest forward of the last batch; 0 before the first."""
+        return 0 if self._last is None else max(len(row.layout.tokens) for row in self._last[1])
+
+    @property
+    def executed_share(self) -> float:
+        """The part of the trained tokens that the model ran on."""
+        return self.executed / self.trained if self.trained else 1.0
 
     def _leave(self, model: nn.Module, reason: str) -> None:
         """Says once why a batch stays padded; an error if it should be split."""

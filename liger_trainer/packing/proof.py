@@ -18,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from liger_trainer.attention.interface import NAME
 from liger_trainer.attention.packed_row import NotPackable
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.patching.probe import Agreement
 
@@ -73,6 +75,8 @@ def _refused(reason: str) -> Agreement:
 def _reason_against(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
         return "it is not a transformers model"
+    if not available(ATTENTION):
+        return "this version of transformers names its attention in another way"
     config = model.config.get_text_config()
     others = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(module.config.get_text_config() is not config for module in others):

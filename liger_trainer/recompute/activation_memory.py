@@ -22,6 +22,7 @@ from torch import nn
 from liger_trainer.recompute.budget import Call, Plan, Step, choose, merged, most, proved
 from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.layers import Checkpoint, is_reentrant, replace_checkpoints
+from liger_trainer.recompute.passes import Pass, current_pass
 from liger_trainer.recompute.recording import Memory, StepRecorder
 
 logger = logging.getLogger("liger_trainer")
@@ -61,6 +62,7 @@ class ActivationMemory:
         """Bytes that the layers kept in the last micro-batch."""
         self._calls: Counter[str] = Counter()
         self._growth: float | None = None  # of this micro-batch; None before its first layer
+        self._pass: Pass | None = None
         self._step = -1
         self._start()
 
@@ -121,6 +123,12 @@ class ActivationMemory:
         hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
         if hidden is None or not hidden.numel() or not torch.is_grad_enabled() or is_reentrant(checkpoint):
             return checkpoint(function, *args, **kwargs)
+        current = current_pass()
+        if current is not None and (not current.again or self._recorder is not None):
+            return checkpoint(function, *args, **kwargs)
+        if current is not self._pass:  # the memory of the one before is free
+            self._pass, self._growth = current, None
+            self._calls.clear()
         self._calls[name] += 1
         name = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
         if self._recorder is not None:

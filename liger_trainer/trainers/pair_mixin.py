@@ -85,7 +85,7 @@ def forward_pairs(
     input_ids, attention_mask = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
     router_logits = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
     outputs = model(
-        input_ids,
+        input_ids=input_ids,
         attention_mask=attention_mask,
         shift_labels=input_ids.roll(-1, dims=1).masked_fill(attention_mask == 0, IGNORE_INDEX),
         fused_lm_head=True,

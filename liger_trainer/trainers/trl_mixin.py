@@ -133,6 +133,9 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._packing, self._packing_rows = choose_packing(self.args, self.model, may_share)
 
     def _announce_kernels(self) -> None:
+        packing = self._packing
+        if packing is not None:
+            self._throughput.executed_share = lambda: packing.executed_share
         check_packing(self.args, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         if self.kernel_report is not None:
             rows = (*self.kernel_report.rows, *self._packing_rows)

@@ -189,6 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"lr": -1e-3}, "`lr` is -0.001; it must be a finite number, 0 or more."),
     "no number": ({"eps": float("nan")}, "`eps` is nan; it must be a finite number, 0 or more."),
     "decay": ({"weight_decay": True}, "`weight_decay` is True; it must be a finite number, 0 or more."),
+    "one beta": ({"betas": 0.9}, "`betas` is 0.9; it must be two numbers from 0 to below 1."),
     "betas": ({"betas": (0.9, 1.0)}, "`betas` is (0.9, 1.0); it must be two numbers from 0 to below 1."),
     "states": ({"states": "4bit"}, "`states` is '4bit'; it must be one of '8bit', 'bf16', 'fp32'."),
     "master": ({"master": "fp32"}, "`master` is 'fp32'; it must be one of 'remainder', 'stochastic', None."),

@@ -11,7 +11,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.trainers import fused_head
+from liger_trainer.trainers import packed_statistics
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, logged, tokenizer
@@ -116,15 +116,32 @@ def build(trainer_class, config_class, folder, **case):
     )
 
 
+def without_padding(trainer):
+    """Makes TRL's trainer log the mean of the logits of tokens, as ours does, and not of padding."""
+    forward = trainer.concatenated_forward
+
+    def of_tokens(model, batch):
+        results = list(forward(model, batch))
+        pad = tokenizer().pad_token_id
+        both = trainer.concatenated_inputs(batch, padding_value=pad)["concatenated_attention_mask"].bool().chunk(2)
+        for place, is_token in zip((2, 3), both):
+            results[place] = results[place][is_token[:, : results[place].shape[1]]]
+        return tuple(results)
+
+    trainer.concatenated_forward = of_tokens
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logs_and_weights_are_those_of_trl(name, tmp_path):
     (stock_trainer, stock_config, our_trainer, our_config), case = CASES[name]
     case = dict(case)
     only_ours = case.pop("ours", {})
-    stock = build(stock_trainer, stock_config, tmp_path / "stock", **case)
-    stock.train()
     ours = build(our_trainer, our_config, tmp_path / "ours", **case, **only_ours)
     ours.train()
+    stock = build(stock_trainer, stock_config, tmp_path / "stock", **case)
+    if getattr(ours, "_fused", False):
+        without_padding(stock)
+    stock.train()
     assert sum("loss" in log for log in logged(ours)) == 2
     assert sum("eval_loss" in log for log in logged(ours)) == 1
     assert_same_logs(stock, ours)
@@ -135,9 +152,9 @@ def test_logs_and_weights_are_those_of_trl(name, tmp_path):
 def test_no_logits_are_built(kind, tmp_path, monkeypatch):
     trainer = build(*kind[2:], tmp_path)
     seen, built = [], []
-    original = fused_head.token_statistics
+    of = packed_statistics.token_statistics
     monkeypatch.setattr(
-        fused_head, "token_statistics", lambda logits, *args: seen.append(type(logits)) or original(logits, *args)
+        packed_statistics, "token_statistics", lambda logits, *args: seen.append(type(logits)) or of(logits, *args)
     )
     monkeypatch.setattr(DeferredLogits, "build", lambda self, *args: built.append(self))
     trainer.train()
@@ -147,7 +164,8 @@ def test_no_logits_are_built(kind, tmp_path, monkeypatch):
 
 def test_kernels_are_in_the_layers_of_a_reward_model(tmp_path):
     report = build(*REWARD[2:], tmp_path, model="score").kernel_report
-    assert {row.component for row in report.applied} == {"attention", "rope", "swiglu", "rms_norm"}
+    layers = {"attention", "rope", "swiglu", "rms_norm"}
+    assert {row.component for row in report.applied} == {*layers, "padding_free", "share_prompt"}
 
 
 @pytest.mark.parametrize("kind", [ORPO, CPO], ids=["orpo", "cpo"])

@@ -118,6 +118,10 @@ def budgets(trainer: Trainer) -> list[Budget]:
 
 
 def _smaller_batch(trainer: Any) -> Iterator[Budget]:
+    tokens = 0 if getattr(trainer, "_packing", None) is None else trainer._packing.tokens_of_last_forward
+    if tokens > 1 and not getattr(trainer, "aux_loss_enabled", False):  # whose loss is not split
+        half = _with(batch=max(trainer.args.per_device_train_batch_size // 2, 1))
+        yield Budget(f"tokens_per_micro_batch: {tokens // 2}", False, half)
     if getattr(trainer, "_name", None) in _FIXED_BATCH:
         return
     batch, steps = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
