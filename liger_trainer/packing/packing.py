@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
+from liger_trainer.packing.proof import NOT_OURS, has_our_attention
 
 _UNDERSTOOD = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "output_router_logits"})
 """Arguments of a model's forward with which a batch can be packed."""
@@ -38,12 +40,12 @@ class Packing:
     _last: tuple[list[Any], list[PackedRow]] | None = None
 
     def rows(
-        self, model: nn.Module, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
+        self, model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
     ) -> list[PackedRow] | None:
         """The packed rows of a batch, those of the last one if it is the same; None if it cannot be packed.
 
         Args:
-            model: That they are for.
+            model: That they are for. It was proved, or is the reference of one that was.
             kwargs: The keyword arguments of its forward.
             labels: (B, S), of the token after each.
             given_labels: What `labels` was made of: the same object for a policy and its reference.
@@ -51,7 +53,7 @@ class Packing:
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
         """
-        reason = _reason_against(kwargs, labels)
+        reason = _reason_against(kwargs, labels) if has_our_attention(model) else NOT_OURS
         if reason:
             self._leave(model, reason)
             return None
@@ -119,9 +121,14 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether dropout is on in the training of `model`: rows that share tokens would share its masks too."""
+    """Whether training of `model` draws random numbers: rows that share tokens would share those too.
+
+    A module has its rate of dropout as a number, or a router that of its noise; `nn.Dropout` calls it `p`.
+    """
     return any(
-        (isinstance(module, nn.Dropout) and module.p > 0)
-        or (isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0)
+        isinstance(rate, float)
+        and rate > 0
+        and (isinstance(module, nn.Dropout) or "dropout" in name or "jitter" in name)
         for module in model.modules()
+        for name, rate in vars(module).items()
     )

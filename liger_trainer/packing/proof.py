@@ -23,6 +23,8 @@ from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.patching.probe import Agreement
 
+NOT_OURS = "its attention is not ours"
+
 TOLERANCE = 1e-4
 """Largest relative difference in float32, of values and gradients."""
 
@@ -86,7 +88,12 @@ def _reason_against(model: Any) -> str:
         return f"it has layers of the type {', '.join(unknown)}"
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
-    return "" if config._attn_implementation == NAME else "its attention is not ours"
+    return "" if has_our_attention(model) else NOT_OURS
+
+
+def has_our_attention(model: PreTrainedModel) -> bool:
+    """Whether the attention of a model that is proved is still ours: no other takes the plan of a packed row."""
+    return bool(model.config.get_text_config()._attn_implementation == NAME)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

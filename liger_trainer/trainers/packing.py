@@ -59,9 +59,13 @@ def _asked(args: Any, name: str, flags: type) -> bool | None:
 def _reason_against(args: Any, model: nn.Module) -> str:
     if getattr(args, "torch_compile", False):
         return "`torch_compile` is on"
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        return "`neftune_noise_alpha` is set, whose noise depends on the length of the longest row"
     config = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:
         return f"{type(config).__name__} puts virtual tokens before the prompt"
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        return "its adapter begins at a token that it looks for in the padded batch"
     return ""
 
 

@@ -66,7 +66,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         check_selective(config)  # TRL takes it out of the arguments
         head = self._own_fused_head(config)
         resume, warned = split_models_resume(config, model), warnings_of_the_caller()
-        with head, _hidden_from_trl(config), resume, _older_names(), warned:
+        with head, self._hidden_from_trl(config), resume, _older_names(), warned:
             super().__init__(*given.args, **given.kwargs)
         check_rows(self.train_dataset)
         self._finish_init()
@@ -127,6 +127,23 @@ class LigerTRLMixin(LigerTrainerMixin):
         # The reference is packed as the policy is, so that the two differ by their weights alone.
         install_fused_forward(model, options, self._packing)
 
+    @classmethod
+    @contextlib.contextmanager
+    def _hidden_from_trl(cls, config: Any) -> Iterator[None]:
+        """Hides flags of which TRL would warn: `use_liger_kernel`, for it liger-kernel, and our `padding_free`."""
+        ours = {"use_liger_kernel": wants_kernels(config)}
+        if (
+            issubclass(cls.config_class, PackingFlags)
+            and wants_fused_head(config)
+            and getattr(config, PADDING_FREE, None)
+        ):
+            ours[PADDING_FREE], config.padding_free = True, False
+        config.use_liger_kernel = False  # with which TRL would also switch its fused head off
+        try:
+            yield
+        finally:
+            vars(config).update(ours)
+
     def _choose_packing(self) -> None:
         if issubclass(self.config_class, PackingFlags):
             may_share = issubclass(self.config_class, SharingFlags)
@@ -136,7 +153,8 @@ class LigerTRLMixin(LigerTrainerMixin):
         packing = self._packing
         if packing is not None:
             self._throughput.executed_share = lambda: packing.executed_share
-        check_packing(self.args, self._packing_rows, getattr(self, "aux_loss_enabled", False))
+        has_router_loss = getattr(self, "aux_loss_enabled", False) or getattr(self.args, "router_z_loss_coef", 0.0) > 0
+        check_packing(self.args, self._packing_rows, has_router_loss)
         if self.kernel_report is not None:
             rows = (*self.kernel_report.rows, *self._packing_rows)
             self.kernel_report = dataclasses.replace(self.kernel_report, rows=rows)
@@ -145,19 +163,6 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss with respect to the log-probabilities is the same for all labels."""
         return False
-
-
-@contextlib.contextmanager
-def _hidden_from_trl(config: Any) -> Iterator[None]:
-    """Hides flags of which TRL would warn: `use_liger_kernel`, for it the liger-kernel package, and `padding_free`."""
-    ours = {"use_liger_kernel": wants_kernels(config)}
-    config.use_liger_kernel = False  # with which TRL would also switch its fused head off
-    if getattr(config, PADDING_FREE, None):
-        ours[PADDING_FREE], config.padding_free = True, None
-    try:
-        yield
-    finally:
-        vars(config).update(ours)
 
 
 @contextlib.contextmanager

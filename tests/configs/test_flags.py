@@ -25,6 +25,8 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 
+DIFFERENT = {LigerDPOConfig: ("padding_free",)}  # None is our default, and on
+
 
 def make(cls, tmp_path, **kwargs):
     extra = {"bf16": False} if cls is not LigerTrainingArguments else {}
@@ -40,7 +42,7 @@ def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
     assert args.kernel_config().logits_memory == 512 * 2**20
     assert retained_bytes_of(args) is None
     base = make(cls.__bases__[1], tmp_path)
-    ours = ("use_liger_kernel", "logging_dir", "logging_nan_inf_filter")
+    ours = ("use_liger_kernel", "logging_dir", "logging_nan_inf_filter", *DIFFERENT.get(cls, ()))
     for name in base.to_dict().keys() - set(ours):
         assert getattr(args, name) == getattr(base, name), name
 

@@ -51,7 +51,7 @@ def rows_of_tokens(*rows: list[int], starts: tuple[int, ...] | None = None, colu
 
 
 def random_rows(seed: int, most: int = 6) -> Rows:
-    """Up to `most` rows of up to ten of two tokens; some of padding alone, some padded on the left, some on the right."""
+    """Up to `most` rows of up to ten of two tokens, padded on the left or on the right; some are padding alone."""
     random = np.random.default_rng(seed)
     count, columns = random.integers(1, most + 1), random.integers(1, 11)
     lengths = random.integers(0, columns + 1, count)
