@@ -137,11 +137,12 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
         output_dir: Of the trainer.
         model: A folder or a model.
         naive: Whether TRL's trainer gets `naive_fused_head`.
-        case: Settings; `own` holds those of ours alone, `data` names a dataset, and some (`peft_config`, say) are for
+        case: Settings; `own` holds those of ours alone, `data` names or makes a dataset, and some (`peft_config`, say) are for
             the trainer.
     """
     dataset, further, settings = {**KINDS, **OTHER_KINDS}[kind]
-    data = DATASETS[case.pop("data")] if "data" in case else dataset
+    data = case.pop("data", dataset)
+    data = DATASETS.get(data, data)
     own = ("peft_config", "ref_model", "compute_metrics", "compute_loss_func", "reward_funcs")
     further = {**further, **{name: case.pop(name) for name in own if name in case}}
     further["processing_class"] = PROCESSORS[case.pop("processor")]() if "processor" in case else tokenizer()

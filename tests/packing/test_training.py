@@ -1,0 +1,131 @@
+"""Trainers on packed rows against TRL's on padded batches: what they log, and the gradients of all parameters."""
+
+import pytest
+import torch
+
+from tests.packing.training import PackedBatches, assert_close_gradients, save_models, trained
+from tests.trainers.parity import TOLERANCE, assert_close_logs, lora
+from tests.trainers.test_parity import DPO_LOSSES, GRPO_LOSSES
+from tests.trainers.tiny import logged
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CHECKPOINTED = {"gradient_checkpointing": True}
+REENTRANT = {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+SPLIT = {"own": {"tokens_per_micro_batch": 60}}
+SMOOTHED = {"label_smoothing": 1e-3}
+OPTIONS = {
+    "gemma2": {"model": "gemma2"},
+    "lora": {"peft_config": lora("q_proj", "k_proj", "v_proj", "down_proj")},
+    "checkpointed": CHECKPOINTED,
+    "reentrant": REENTRANT,
+    "split": SPLIT,
+    "split, checkpointed": {**SPLIT, **CHECKPOINTED},
+    "split, lora": {**SPLIT, "peft_config": lora("q_proj", "v_proj")},
+    "not shared": {"own": {"share_prompt": False}},
+    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+}
+ROUTERS = {"router_aux_loss_coef": 0.1}
+MIXTURE = {"model": "mixtral", **ROUTERS}
+
+CASES = {
+    **{
+        f"DPO {loss}": ("DPO", {"loss_type": [loss], **(SMOOTHED if loss in ("exo_pair", "robust") else {})})
+        for loss in DPO_LOSSES
+    },
+    "DPO keeps the end": ("DPO", {"max_length": 30, "truncation_mode": "keep_end"}),
+    "DPO without some completions": ("DPO", {"max_length": 14}),
+    "DPO mixture": ("DPO", MIXTURE),
+    "DPO precomputed": ("DPO", {"precompute_ref_log_probs": True}),
+    **{f"DPO {name}": ("DPO", case) for name, case in OPTIONS.items()},
+    "KTO": ("KTO", {}),
+    "KTO apo_zero_unpaired": ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    "KTO cut": ("KTO", {"max_length": 24}),
+    "KTO mixture": ("KTO", MIXTURE),
+    "KTO split": ("KTO", {**SPLIT, **CHECKPOINTED}),
+    **{f"GRPO {loss}": ("GRPO", {"loss_type": loss, "beta": 0.04}) for loss in GRPO_LOSSES},
+    "GRPO entropy": ("GRPO", {"entropy_coef": 0.1, "temperature": 0.7}),
+    "GRPO mixture": ("GRPO", MIXTURE),
+    **{f"GRPO {name}": ("GRPO", {"beta": 0.1, **case}) for name, case in OPTIONS.items()},
+    "RLOO": ("RLOO", {}),
+    "RLOO gemma2": ("RLOO", {"model": "gemma2"}),
+    "RLOO split": ("RLOO", {**SPLIT, **CHECKPOINTED}),
+    "ORPO": ("ORPO", {}),
+    "ORPO gemma2": ("ORPO", {"model": "gemma2"}),
+    "ORPO split": ("ORPO", SPLIT),
+    **{f"CPO {loss}": ("CPO", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo", "simpo", "alphapo")},
+    "CPO split": ("CPO", {**SPLIT, **CHECKPOINTED}),
+}
+OTHERS = {
+    # The completions of some pairs are equal, and their order is that of rounding errors.
+    "DPO": ["rewards/accuracies"],
+    # TRL averages the logits of padding too.
+    **dict.fromkeys(["ORPO", "CPO"], ["logits/chosen", "logits/rejected"]),
+}
+"""What is logged and differs."""
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("uneven"))
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    return PackedBatches(monkeypatch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logs_and_gradients_are_those_of_trl(name, tmp_path, models, packed):
+    kind, case = CASES[name]
+    case = dict(case)
+    own, model = case.pop("own", {}), models[case.pop("model", "llama")]
+    stock, expected = trained(kind, False, tmp_path / "stock", model, **case)
+    assert not packed.seen
+    ours, found = trained(kind, True, tmp_path / "ours", model, own=own, **case)
+    assert len(logged(stock)) == 3
+    assert_close_logs(logged(ours), logged(stock), OTHERS.get(kind, ()))
+    assert_close_gradients(found, expected, TOLERANCE)
+    assert packed.seen
+    assert all(tokens < padded or rows > 1 for padded, tokens, rows in packed.seen)
+    assert any(rows > 1 for _, _, rows in packed.seen) == ("tokens_per_micro_batch" in own)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_weights_in_bf16_have_gradients_as_near_as_those_of_trl(kind, tmp_path, models, packed):
+    """To those of the same weights in fp32."""
+
+    def gradients(ours, dtype):
+        folder = tmp_path / f"{ours} {dtype}"
+        found = trained(kind, ours, folder, models["rounded"], model_init_kwargs={"dtype": dtype}, max_steps=1)[1]
+        return torch.cat([each.double().flatten() for each in found.values()])
+
+    exact = gradients(False, "float32")
+    assert (gradients(True, "float32") - exact).norm() < TOLERANCE * exact.norm()
+    theirs, found = ((gradients(ours, "bfloat16") - exact).norm() for ours in (False, True))
+    assert 0 < found <= 1.25 * theirs < 0.05 * exact.norm()
+    assert packed.seen
+
+
+def test_the_z_loss_of_routers_is_that_of_the_padded_batch(tmp_path, models, packed):
+    own = {"router_z_loss_coef": 0.1}
+    one, found = trained("DPO", True, tmp_path, models["mixtral"], own=own, **ROUTERS)
+    seen = len(packed.seen)
+    other, expected = trained("DPO", True, tmp_path, models["mixtral"], own={**own, "padding_free": False}, **ROUTERS)
+    assert seen == len(packed.seen) > 0
+    assert_close_logs(logged(one), logged(other), OTHERS["DPO"])
+    assert_close_gradients(found, expected, TOLERANCE)
+    plain = trained("DPO", True, tmp_path, models["mixtral"], **ROUTERS)[1]
+    with pytest.raises(AssertionError):
+        assert_close_gradients(found, plain, TOLERANCE)
+
+
+@pytest.mark.parametrize("own", [{}, {"tokens_per_micro_batch": 60}], ids=["one row", "split"])
+def test_layers_that_keep_results_change_no_bit(own, tmp_path, models, packed):
+    logs = [
+        logged(trained("GRPO", True, tmp_path, models["llama"], own={**own, **more}, beta=0.1, **CHECKPOINTED)[0])
+        for more in ({}, {"activation_memory": "40KiB"}, {"activation_memory": "1GiB"})
+    ]
+    timeless = [[{k: v for k, v in log.items() if "time" not in k} for log in each] for each in logs]
+    assert timeless[0] == timeless[1] == timeless[2]
+    assert packed.seen

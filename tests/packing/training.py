@@ -1,0 +1,119 @@
+"""Data of very uneven lengths with much in common, and trainers on it whose gradients and packed rows are looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from liger_trainer.packing.packing import Packing
+from tests.trainers import parity
+from tests.trainers.tiny import WORDS, llama, tokenizer
+
+SYSTEM = " ".join(WORDS[:2]) + " "
+LONG = SYSTEM + " ".join(WORDS * 2) + " "
+PROMPTS = [SYSTEM + WORDS[2] + " ", "a", LONG, SYSTEM + WORDS[3] + " "]
+"""Longer than the window of 16 tokens, but for one token; three with a common beginning."""
+ANSWERS = [
+    (WORDS[1], WORDS[1]),  # equal
+    (WORDS[1] + " " + WORDS[2], WORDS[1]),  # one inside the other
+    ("", " ".join(WORDS)),
+    (" ".join(WORDS), "a"),
+]
+
+
+def pairs(n: int = 16) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": PROMPTS[i % 4], "chosen": ANSWERS[i // 4 % 4][0], "rejected": ANSWERS[i // 4 % 4][1]}
+            for i in range(n)
+        ]
+    )
+
+
+def unpaired(n: int = 16) -> Dataset:
+    rows = [
+        {"prompt": PROMPTS[i % 4], "completion": ANSWERS[i // 2 % 4][i % 2], "label": i % 3 != 0} for i in range(n)
+    ]
+    return Dataset.from_list(rows)
+
+
+def prompts(n: int = 16) -> Dataset:
+    return Dataset.from_list([{"prompt": PROMPTS[i % 4]} for i in range(n)])
+
+
+DATA = {
+    "DPO": pairs, "ORPO": pairs, "CPO": pairs, "Reward": pairs, "KTO": unpaired, "GRPO": prompts, "RLOO": prompts,
+}  # fmt: skip
+
+
+def often_done(model: Any = llama) -> Any:
+    """A model whose completions end early, at different lengths."""
+    made = model()
+    with torch.no_grad():
+        made.get_output_embeddings().weight[2] *= 30  # the end of a sequence
+    return made
+
+
+def save_models(folder: Any) -> dict[str, str]:
+    """Folders with `tests.trainers.parity.MODELS`, whose completions end early, and with one for weights in bf16."""
+    folders = {}
+    for name, model in {**parity.MODELS, "rounded": lambda: llama().bfloat16()}.items():
+        folders[name] = str(folder / name)
+        often_done(model).save_pretrained(folders[name])
+        tokenizer().save_pretrained(folders[name])
+    return folders
+
+
+class _FirstGradients(TrainerCallback):
+    """Those of all parameters at the first step."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.gradients = {
+                name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+            }
+
+
+def trained(kind: str, ours: bool, folder: Any, model: Any, **case: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A trainer on the uneven data after two steps, and the gradients of the first."""
+    case = {"data": DATA[kind], "max_length": 96, "max_completion_length": 16, "adam_epsilon": 1e-3, **case}
+    case.pop("max_length" if kind in ("GRPO", "RLOO") else "max_completion_length")
+    trainer = parity.build(kind, ours, folder, model, **case)
+    seen = _FirstGradients()
+    trainer.add_callback(seen)
+    trainer.train()
+    return trainer, seen.gradients
+
+
+def assert_close_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Each parameter's, relative to its norm, and to that of all for those that are nearly 0."""
+    assert found.keys() == expected.keys()
+    assert found
+    total = torch.stack([each.double().norm() for each in expected.values()]).norm()
+    assert total > 0
+    for name, each in expected.items():
+        error = (found[name] - each).double().norm()
+        assert error <= tolerance * max(each.double().norm(), 0.01 * total), f"{name}: {error} of {each.norm()}"
+
+
+class PackedBatches:
+    """What `Packing.rows` returned: of each batch its padded tokens, those of its packed rows, and their number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+        rows = Packing.rows
+
+        def spy(packing: Any, model: Any, kwargs: Any, *args: Any) -> Any:
+            found = rows(packing, model, kwargs, *args)
+            assert found is not None, "a batch stayed padded"
+            tokens = sum(each.inputs["input_ids"].numel() for each in found)
+            self.seen.append((kwargs["input_ids"].numel(), tokens, len(found)))
+            return found
+
+        monkeypatch.setattr(Packing, "rows", spy)
