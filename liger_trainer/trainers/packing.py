@@ -82,9 +82,9 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
             a flag that is true and a model that is left alone.
     """
     left = {row.component: row.reason for row in rows if not row.applied}
+    why = left.get(PADDING_FREE) or ("" if rows else "the kernels are off")
     tokens = getattr(args, "tokens_per_micro_batch", None)
-    if tokens is not None and (PADDING_FREE in left or not rows):
-        why = left.get(PADDING_FREE, "the kernels are off")
+    if tokens is not None and why:
         raise ValueError(f"`tokens_per_micro_batch` is {tokens}, but {why}. Set `per_device_train_batch_size` instead.")
     if tokens is not None and has_router_loss:
         raise ValueError(
@@ -93,6 +93,6 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
         )
     if not getattr(args, "strict_kernels", False):
         return
-    for name, reason in left.items():
-        if getattr(args, name, None):
+    for name, reason in ((PADDING_FREE, why), (SHARE_PROMPT, why or left.get(SHARE_PROMPT))):
+        if reason and isinstance(args, PackingFlags) and getattr(args, name, None):
             raise ValueError(f"`{name}` is true and `strict_kernels` is set, but {reason}. Leave one of the two out.")

@@ -132,12 +132,9 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _hidden_from_trl(cls, config: Any) -> Iterator[None]:
         """Hides flags of which TRL would warn: `use_liger_kernel`, for it liger-kernel, and our `padding_free`."""
         ours = {"use_liger_kernel": wants_kernels(config)}
-        if (
-            issubclass(cls.config_class, PackingFlags)
-            and wants_fused_head(config)
-            and getattr(config, PADDING_FREE, None)
-        ):
-            ours[PADDING_FREE], config.padding_free = True, False
+        packs = issubclass(cls.config_class, PackingFlags) and wants_fused_head(config)
+        if packs and getattr(config, PADDING_FREE, None):
+            ours[PADDING_FREE], config.padding_free = True, None
         config.use_liger_kernel = False  # with which TRL would also switch its fused head off
         try:
             yield

@@ -55,12 +55,17 @@ CASES = {
     "ORPO split": ("ORPO", SPLIT),
     **{f"CPO {loss}": ("CPO", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo", "simpo", "alphapo")},
     "CPO split": ("CPO", {**SPLIT, **CHECKPOINTED}),
+    "Reward": ("Reward", {}),
+    "Reward gemma2": ("Reward", {"model": "gemma2", "center_rewards_coefficient": 0.1}),
+    "Reward split": ("Reward", {**SPLIT, **CHECKPOINTED}),
 }
 OTHERS = {
     # The completions of some pairs are equal, and their order is that of rounding errors.
     "DPO": ["rewards/accuracies"],
+    "Reward": ["accuracy"],
     # TRL averages the logits of padding too.
-    **dict.fromkeys(["ORPO", "CPO"], ["logits/chosen", "logits/rejected"]),
+    "ORPO": ["logits/chosen", "logits/rejected"],
+    "CPO": ["logits/chosen", "logits/rejected"],
 }
 """What is logged and differs."""
 

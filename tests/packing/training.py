@@ -35,9 +35,7 @@ def pairs(n: int = 16) -> Dataset:
 
 
 def unpaired(n: int = 16) -> Dataset:
-    rows = [
-        {"prompt": PROMPTS[i % 4], "completion": ANSWERS[i // 2 % 4][i % 2], "label": i % 3 != 0} for i in range(n)
-    ]
+    rows = [{"prompt": PROMPTS[i % 4], "completion": ANSWERS[i // 2 % 4][i % 2], "label": i % 3 != 0} for i in range(n)]
     return Dataset.from_list(rows)
 
 

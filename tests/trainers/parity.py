@@ -137,8 +137,8 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
         output_dir: Of the trainer.
         model: A folder or a model.
         naive: Whether TRL's trainer gets `naive_fused_head`.
-        case: Settings; `own` holds those of ours alone, `data` names or makes a dataset, and some (`peft_config`, say) are for
-            the trainer.
+        case: Settings; `own` holds those of ours alone, `data` names or makes a dataset, and some
+            (`peft_config`, say) are for the trainer.
     """
     dataset, further, settings = {**KINDS, **OTHER_KINDS}[kind]
     data = case.pop("data", dataset)
