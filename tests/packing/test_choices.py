@@ -158,12 +158,16 @@ def test_what_stays_padded_has_a_row_in_the_report(name, tmp_path):
     assert any(row.reason == f"batches stay padded: {reason}" for row in trainer.kernel_report)
 
 
-@pytest.mark.parametrize(
-    ("off", "reason"), [("attention", "its attention is not ours"), ("linear_cross_entropy", "the kernels are off")]
-)
+OFF = {
+    "its attention is not ours": {"attention": False},
+    "the kernels are off": {"linear_cross_entropy": False, "cross_entropy": False},
+}
+
+
+@pytest.mark.parametrize("reason", OFF)
 @pytest.mark.parametrize("flag", ["padding_free", "share_prompt", "tokens_per_micro_batch"])
-def test_what_is_asked_for_and_cannot_be_done_is_an_error(flag, off, reason, tmp_path):
-    own = {flag: 60 if flag == "tokens_per_micro_batch" else True, "liger_kernel_config": {off: False}}
+def test_what_is_asked_for_and_cannot_be_done_is_an_error(flag, reason, tmp_path):
+    own = {flag: 60 if flag == "tokens_per_micro_batch" else True, "liger_kernel_config": OFF[reason]}
     with pytest.raises(ValueError, match=f"`{flag}` is .*, but .*{reason}") as error:
         dpo(tmp_path, own={**own, "strict_kernels": flag != "tokens_per_micro_batch"})
     assert "\n" not in str(error.value)
