@@ -22,7 +22,6 @@ from liger_trainer.benchmarks.training_tables import (
     results_table,
     several_gpus_section,
     training_table,
-    uneven_results,
     uneven_section,
 )
 
@@ -212,7 +211,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
     "lora": lora_table,
     "alignment": alignment_table,
-    "uneven-results": uneven_results,
     "uneven-lengths": uneven_section,
     "several-gpus": several_gpus_section,
     "optimizer": optimizer_section,

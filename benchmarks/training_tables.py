@@ -66,11 +66,16 @@ _LONGEST_IN_RESULTS = 4096  # tokens: longer sequences are in docs/performance.m
 
 
 def results_table(results: Results) -> str:
-    """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources."""
+    """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources.
+
+    Below it, if there are results, the table and the picture of alignment on uneven lengths.
+    """
     tasks = [records for records in _on_one_gpu(results) if records[0].checkpointing]
     tasks = [records for records in tasks if records[0].length <= _LONGEST_IN_RESULTS]
     tasks.sort(key=lambda records: (_is_alignment(records), bool(records[0].lora), records[0].quantize))
-    return _steps(results, tasks, _cost)
+    table, uneven = _steps(results, tasks, _cost), _uneven(results)
+    below = [_UNEVEN_RESULTS_TEXT, _uneven_table(uneven), _uneven_picture("docs/images/alignment.png")]
+    return "\n\n".join([table, *below]) if uneven else table
 
 
 def training_table(results: Results) -> str:
@@ -114,13 +119,6 @@ def alignment_table(results: Results) -> str:
     made = [_steps_table(results, tasks)] if tasks else []
     made += [longest_table(results)] if results.longest else []
     return "\n\n".join([_ALIGNMENT_TEXT, *made]) if made else ""
-
-
-def uneven_results(results: Results) -> str:
-    """README's table and picture of alignment on uneven lengths; empty without results."""
-    tasks = _uneven(results)
-    picture = _uneven_picture("docs/images/alignment.png")
-    return f"{_UNEVEN_RESULTS_TEXT}\n\n{_uneven_table(tasks)}\n\n{picture}" if tasks else ""
 
 
 def uneven_section(results: Results) -> str:
