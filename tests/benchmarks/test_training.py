@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from liger_trainer.benchmarks import plots
+from liger_trainer.benchmarks import plots, training_providers
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import PADDED, UNSHARED, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
@@ -319,6 +319,20 @@ def test_mismatched_completions():
     task, found, _ = batches("kto", lengths="2:9", prompt=5)
     for counts, batch in zip(task.completion_tokens, found[::2], strict=True):
         assert batch["attention_mask"].sum(1).tolist() == [5 + count for count in counts[-1:] + counts[:-1]]
+
+
+@pytest.mark.parametrize("trainer", ["orpo", "cpo"])
+def test_prompts_have_no_labels(trainer, tmp_path, monkeypatch):
+    rows = []
+    monkeypatch.setattr(training_providers, "_dataset", rows.extend)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
+    settings = {"output_dir": str(tmp_path), "use_cpu": True}
+    setup = Setup(Task("tiny", trainer=trainer, batch=1, lengths="3", prompt=2, steps=1), model, {}, [])
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        training_providers.TRAINERS[trainer](setup, False, settings)
+    for side in ("chosen", "rejected"):
+        ids, labels = (rows[0][f"{side}_{name}"] for name in ("input_ids", "labels"))
+        assert labels == [-100, -100, *ids[2:]]
 
 
 def test_drawn_lengths():
