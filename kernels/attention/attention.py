@@ -10,6 +10,9 @@ The backward is that of FlashAttention-2 (arXiv 2307.08691, section 3.1), which 
 
     D_i = do_i.o_i     dv_j = sum_i p_ij do_i     ds_ij = p_ij (do_i.v_j - D_i)     db = -sum_i exp(b - L_i) D_i
 
+Documents whose queries also see tokens of other documents (`SharedKeys`) have copies of these among their keys, made in
+the forward and again in the backward, which sums the gradients of a token's copies.
+
 A sink is one more key, without a value. So a kernel that knows none gives o' and L' over the keys, the sink enters as
 L = log(exp(L') + exp(b)) and o = exp(L' - L) o', and the kernel's own backward is right if it is given this o and L.
 
@@ -31,7 +34,8 @@ from liger_trainer.compat.torch import FLASH_OPERATOR
 from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.copied_rows import Copies, sum_of_copies
 from liger_trainer.kernels.runtime import use_triton
 
 MAX_HEAD_DIM = 256
@@ -49,18 +53,30 @@ def _flash_runs(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -
 
 
 def _flash_arguments(
-    offsets: torch.Tensor | None, longest: int, window: int, scale: float
+    offsets: torch.Tensor | None,
+    key_offsets: torch.Tensor | None,
+    longest: int,
+    longest_keys: int,
+    window: int,
+    scale: float,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # The operator takes a longest document of one token for decoding, which ignores documents.
-    longest = max(longest, 2) if offsets is not None else longest
+    if offsets is not None:
+        # The operator takes a longest document of one token for decoding, which ignores documents.
+        longest, longest_keys = max(longest, 2), max(longest_keys, 2)
     left = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    return (offsets, offsets, longest, longest, 0.0, True), {"scale": scale, **left}
+    key_offsets = offsets if key_offsets is None else key_offsets
+    return (offsets, key_offsets, longest, longest_keys, 0.0, True), {"scale": scale, **left}
 
 
 def _for_flash(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
     """`x`, or (batch * seq, heads, head_dim) of it, by which documents are counted."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if offsets is None else x.flatten(0, 1)
+
+
+def _copied(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """`x`, (batch, seq, heads, head_dim), or (1, keys, heads, head_dim) of it."""
+    return x if index is None else x.flatten(0, 1)[index][None]
 
 
 @torch.library.custom_op("liger_trainer::attention", mutates_args=())
@@ -70,20 +86,31 @@ def _attention(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    key_index: torch.Tensor | None,
+    key_order: torch.Tensor | None,
+    key_begins: torch.Tensor | None,
+    key_offsets: torch.Tensor | None,
     longest: int,
+    longest_keys: int,
     window: int,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`."""
+    """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`.
+
+    The arguments of the keys are all None, or all tensors: the parts of `SharedKeys`.
+    """
+    k, v = _copied(k, key_index), _copied(v, key_index)
     if _flash_runs(q, offsets, softcap):
-        places, options = _flash_arguments(offsets, longest, window, scale)
+        places, options = _flash_arguments(offsets, key_offsets, longest, longest_keys, window, scale)
         by_document = [_for_flash(x, offsets) for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
         out = out.contiguous()  # its strides are those of q
     else:
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out, lse = attention_launch.forward(*tokens, offsets, longest, window, scale, softcap)
+        out, lse = attention_launch.forward(
+            *tokens, offsets, longest, window, scale, softcap, key_offsets, longest_keys
+        )
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return out.view(q.shape), lse
@@ -97,7 +124,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 @_attention.register_fake
-def _(q, k, v, sinks, offsets, longest, window, scale, softcap):
+def _(q, k, v, sinks, offsets, index, order, begins, key_offsets, longest, longest_keys, window, scale, softcap):
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q, offsets, softcap), dtype=torch.float32)
 
 
@@ -117,22 +144,37 @@ def _attention_backward(
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    key_index: torch.Tensor | None,
+    key_order: torch.Tensor | None,
+    key_begins: torch.Tensor | None,
+    key_offsets: torch.Tensor | None,
     longest: int,
+    longest_keys: int,
     window: int,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
+    shapes = q.shape, k.shape, v.shape
+    k, v = _copied(k, key_index), _copied(v, key_index)
     if _flash_runs(q, offsets, softcap):
-        places, options = _flash_arguments(offsets, longest, window, scale)
+        places, options = _flash_arguments(offsets, key_offsets, longest, longest_keys, window, scale)
         by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
         # The seed and offset of dropout: without it, nothing writes them in the forward or reads them here.
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
         gradients = torch.ops.aten._flash_attention_backward(*by_document, lse, *places, state, unused, **options)
     else:
         tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
-        gradients = attention_launch.backward(*tokens, lse, offsets, longest, window, scale, softcap)
-    dq, dk, dv = (gradient.contiguous().view(x.shape) for gradient, x in zip(gradients, (q, k, v)))
+        gradients = attention_launch.backward(
+            *tokens, lse, offsets, longest, window, scale, softcap, key_offsets, longest_keys
+        )
+    dq, dk, dv = gradients
+    if key_index is not None:
+        assert key_order is not None
+        assert key_begins is not None
+        copies = Copies(key_index, key_order, key_begins)
+        dk, dv = sum_of_copies(dk, copies), sum_of_copies(dv, copies)
+    dq, dk, dv = (gradient.contiguous().view(shape) for gradient, shape in zip((dq, dk, dv), shapes))
     db = q.new_empty(0) if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
     return dq, dk, dv, db
 
@@ -145,7 +187,7 @@ def _sinks_gradient(d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, s
 
 
 @_attention_backward.register_fake
-def _(d_out, q, k, v, out, lse, sinks, offsets, longest, window, scale, softcap):
+def _(d_out, q, k, v, out, lse, sinks, *documents_and_options):
     db = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), db
 
@@ -154,19 +196,19 @@ refuse_second_derivative(_attention_backward, "attention")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sinks, offsets, *ctx.options = inputs
+    q, k, v, *documents = inputs[:9]
+    ctx.options = inputs[9:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, sinks, offsets)
+    ctx.save_for_backward(q, k, v, *output, *documents)
 
 
 def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, ...]:
-    none = (None,) * len(ctx.options)
     if d_out is None:
-        return None, None, None, None, None, *none
-    q, k, v, out, lse, sinks, offsets = ctx.saved_tensors  # read once: checkpointing unpacks them only once
-    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, offsets, *ctx.options)
-    return dq, dk, dv, None if sinks is None else db, None, *none
+        return input_gradients(ctx)
+    q, k, v, out, lse, sinks, *documents = ctx.saved_tensors  # read once: checkpointing unpacks them only once
+    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *documents, *ctx.options)
+    return input_gradients(ctx, dq, dk, dv, None if sinks is None else db)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -214,7 +256,9 @@ def attention(
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
     longest = q.shape[1] if plan.offsets is None else plan.longest
-    out, _ = _attention(q, k, v, sinks, plan.offsets, longest, plan.window, float(scale), float(softcap or 0.0))
+    copies, key_offsets, longest_keys = plan.keys or ((None, None, None), None, longest)
+    documents = (plan.offsets, *copies, key_offsets, longest, longest_keys)
+    out, _ = _attention(q, k, v, sinks, *documents, plan.window, float(scale), float(softcap or 0.0))
     return out if value_dim == head_dim else out[..., :value_dim].contiguous()
 
 

@@ -20,6 +20,9 @@ the backward: q, k, v, out and lse. The backward computes s and p again, twice: 
 dv are summed over the queries and over the heads that share the keys, and once for a block of queries and its dq. So
 every gradient has one writer, which sums in a fixed order in fp32: no atomics, and every run gives the same bits.
 
+A document may have more keys than queries, before its own those of tokens of other documents, as a completion that
+sees its prompt: its queries are then at the last positions.
+
 A block of queries visits the blocks of keys in three parts: those at the far edge of the window, where some pairs are
 masked; those that all of its queries see whole, without a mask; those on the diagonal or at the end of the document.
 """
@@ -31,8 +34,8 @@ from liger_trainer.kernels.head.logit_rows import transform_logits
 from liger_trainer.kernels.runtime import tl, triton
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the kernels share. Positions are those within a document, int32; offsets of elements are int64. Strides of tokens
-# are constants: a program's addresses then differ from each other by constants, and take a register instead of many.
+# What the kernels share. Positions are those of a document's keys, int32; offsets of elements are int64. Strides of
+# tokens are constants: a program's addresses then differ by constants, and take a register instead of many.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -44,13 +47,24 @@ def _program(blocks, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _document(offsets_ptr, longest, document):
-    """The first token of a document and its length; without offsets each document is `longest` tokens."""
+def _document(offsets_ptr, key_offsets_ptr, longest, document):
+    """The rows of position 0 among the queries and among the keys, the first query's position, and the length.
+
+    Without offsets each document is `longest` tokens. Position 0 has no query where the first query's is another.
+    """
     if offsets_ptr is None:
-        return document.to(tl.int64) * longest, longest
+        start = document.to(tl.int64) * longest
+        return start, start, 0, longest
     else:  # noqa: RET505 (a compile-time branch)
-        first = tl.load(offsets_ptr + document)
-        return first.to(tl.int64), tl.load(offsets_ptr + document + 1) - first
+        start = tl.load(offsets_ptr + document)
+        length = tl.load(offsets_ptr + document + 1) - start
+        if key_offsets_ptr is None:
+            return start.to(tl.int64), start.to(tl.int64), 0, length
+        else:  # noqa: RET505
+            key_start = tl.load(key_offsets_ptr + document)
+            keys = tl.load(key_offsets_ptr + document + 1) - key_start
+            shift = keys - length
+            return (start - shift).to(tl.int64), key_start.to(tl.int64), shift, keys
 
 
 @triton.jit
@@ -113,8 +127,19 @@ def _keys_of(first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, W
 
 
 @triton.jit
-def _queries_of(first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The queries of KEYS keys, as `_keys_of`."""
+def _queries_of(
+    first,
+    shift,
+    length,
+    window,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """The queries of KEYS keys, as `_keys_of`; the first query is at position `shift`."""
+    first -= shift
+    length -= shift
     edge = length // QUERIES * QUERIES
     end = length
     if WINDOW:
@@ -122,8 +147,11 @@ def _queries_of(first, length, window, QUERIES: tl.constexpr, KEYS: tl.constexpr
         end = tl.minimum(first + KEYS - 1 + window, length)
     begin = first // QUERIES * QUERIES
     whole = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
+    if SHARED:  # the keys may be before the first query, even too far for its window
+        begin = tl.maximum(begin, 0)
+        whole = tl.maximum(whole, 0)
     edge = tl.maximum(edge, whole)
-    return begin, whole, edge, end
+    return shift + begin, shift + whole, shift + edge, shift + end
 
 
 @triton.jit
@@ -150,6 +178,7 @@ def forward_kernel(
     out_ptr,
     lse_ptr,
     offsets_ptr,
+    key_offsets_ptr,
     tokens,
     longest,
     blocks,
@@ -176,14 +205,14 @@ def forward_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
     block, head, document = _program(blocks, HEADS)
-    start, length = _document(offsets_ptr, longest, document)
-    first = (blocks - 1 - block) * QUERIES  # the last blocks have the most keys: they go first
+    start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
+    first = shift + (blocks - 1 - block) * QUERIES  # the last blocks have the most keys: they go first
     if first >= length:
         return
     query = first + tl.arange(0, QUERIES)
     q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, True, D, BLOCK_D)
-    k_ptr += start * k_token + head // GROUP * k_head
-    v_ptr += start * v_token + head // GROUP * v_head
+    k_ptr += key_start * k_token + head // GROUP * k_head
+    v_ptr += key_start * v_token + head // GROUP * v_head
     sums = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -262,6 +291,7 @@ def key_gradients_kernel(
     dk_ptr,
     dv_ptr,
     offsets_ptr,
+    key_offsets_ptr,
     tokens,
     longest,
     blocks,
@@ -291,18 +321,19 @@ def key_gradients_kernel(
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     block, key_head, document = _program(blocks, KEY_HEADS)
-    start, length = _document(offsets_ptr, longest, document)
+    start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
     first = block * KEYS
     if first >= length:
         return
     key = first + tl.arange(0, KEYS)
-    k = _load_rows(k_ptr + start * k_token + key_head * k_head, key, k_token, length, True, D, BLOCK_D)
+    k = _load_rows(k_ptr + key_start * k_token + key_head * k_head, key, k_token, length, True, D, BLOCK_D)
     if dk_ptr is not None:
-        v = _load_rows(v_ptr + start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
+        v = _load_rows(v_ptr + key_start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     if dv_ptr is not None:
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    begin, whole, edge, end = _queries_of(first, length, window, QUERIES, KEYS, WINDOW)
+    SHARED: tl.constexpr = key_offsets_ptr is not None
+    begin, whole, edge, end = _queries_of(first, shift, length, window, QUERIES, KEYS, WINDOW, SHARED)
     for member in range(GROUP):
         head = key_head * GROUP + member
         q_base = q_ptr + start * q_token + head * q_head
@@ -327,7 +358,7 @@ def key_gradients_kernel(
                     if SOFTCAP:
                         ds *= slope
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    offset = (start * KEY_HEADS + key_head) * D
+    offset = (key_start * KEY_HEADS + key_head) * D
     if dk_ptr is not None:
         _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, D, BLOCK_D)
     if dv_ptr is not None:
@@ -344,6 +375,7 @@ def query_gradients_kernel(
     delta_ptr,
     dq_ptr,
     offsets_ptr,
+    key_offsets_ptr,
     tokens,
     longest,
     blocks,
@@ -372,8 +404,8 @@ def query_gradients_kernel(
     """The dq of one block of queries of one head."""
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
     block, head, document = _program(blocks, HEADS)
-    start, length = _document(offsets_ptr, longest, document)
-    first = (blocks - 1 - block) * QUERIES
+    start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
+    first = shift + (blocks - 1 - block) * QUERIES
     if first >= length:
         return
     query = first + tl.arange(0, QUERIES)
@@ -382,8 +414,8 @@ def query_gradients_kernel(
     dout = _load_rows(dout_ptr, query, dout_token, length, True, D, BLOCK_D)
     statistics = head * tokens + start
     lse, delta = _load_statistics(lse_ptr + statistics, delta_ptr + statistics, query, length, True)
-    k_ptr += start * k_token + head // GROUP * k_head
-    v_ptr += start * v_token + head // GROUP * v_head
+    k_ptr += key_start * k_token + head // GROUP * k_head
+    v_ptr += key_start * v_token + head // GROUP * v_head
     dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
     for part in tl.static_range(3):

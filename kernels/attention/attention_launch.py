@@ -57,12 +57,14 @@ def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 
 
-def _documents_and_window(tokens: int, offsets: torch.Tensor | None, longest: int, window: int) -> tuple[int, int]:
-    """The number of documents, and the window; 0 if no document is longer."""
+def _documents_and_window(
+    tokens: int, offsets: torch.Tensor | None, longest: int, longest_keys: int, window: int
+) -> tuple[int, int]:
+    """The number of documents, and the window; 0 if no document has more keys."""
     if offsets is None and tokens % longest:
         raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
     documents = tokens // longest if offsets is None else offsets.numel() - 1
-    return documents, window if window < longest else 0
+    return documents, window if window < longest_keys else 0
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, softcap: float) -> dict[str, Any]:
@@ -92,13 +94,16 @@ def forward(
     window: int,
     scale: float,
     softcap: float,
+    key_offsets: torch.Tensor | None = None,
+    longest_keys: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of each document to itself.
+    """Causal attention of each document to itself, and to further keys before its own.
 
     Args:
         q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
             if the last one is not 1.
-        k: Keys, (T, k_heads, D); query head h reads key head h // (q_heads / k_heads), which must divide.
+        k: Keys, (K, k_heads, D), with K = T unless there are `key_offsets`; query head h reads key head
+            h // (q_heads / k_heads), which must divide.
         v: Values, shaped as `k`.
         offsets: int32 (documents + 1,), on the device: document d is the tokens offsets[d] to offsets[d + 1] - 1, and
             may be empty; every token belongs to one. None for documents of `longest` tokens each.
@@ -106,6 +111,10 @@ def forward(
         window: A query i sees the keys from i - window + 1 to i; 0 for all of its document up to i.
         scale: Factor of q . k.
         softcap: Bound of the scaled scores, softcap * tanh(score / softcap); 0 for none.
+        key_offsets: int32 (documents + 1,), on the device: document d has the keys key_offsets[d] to
+            key_offsets[d + 1] - 1, at least as many as queries, and its last query is at the position of its last key.
+            They need `offsets`. None for the keys of its own tokens.
+        longest_keys: At least the number of keys of the document with most; None for `longest`.
 
     Returns:
         out (T, q_heads, D), contiguous and in the dtype of `q`, and lse (q_heads, T) in float32, the natural logarithm
@@ -119,7 +128,8 @@ def forward(
     if out.numel() == 0:
         return out, lse
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
-    documents, window = _documents_and_window(tokens, offsets, longest, window)
+    longest_keys = longest if longest_keys is None else longest_keys
+    documents, window = _documents_and_window(tokens, offsets, longest, longest_keys, window)
     tile = tile_for("forward", q)
     inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
     blocks = cdiv(longest, tile.queries)
@@ -131,6 +141,7 @@ def forward(
             out,
             lse,
             offsets,
+            key_offsets,
             tokens,
             longest,
             blocks,
@@ -183,6 +194,8 @@ def backward(
     window: int,
     scale: float,
     softcap: float,
+    key_offsets: torch.Tensor | None = None,
+    longest_keys: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of `forward`, or of one whose result was merged with that of further keys.
 
@@ -198,6 +211,8 @@ def backward(
         window: Window.
         scale: Factor.
         softcap: Bound.
+        key_offsets: Keys of the documents.
+        longest_keys: Length.
 
     Returns:
         The gradients of q, k and v, contiguous and in their dtypes. The same bits in every run.
@@ -211,12 +226,13 @@ def backward(
     q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
     delta, lse = row_dots(d_out, out), lse.contiguous()
     tokens, heads, head_dim = q.shape
-    documents, window = _documents_and_window(tokens, offsets, longest, window)
+    longest_keys = longest if longest_keys is None else longest_keys
+    documents, window = _documents_and_window(tokens, offsets, longest, longest_keys, window)
     factors = transform_factors(softcap or None, scale, 1.0)
     strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
     with on_device(q):
         tile = tile_for("key gradients", q)
-        blocks = cdiv(longest, tile.keys)
+        blocks = cdiv(longest_keys, tile.keys)
         # The registers hold one sum of heads of more than 128 columns: one launch for each, both of which compute p.
         for gradients in ((dk, None), (None, dv)) if head_dim > 128 else ((dk, dv),):
             key_gradients_kernel[(blocks * k.shape[1] * documents,)](
@@ -228,6 +244,7 @@ def backward(
                 delta,
                 *gradients,
                 offsets,
+                key_offsets,
                 tokens,
                 longest,
                 blocks,
@@ -247,6 +264,7 @@ def backward(
             delta,
             dq,
             offsets,
+            key_offsets,
             tokens,
             longest,
             blocks,

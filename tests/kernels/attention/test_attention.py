@@ -119,7 +119,8 @@ def check_operator(name, device, dtype, sinks, softcap, heads_first=False):
     b = seeded_randn(2, seed=5, device=device, dtype=dtype).requires_grad_() if sinks else None
     plan = plan_of(name, device)
     # The operator itself, as its fake and its autograd are registered for it.
-    arguments = q, k, v, b, plan.offsets, plan.longest, plan.window, 0.25, softcap
+    no_keys = None, None, None, None
+    arguments = q, k, v, b, plan.offsets, *no_keys, plan.longest, plan.longest, plan.window, 0.25, softcap
     torch.library.opcheck(module._attention, arguments)
 
 
