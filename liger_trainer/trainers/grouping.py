@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.packing.packing import drops
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -42,7 +43,10 @@ class GroupedCompletions(_Base):
     a micro-batch (`entropy`, `kl`, `clip_ratio/*`) are means over other micro-batches.
     """
 
-    _shares_prompt = False  # whether the forward computes a shared prompt once
+    @property
+    def _shares_prompt(self) -> bool:
+        """Whether the forward of a training step computes a shared prompt once."""
+        return self._packing is not None and self._packing.share and not drops(self.model)
 
     @functools.cached_property
     def _groups_completions(self) -> bool:

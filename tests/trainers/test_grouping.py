@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict
 
 from liger_trainer import LigerGRPOTrainer
-from liger_trainer.trainers.grouping import GroupedCompletions, _grouping_shuffle, _normalised_by_micro_batch
+from liger_trainer.trainers.grouping import _grouping_shuffle, _normalised_by_micro_batch
 from tests.trainers.parity import assert_close_logs, assert_close_weights, build, reward
 from tests.trainers.tiny import logged
 
@@ -27,11 +27,6 @@ LOSSES = [
     *(("GRPO", loss_type) for loss_type in ("cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")),
     ("RLOO", None),
 ]
-
-
-@pytest.fixture
-def shares(monkeypatch):
-    monkeypatch.setattr(GroupedCompletions, "_shares_prompt", True)
 
 
 def trained(kind, folder, model, share_prompt=None, **settings):
@@ -98,10 +93,9 @@ def test_order_is_the_draw_of_trl_and_then_by_prompt(together):
 
 @pytest.mark.parametrize(("kind", "loss_type"), LOSSES, ids=[loss_type or kind for kind, loss_type in LOSSES])
 @pytest.mark.parametrize("steps_per_generation", [2, 4])
-def test_update_is_the_same_sum(kind, loss_type, steps_per_generation, tmp_path, folders, monkeypatch):
+def test_update_is_the_same_sum(kind, loss_type, steps_per_generation, tmp_path, folders):
     settings = {"steps_per_generation": steps_per_generation, **({"loss_type": loss_type} if loss_type else {})}
-    apart, sampled, micro_batches = trained(kind, tmp_path / "apart", folders["llama"], **settings)
-    monkeypatch.setattr(GroupedCompletions, "_shares_prompt", True)
+    apart, sampled, micro_batches = trained(kind, tmp_path / "apart", folders["llama"], padding_free=False, **settings)
     grouped, sampled_again, by_prompt = trained(kind, tmp_path / "grouped", folders["llama"], **settings)
     assert sampled_again == sampled
     assert prompts_met(by_prompt) < prompts_met(micro_batches)
@@ -124,7 +118,7 @@ AVERAGED = {
 
 
 @pytest.mark.parametrize("name", AVERAGED)
-def test_what_a_micro_batch_normalises_is_grouped_on_request(name, shares, tmp_path, folders, caplog):
+def test_what_a_micro_batch_normalises_is_grouped_on_request(name, tmp_path, folders, caplog):
     settings = dict(AVERAGED[name])
     model = folders[settings.pop("model", "llama")]
     with caplog.at_level(logging.INFO, "liger_trainer"):
@@ -136,7 +130,7 @@ def test_what_a_micro_batch_normalises_is_grouped_on_request(name, shares, tmp_p
     assert norms[0][0] != pytest.approx(norms[1][0], rel=1e-4)  # so TRL's numbers are those without grouping
 
 
-def test_other_terms_that_keep_completions_where_they_are(shares, tmp_path, folders, monkeypatch):
+def test_other_terms_that_keep_completions_where_they_are(tmp_path, folders, monkeypatch):
     def own_loss(self, model, inputs):
         return GRPOTrainer._compute_loss(self, model, inputs)
 
@@ -150,7 +144,7 @@ def test_other_terms_that_keep_completions_where_they_are(shares, tmp_path, fold
     assert not trainer._groups_completions
 
 
-def test_switched_off(shares, tmp_path, folders):
+def test_switched_off(tmp_path, folders):
     _, _, by_prompt = trained("GRPO", tmp_path / "grouped", folders["llama"])
     _, _, micro_batches = trained("GRPO", tmp_path / "off", folders["llama"], share_prompt=False)
     assert prompts_met(by_prompt) < prompts_met(micro_batches)
