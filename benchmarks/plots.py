@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, Point, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 
 _COLOURS = {
@@ -20,6 +20,8 @@ _COLOURS = {
     "cut-cross-entropy": "#4f9d69",
     "quack": "#c44e52",
     "liger_trainer": "#2a6f97",
+    PADDED: "#a9c8dc",
+    UNSHARED: "#6a9fc0",
 }
 
 
@@ -51,17 +53,18 @@ def draw(run: Run, folder: Path, mode: str = "both") -> list[Path]:
     return files
 
 
-def _axes(count: int, title: str) -> tuple:
+def _axes(count: int, title: str, width: float = 5.5, rows: int = 1) -> tuple:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, count, figsize=(5.5 * count, 4), squeeze=False)
+    columns = count // rows
+    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, 4 * rows), squeeze=False)
     figure.suptitle(title, fontsize=10)
-    for axis in axes[0]:
+    for axis in axes.ravel():
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, axes.ravel()
 
 
 def _save(figure, file: Path) -> Path:
@@ -134,28 +137,65 @@ def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, 
     shown = [records for records in tasks.values() if _is_shown(records[0])]
     first = shown[0][0]
     title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
+    names = [
+        MODELS[record.model].title + (f"\n({record.layers} layers)" if record.layers else "") for record, *_ in shown
+    ]
     figure, axes = _axes(2, title)
+    _bars(axes, shown, names, labels)
+    axes[0].legend(frameon=False, fontsize=8)
+    return _save(figure, file)
+
+
+def _bars(
+    axes: Sequence, tasks: Sequence[Sequence[TrainingRecord]], names: Sequence[str], labels: Mapping[str, str]
+) -> None:
+    """Tokens/s on the first axis and peak memory on the second, a group of bars for each task."""
+    step = 0.81 / len(labels)
     for axis, field, heading in (
         (axes[0], "tokens_per_second", "tokens/s (higher is better)"),
         (axes[1], "peak_gibibytes", "peak memory, GiB (lower is better)"),
     ):
         for offset, (provider, label) in enumerate(labels.items()):
             found = [
-                (place, getattr(record, field))
-                for place, records in enumerate(shown)
+                (place + (offset - (len(labels) - 1) / 2) * step, getattr(record, field))
+                for place, records in enumerate(tasks)
                 for record in records
                 if record.provider == provider and getattr(record, field) is not None
             ]
-            places = [place + (offset - 1) * 0.27 for place, _ in found]
-            bars = axis.bar(places, [value for _, value in found], 0.26, label=label, color=_COLOURS[provider])
+            places, values = [place for place, _ in found], [value for _, value in found]
+            bars = axis.bar(places, values, step - 0.01, label=label, color=_COLOURS[provider])
             axis.bar_label(bars, fmt="{:,.0f}", fontsize=7)
-        names = [
-            MODELS[record.model].title + (f"\n({record.layers} layers)" if record.layers else "")
-            for record, *_ in shown
-        ]
-        axis.set_xticks(range(len(shown)), names)
+        axis.set_xticks(range(len(names)), names)
         axis.set_title(heading, fontsize=10)
-    axes[0].legend(frameon=False, fontsize=8)
+
+
+def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -> Path | None:
+    """Tokens/s and peak memory of each task on uneven lengths on one GPU, one bar per provider.
+
+    Args:
+        records: Those of other tasks and of other settings are left out.
+        device: The device's name, for the title.
+        file: The image.
+
+    Returns:
+        `file`; None if there is no record to draw.
+    """
+    from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES, task_title
+
+    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
+    for record in records:
+        if record.lengths and not record.accelerate_config and record.provider in UNEVEN_LIBRARIES:
+            tasks[record.group].append(record)
+    measured = {record.provider for found in tasks.values() for record in found if record.tokens_per_second}
+    if not measured:
+        return None
+    labels = {name: label for name, label in UNEVEN_LIBRARIES.items() if name in measured}
+    title = f"Alignment on uneven lengths, tokens of TRL's padded batch, {device}"
+    figure, axes = _axes(2, title, max(5.5, 1.8 * len(tasks)), rows=2)
+    _bars(axes, [*tasks.values()], [task_title(found[0]).replace(", ", "\n") for found in tasks.values()], labels)
+    axes[0].legend(frameon=False, fontsize=8, ncols=len(labels), loc="lower left", bbox_to_anchor=(0, 1.06))
+    for axis in axes:
+        axis.tick_params(axis="x", labelsize=7)
     return _save(figure, file)
 
 

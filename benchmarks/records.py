@@ -26,6 +26,12 @@ OPTIM = " optim="
 
 DEFAULT_OPTIM = "adamw_torch_fused"
 
+PADDED = "liger_trainer padded"
+"""The provider of training steps that neither packs a batch nor computes a prompt once for several completions."""
+
+UNSHARED = "liger_trainer unshared"
+"""The provider that packs a batch, with a prompt for each completion."""
+
 OPTIMIZER_STEP = "adamw"
 """The operation of the records of `optimizer_step`."""
 
@@ -152,6 +158,9 @@ class TrainingRecord:
     padding: float = 0.0  # share of padding, whose tokens do not count
     labelled: float = 1.0  # share of the tokens, without padding, that has a label
     dtype: str = "bfloat16"  # of the weights
+    lengths: str = ""  # from which completions were drawn; their padding counts among the tokens
+    prompt: int = 0  # tokens before each of those; 0 if `lengths` are of whole sequences
+    group_size: int = 0  # completions of a prompt
 
     @property
     def group(self) -> tuple:
@@ -167,7 +176,7 @@ class TrainingRecord:
     def sweep(self) -> tuple:
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
-        rows = (self.documents, self.padding, self.labelled)
+        rows = (self.documents, self.padding, self.labelled, self.lengths, self.prompt, self.group_size)
         return (*model, self.dtype, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
 
 

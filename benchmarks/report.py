@@ -11,7 +11,7 @@ from rich.text import Text
 
 from liger_trainer.benchmarks.records import Record, TrainingRecord
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.training import OUT_OF_MEMORY
+from liger_trainer.benchmarks.training import OUT_OF_MEMORY, parse_lengths
 
 Shown = TypeVar("Shown", Record, TrainingRecord)
 
@@ -131,8 +131,8 @@ def training_table(records: list[TrainingRecord]) -> Table:
     """A table with a row for each provider of a task."""
     first = records[0]
     rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
-    title = f"{_title(first)} · batch {first.batch} × {first.length}"
-    rate += ", no padding" if first.padding else ""
+    title = f"{_title(first)} · batch {_sizes(first)}"
+    rate += ", no padding" if first.padding else ", with padding" if first.lengths else ""
     result = make_table(title, rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss")
     for record in records:
         losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
@@ -179,7 +179,11 @@ def sweep(records: list[TrainingRecord]) -> tuple[list[int], list[tuple[str, lis
 def line(record: TrainingRecord) -> str:
     """One record as a line, to show progress."""
     where = f", {record.gpus} GPUs" if record.gpus > 1 else ""
-    return f"{record.provider}{where}, {record.batch} × {record.length}: {_cell(record, None)}"
+    return f"{record.provider}{where}, batch {_sizes(record)}: {_cell(record, None)}"
+
+
+def _sizes(record: TrainingRecord) -> str:
+    return f"{record.batch}" if record.lengths else f"{record.batch} × {record.length}"
 
 
 def _cell(record: TrainingRecord | None, fewest: TrainingRecord | None) -> str:
@@ -197,7 +201,17 @@ def rows_in_words(record: TrainingRecord) -> str:
     words += [f"documents of {record.documents}"] if record.documents else []
     words += [f"{percentage(record.padding)} padding"] if record.padding else []
     words += [f"{percentage(record.labelled)} labelled"] if record.labelled < 1 else []
+    words += [_lengths_in_words(record)] if record.lengths else []
     return ", ".join(words)
+
+
+def _lengths_in_words(record: TrainingRecord) -> str:
+    low, high = parse_lengths(record.lengths)
+    tokens = f"{low} to {high}" if low < high else f"{low}"
+    if not record.prompt:
+        return f"rows of {tokens}"
+    each = f"{record.group_size} completions each" if record.group_size else "completions"
+    return f"prompts of {record.prompt}, {each} of {tokens}"
 
 
 def _title(record: TrainingRecord, gpus: bool = True) -> str:

@@ -22,6 +22,7 @@ from liger_trainer.benchmarks.training_tables import (
     results_table,
     several_gpus_section,
     training_table,
+    uneven_section,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,6 +211,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
     "lora": lora_table,
     "alignment": alignment_table,
+    "uneven-lengths": uneven_section,
     "several-gpus": several_gpus_section,
     "optimizer": optimizer_section,
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
@@ -229,8 +231,8 @@ def render(text: str, results: Results) -> str:
 
 
 def main() -> None:
-    """Rewrites the documents in place, and draws the picture."""
-    from liger_trainer.benchmarks.plots import draw_pareto, draw_training
+    """Rewrites the documents in place, and draws the pictures."""
+    from liger_trainer.benchmarks.plots import draw_alignment, draw_pareto, draw_training
 
     load_operations()
     results = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
@@ -238,11 +240,9 @@ def main() -> None:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8"), results), encoding="utf-8")
     draw_training(results.tasks, results.runs[-1].machine.device, ROOT / "docs" / "images" / "gain.png")
-    draw_pareto(
-        itertools.chain(*results.tasks.values()),
-        results.runs[-1].machine.device,
-        ROOT / "docs" / "images" / "pareto.png",
-    )
+    for draw, name in ((draw_pareto, "pareto.png"), (draw_alignment, "alignment.png")):
+        records = itertools.chain(*results.tasks.values())
+        draw(records, results.runs[-1].machine.device, ROOT / "docs" / "images" / name)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +22,17 @@ from liger_trainer.benchmarks.records import TrainingRecord
 OUT_OF_MEMORY = "out of memory"
 _POLL_SECONDS = 0.1
 _END_SECONDS = 60.0  # torchrun gives its processes 30
-PROMPT_FRACTION = 8
-"""A prompt is one eighth as long as its sequence."""
+PAIRS = ("dpo", "orpo", "cpo", "reward")
+"""Trainers whose batch is of pairs: twice as many sequences."""
+GROUPS = ("grpo", "rloo")
+"""Trainers on several completions of a prompt, which has no part in `Task.length`."""
+ALIGNMENT = (*PAIRS, "kto", *GROUPS)
+WHOLE_ROWS = ("kto", "reward")
+"""Trainers for which `Task.lengths` without `Task.prompt` are those of whole sequences."""
+GROUP_SIZE = 8
+"""Completions of a prompt, unless told otherwise."""
+_PROMPT_FRACTION = 8  # a prompt is one eighth as long as its sequence,
+_SHORT_PROMPT = 4  # or has at most this many tokens where `Task.lengths` are those of whole sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +41,9 @@ class Task:
 
     model: str  # name in `models.MODELS`
     layers: int = 0  # of the model; 0 for all
-    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", "dpo" or "grpo"
-    batch: int = 4  # sequences in a step on one GPU, or pairs for DPO
-    length: int = 4096  # tokens in a sequence; GRPO adds prompts of an eighth of that
+    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", or one of `ALIGNMENT`
+    batch: int = 4  # sequences in a step on one GPU, or pairs for `PAIRS`
+    length: int = 4096  # tokens in a sequence, to which `GROUPS` add a prompt of an eighth; with `lengths`, the most
     steps: int = 6
     checkpointing: bool = True  # whether every layer is recomputed in the backward pass
     device: str = ""  # where to train; empty for the accelerator
@@ -45,6 +56,9 @@ class Task:
     padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
     labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
     dtype: str = "bfloat16"  # of the weights; those in float32 are trained under bf16 autocast
+    lengths: str = ""  # "64:1024" draws each completion's tokens, "512" fixes them; empty for `length`
+    prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
+    group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
 
     @property
     def samples(self) -> int:
@@ -56,13 +70,36 @@ class Task:
         return json.dumps(dataclasses.asdict(self))
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that a step trains on, on one GPU, without padding: prompts too, and both sequences of a pair."""
-        if self.trainer == "dpo":
-            return 2 * self.batch * self.length
-        if self.trainer == "grpo":
-            return self.batch * (self.length + self.length // PROMPT_FRACTION)
-        return sum(self.row_tokens)
+    def step_tokens(self) -> list[float]:
+        """Tokens of each step on one GPU: prompts too, and both sequences of a pair.
+
+        Padding counts only where `lengths` makes it: TRL pads each batch to its longest sequence, and a provider that
+        does without does the same work. On several GPUs it is their mean.
+        """
+        if self.trainer not in ALIGNMENT:
+            return [sum(self.row_tokens)] * self.steps
+        padded = [len(batch) * (self.prompt_tokens + max(batch)) for batch in self.completion_tokens]
+        starts = range(0, len(padded), self.gpus)
+        return [statistics.fmean(padded[start : start + self.gpus]) for start in starts]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before each completion."""
+        if not self.lengths:
+            return self.length // _PROMPT_FRACTION
+        return self.prompt or min(_SHORT_PROMPT, parse_lengths(self.lengths)[0] - 1)
+
+    @property
+    def completion_tokens(self) -> list[list[int]]:
+        """Tokens of each completion, by batches of one GPU: those of all GPUs in the first step come first.
+
+        With `lengths` they are drawn uniformly, the same for every provider. A pair's two are neighbours.
+        """
+        low, high = parse_lengths(self.lengths) if self.lengths else (self.length, self.length)
+        of_prompt = 0 if self.prompt or self.trainer in GROUPS else self.prompt_tokens
+        draw = random.Random(0)
+        rows = self.batch * (2 if self.trainer in PAIRS else 1)
+        return [[draw.randint(low, high) - of_prompt for _ in range(rows)] for _ in range(self.steps * self.gpus)]
 
     @property
     def row_tokens(self) -> list[int]:
@@ -79,6 +116,12 @@ class Task:
         places = [2 * place / (others - 1) - 1 if others > 1 else 0.0 for place in range(others)]
         ends = [round(end) for end in itertools.accumulate((mean + spread * place for place in places), initial=0.0)]
         return [after - before for before, after in itertools.pairwise(ends)] + [self.length]
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """The least and the most tokens of "64:1024", or of "512"."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
 
 
 class ProcessError(Exception):
@@ -235,4 +278,7 @@ def _record(task: Task, provider: str) -> TrainingRecord:
         padding=task.padding,
         labelled=task.labelled,
         dtype=task.dtype,
+        lengths=task.lengths,
+        prompt=task.prompt,
+        group_size=task.group_size,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, OPTIM
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, OPTIM, PADDED, UNSHARED
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, family
-from liger_trainer.benchmarks.training import PROMPT_FRACTION, Task
+from liger_trainer.benchmarks.training import Task
 from liger_trainer.configs.flags import activation_memory_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 
@@ -94,17 +95,6 @@ class RandomTokens(torch.utils.data.Dataset):
         whole, rest = divmod(len(self.positions), self.documents)
         return [self.documents] * whole + [rest] * bool(rest)
 
-    def pairs(self) -> Any:
-        """Every two sequences as a preference pair of one prompt, as TRL tokenises one."""
-        prompt = self.tokens.shape[1] // PROMPT_FRACTION
-        rows = self.tokens.tolist()
-        return _dataset(
-            [
-                {"prompt_ids": chosen[:prompt], "chosen_ids": chosen[prompt:], "rejected_ids": rejected[prompt:]}
-                for chosen, rejected in zip(rows[::2], rows[1::2])
-            ]
-        )
-
 
 @dataclasses.dataclass
 class Setup:
@@ -128,6 +118,17 @@ class Setup:
         """Random sequences of the model's vocabulary."""
         return RandomTokens(size, length, self.model.config.vocab_size, documents, row_tokens, labelled)
 
+    def answers(self) -> list[tuple[list[int], list[int]]]:
+        """Prompt and completion of each sequence of all steps and GPUs."""
+        prompt, counts = self.task.prompt_tokens, list(itertools.chain(*self.task.completion_tokens))
+        rows = self.tokens(len(counts), prompt + max(counts)).tokens.tolist()
+        return [(row[:prompt], row[prompt : prompt + count]) for row, count in zip(rows, counts)]
+
+    def pairs(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """A prompt, chosen and rejected completion for every two of the `answers`."""
+        answers = self.answers()
+        return [(*first, second[1]) for first, second in zip(answers[::2], answers[1::2])]
+
     def trainer(self, ours: bool = False, **arguments: Any) -> Trainer:
         """The trainer of the task, stock or `ours`, with some training arguments changed."""
         return TRAINERS[self.task.trainer](self, ours, {**self.arguments, **arguments})
@@ -143,7 +144,8 @@ class Setup:
         targets: dict[str, Any] = {"target_modules": "all-linear"}
         if MODELS[self.task.model].experts:  # by name: for "all-linear" PEFT doubles the rank of gate and up
             targets = {"target_modules": ATTENTION_LAYERS, "target_parameters": EXPERT_PARAMETERS}
-        return LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **targets)
+        kind = "SEQ_CLS" if self.task.trainer == "reward" else "CAUSAL_LM"
+        return LoraConfig(r=rank, lora_alpha=2 * rank, task_type=kind, **targets)
 
     @property
     def trl(self) -> dict[str, Any]:
@@ -195,60 +197,143 @@ def sft(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     return trainer(setup.model, args=config(**settings), train_dataset=setup.dataset.rows(), **setup.trl)
 
 
+def _classes(name: str, ours: bool, module: str = "trl") -> tuple[Any, Any]:
+    """TRL's trainer of that name and its config, or ours."""
+    found, prefix = importlib.import_module("liger_trainer" if ours else module), "Liger" if ours else ""
+    return getattr(found, f"{prefix}{name}Trainer"), getattr(found, f"{prefix}{name}Config")
+
+
 def dpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     """TRL's DPOTrainer on tokenised pairs."""
-    from trl import DPOConfig, DPOTrainer
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return _with_reference("DPO", setup, ours, settings, [dict(zip(names, pair)) for pair in setup.pairs()])
 
-    from liger_trainer import LigerDPOConfig, LigerDPOTrainer
 
-    base: Any = LigerDPOTrainer if ours else DPOTrainer
-    config = LigerDPOConfig if ours else DPOConfig
+def kto(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's KTOTrainer on tokenised completions, good and bad ones in turn."""
+    batch, answers = setup.task.batch, setup.answers()
+    rows = []
+    for place, (prompt, completion) in enumerate(answers):
+        before = place - 1 if place % batch else place + batch - 1  # TRL mismatches the completions of a batch
+        mismatched = answers[before][1]
+        row = {"prompt_ids": prompt, "completion_ids": completion, "KL_completion_ids": mismatched}
+        rows.append(row | {"label": place % 2 == 0})
+    return _with_reference("KTO", setup, ours, settings, rows)
+
+
+def _with_reference(
+    name: str, setup: Setup, ours: bool, settings: dict[str, Any], rows: list[dict[str, Any]]
+) -> Trainer:
+    base: Any
+    base, config = _classes(name, ours)
 
     class Tokenised(base):
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
-    task = setup.task
-    pairs = setup.tokens(2 * task.samples, task.length).pairs()
-    reference = None if task.lora else copy.deepcopy(setup.model)  # without adapters, the policy is the reference
+    reference = None if setup.task.lora else copy.deepcopy(setup.model)  # without adapters, the policy is the reference
     arguments = config(**settings, max_length=None)
-    return Tokenised(setup.model, reference, arguments, train_dataset=pairs, **setup.trl)
+    return Tokenised(setup.model, reference, arguments, train_dataset=_dataset(rows), **setup.trl)
+
+
+def orpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's ORPOTrainer on tokenised pairs."""
+    return _without_reference(*_classes("ORPO", ours, "trl.experimental.orpo"), setup, settings)
+
+
+def cpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's CPOTrainer on tokenised pairs."""
+    return _without_reference(*_classes("CPO", ours, "trl.experimental.cpo"), setup, settings)
+
+
+def _without_reference(base: Any, config: Any, setup: Setup, settings: dict[str, Any]) -> Trainer:
+    class Tokenised(base):
+        @staticmethod
+        def tokenize_row(feature: dict[str, Any]) -> dict[str, Any]:
+            return feature
+
+    rows: list[dict[str, Any]] = []
+    for prompt, *completions in setup.pairs():
+        rows.append({})
+        for side, completion in zip(("chosen", "rejected"), completions):
+            rows[-1] |= {
+                f"{side}_input_ids": prompt + completion,
+                f"{side}_attention_mask": [1] * len(prompt + completion),
+                f"{side}_labels": [-100] * len(prompt) + completion,
+            }
+    return Tokenised(setup.model, config(**settings), train_dataset=_dataset(rows), **setup.trl)
+
+
+def reward(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's RewardTrainer on tokenised pairs, and a model with a score for its head."""
+    trainer, config = _classes("Reward", ours)
+    rows = [{"chosen_ids": prompt + good, "rejected_ids": prompt + bad} for prompt, good, bad in setup.pairs()]
+    return trainer(setup.model, config(**settings, max_length=None), train_dataset=_dataset(rows), **setup.trl)
 
 
 def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     """TRL's GRPOTrainer with given completions and old log-probabilities; nothing is generated."""
-    from trl import GRPOConfig, GRPOTrainer
+    return _completed(*_classes("GRPO", ours), setup, settings)
 
-    from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
 
-    base: Any = LigerGRPOTrainer if ours else GRPOTrainer
-    config = LigerGRPOConfig if ours else GRPOConfig
+def rloo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's RLOOTrainer with given completions; nothing is generated.
+
+    Its ratios are of whole completions, so no guess at the old log-probabilities is near enough: they are those of the
+    step's own forward, plus what `completions` gives.
+    """
+    settings |= {"beta": 0.0}  # the reference is for rewards, which are given
+    trainer = _completed(*_classes("RLOO", ours), setup, settings)
+
+    def are_old(model: Any, args: Any, outputs: Any) -> None:
+        trainer.given["old_logps"] += outputs.log_probs.detach().sum(-1)
+
+    trainer.model.register_forward_hook(are_old)
+    return trainer
+
+
+def _completed(base: Any, config: Any, setup: Setup, settings: dict[str, Any]) -> Any:
     task, vocab, steps = setup.task, setup.model.config.vocab_size, itertools.count()
 
     class Completed(base):
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-            return completions(task, vocab, next(steps), self.accelerator.device)
+            place = next(steps) * task.gpus + self.accelerator.process_index
+            self.given = completions(task, vocab, place, self.accelerator.device)
+            return self.given
 
-    settings |= {"num_generations": task.batch, "max_completion_length": task.length}
+    settings |= {"num_generations": task.group_size or task.batch, "max_completion_length": task.length}
     prompts = _dataset([{"prompt": "prompt"}] * task.samples)
     data = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "train_dataset": prompts}
     return Completed(setup.model, args=config(**settings), **data, **setup.trl)
 
 
-def completions(task: Task, vocab: int, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The inputs of GRPO's loss: prompts, completions, advantages and old log-probabilities."""
-    generator = torch.Generator().manual_seed(step)
-    prompt = (task.batch, task.length // PROMPT_FRACTION)
-    completion = (task.batch, task.length)
+def completions(task: Task, vocab: int, place: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What GRPO's and RLOO's losses take: prompts, completions, advantages and old log-probabilities.
+
+    Args:
+        task: What is trained.
+        vocab: Token ids are below it.
+        place: Which batch of `Task.completion_tokens`.
+        device: Of the tensors.
+    """
+    generator = torch.Generator().manual_seed(place)
+    batches, size = task.completion_tokens, task.group_size or 1
+    counts = torch.tensor(batches[place])[:, None]
+    first = place - place % task.gpus  # of this step
+    prompts = torch.randint(vocab, (task.batch // size, task.prompt_tokens), generator=generator)
+    prompts = prompts.repeat_interleave(size, dim=0)
+    shape = (task.batch, int(counts.max()))
+    mask = (torch.arange(shape[1]) < counts).long()
     batch = {
-        "prompt_ids": torch.randint(vocab, prompt, generator=generator),
-        "prompt_mask": torch.ones(prompt, dtype=torch.long),
-        "completion_ids": torch.randint(vocab, completion, generator=generator),
-        "completion_mask": torch.ones(completion, dtype=torch.long),
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": torch.randint(vocab, shape, generator=generator) * mask,
+        "completion_mask": mask,
         "advantages": torch.linspace(-1.0, 1.5, task.batch),
         # Close to those of random weights, so that some ratios are clipped and some are not.
-        "old_per_token_logps": torch.randn(completion, generator=generator) - math.log(vocab),
-        "num_items_in_batch": torch.tensor(task.batch * task.length * task.gpus),
+        "old_per_token_logps": (torch.randn(shape, generator=generator) - math.log(vocab)) * mask,
+        "num_items_in_batch": torch.tensor(sum(map(sum, batches[first : first + task.gpus]))),
+        "old_logps": 0.3 * torch.randn(task.batch, generator=generator),  # of RLOO, above the log-probabilities
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -257,7 +342,12 @@ TRAINERS: dict[str, Callable[[Setup, bool, dict[str, Any]], Trainer]] = {
     "causal_lm": causal_lm,
     "sft": sft,
     "dpo": dpo,
+    "kto": kto,
+    "orpo": orpo,
+    "cpo": cpo,
+    "reward": reward,
     "grpo": grpo,
+    "rloo": rloo,
 }
 
 
@@ -300,6 +390,16 @@ def liger(setup: Setup) -> Trainer:
 @training_provider("liger_trainer")
 def ours(setup: Setup) -> Trainer:
     return setup.trainer(ours=True)
+
+
+@training_provider(PADDED)
+def ours_padded(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, padding_free=False, share_prompt=False)
+
+
+@training_provider(UNSHARED)
+def ours_unshared(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, share_prompt=False)
 
 
 @training_provider("liger_trainer tiled_mlp")

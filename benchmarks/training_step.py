@@ -79,10 +79,13 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device)
     with torch.device(device):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         config = model_config(MODELS[task.model], task.layers)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))
+        kind: Any = AutoModelForCausalLM
+        if task.trainer == "reward":
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        model = kind.from_config(config, dtype=getattr(torch, task.dtype))
     if task.quantize:
         model = quantise(model, task.quantize, compress_statistics=True)
     # The formula counts neither a frozen model nor a reference model.
@@ -94,7 +97,8 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
             raise BenchmarkError(f"accelerate has no FSDP on {device.type}; choose another `--accelerate_config`")
         trainer.train()
-    rate = task.tokens_per_step / statistics.median(steps.seconds[task.warmup :] or steps.seconds[-1:])
+    costs = [seconds / tokens for seconds, tokens in zip(steps.seconds, task.step_tokens)]
+    rate = 1 / statistics.median(costs[task.warmup :] or costs[-1:])
     peak = peak_flops(device, half_precision=True)
     sizes = torch.tensor([[steps.peak(), steps.weights]], dtype=torch.float64, device=trainer.accelerator.device)
     fullest = (trainer.accelerator.gather(sizes).amax(dim=0) / 2**30).tolist()
@@ -109,8 +113,9 @@ def run(task: Task, provider: str) -> dict[str, Any]:
 
 def training_arguments(task: Task, device: torch.device, folder: str) -> dict[str, Any]:
     """The training arguments of every provider, which it may change."""
-    # Each step has all the lengths of padded rows, which a random order would mix.
-    order = {"train_sampling_strategy": "sequential"} if task.padding else {}
+    # A random order would mix the lengths of different steps, and KTO's mismatched completions are of their batch.
+    ordered = task.padding or task.lengths or task.trainer == "kto"
+    order = {"train_sampling_strategy": "sequential"} if ordered else {}
     return {
         **order,
         "output_dir": folder,

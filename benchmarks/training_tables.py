@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import Results, TrainingRecord
+from liger_trainer.benchmarks.records import PADDED, UNSHARED, Results, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 from liger_trainer.benchmarks.report import markdown, number, outcome, rows_in_words, sweep, with_settings
+from liger_trainer.benchmarks.training import ALIGNMENT, PAIRS
 
 Tasks = list[list[TrainingRecord]]
 _OURS = "liger_trainer"
@@ -19,8 +20,8 @@ _LIBRARIES = {
     "unsloth": "Unsloth",
     _OURS: "liger_trainer",
 }
-_TRAINERS = {"sft": "TRL's `SFTTrainer`", "dpo": "DPO", "grpo": "GRPO's loss"}
-_ALIGNMENT = ("dpo", "grpo")
+_TRAINERS = {"sft": "TRL's `SFTTrainer`", "reward": "reward model", "grpo": "GRPO's loss", "rloo": "RLOO's loss"}
+_TRAINERS |= {name: name.upper() for name in ("dpo", "kto", "orpo", "cpo")}
 _ALIGNMENT_TEXT = """\
 ## Alignment and long sequences
 
@@ -30,6 +31,21 @@ that the policy reads / peak GiB / GiB above the weights. Then the longest seque
 ```bash
 liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --length 2048
 liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
+```"""
+UNEVEN_LIBRARIES = {"hf": "TRL", "liger-kernel": "+ Liger", PADDED: PADDED, UNSHARED: UNSHARED, _OURS: _OURS}
+_UNEVEN_RESULTS_TEXT = f"""\
+Alignment, tokens/s of TRL's padded batch / peak GiB, every layer checkpointed. `{PADDED}` is without packing, with
+`padding_free` and `share_prompt` off."""
+_UNEVEN_TEXT = f"""\
+## Alignment on uneven lengths
+
+One step through TRL's trainers, every layer checkpointed; GRPO and RLOO on given completions. Lengths are drawn
+uniformly, anew for every step and the same for every provider. Tokens/s / peak GiB; the tokens are those of TRL's
+padded batch, so that ratios are of time. `{PADDED}` has `padding_free` and `share_prompt` off, `{UNSHARED}` the latter.
+
+```bash
+liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --batch 8 --prompt 1024 --lengths 64:1024 \\
+    --providers "hf,{PADDED},{UNSHARED},liger_trainer"
 ```"""
 _SEVERAL_GPUS_TEXT = """\
 ## Several GPUs
@@ -45,15 +61,21 @@ liger-trainer bench training --model llama3-8b --layers 16 --gpus 1,2 --batch 8 
 ```"""
 
 
+_cost = partial(outcome, mfu=False)
 _LONGEST_IN_RESULTS = 4096  # tokens: longer sequences are in docs/performance.md alone
 
 
 def results_table(results: Results) -> str:
-    """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources."""
+    """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources.
+
+    Below it, if there are results, the table and the picture of alignment on uneven lengths.
+    """
     tasks = [records for records in _on_one_gpu(results) if records[0].checkpointing]
     tasks = [records for records in tasks if records[0].length <= _LONGEST_IN_RESULTS]
     tasks.sort(key=lambda records: (_is_alignment(records), bool(records[0].lora), records[0].quantize))
-    return _steps(results, tasks, partial(outcome, mfu=False))
+    table, uneven = _steps(results, tasks, _cost), _uneven(results)
+    below = [_UNEVEN_RESULTS_TEXT, _uneven_table(uneven), _uneven_picture("docs/images/alignment.png")]
+    return "\n\n".join([table, *below]) if uneven else table
 
 
 def training_table(results: Results) -> str:
@@ -99,15 +121,50 @@ def alignment_table(results: Results) -> str:
     return "\n\n".join([_ALIGNMENT_TEXT, *made]) if made else ""
 
 
+def uneven_section(results: Results) -> str:
+    """The section on alignment on uneven lengths, with its table and picture; empty without results."""
+    tasks = _uneven(results)
+    parts = [_UNEVEN_TEXT, _uneven_table(tasks), _source(results, tasks), _uneven_picture("images/alignment.png")]
+    return "\n\n".join(parts) if tasks else ""
+
+
+def _uneven(results: Results) -> Tasks:
+    tasks = [records for records in results.tasks.values() if records[0].lengths]
+    return [records for records in tasks if not records[0].accelerate_config]
+
+
+def _uneven_table(tasks: Tasks) -> str:
+    measured = {record.provider for records in tasks for record in records}
+    columns = [name for name in UNEVEN_LIBRARIES if name in measured]
+    rows = []
+    for records in tasks:
+        bold, found = _fastest_of_several(records), {record.provider: record for record in records}
+        cells = [with_settings([found[name]] if name in found else [], name, _cost, bold) for name in columns]
+        ratios = [_speedup(found.get(_OURS), found.get(name)) for name in ("hf", PADDED)]
+        rows.append([task_title(records[0]), *cells, *ratios])
+    return markdown(["work", *(UNEVEN_LIBRARIES[name] for name in columns), "× TRL", "× padded"], rows)
+
+
+def _speedup(ours: TrainingRecord | None, other: TrainingRecord | None) -> str:
+    if ours is None or other is None or not ours.tokens_per_second or not other.tokens_per_second:
+        return "–"
+    return f"{ours.tokens_per_second / other.tokens_per_second:.2f}"
+
+
+def _uneven_picture(file: str) -> str:
+    return f"![Tokens per second and peak GiB of each row of the table, a bar for each provider]({file})"
+
+
 def _on_one_gpu(results: Results) -> Tasks:
-    """The tasks on one GPU, without the sizes of `activation_memory`, which are in a picture."""
+    """The tasks on one GPU, without uneven lengths and the sizes of `activation_memory`, which are in a picture."""
     tasks = (records for records in results.tasks.values() if not records[0].accelerate_config)
+    tasks = (records for records in tasks if not records[0].lengths)
     shown = ([record for record in records if record.activation_memory in ("", "auto")] for records in tasks)
     return [records for records in shown if records]
 
 
 def _is_alignment(records: Sequence[TrainingRecord]) -> bool:
-    return records[0].trainer in _ALIGNMENT
+    return records[0].trainer in ALIGNMENT
 
 
 def _source(results: Results, tasks: Tasks) -> str:
@@ -116,7 +173,7 @@ def _source(results: Results, tasks: Tasks) -> str:
 
 def _steps_table(results: Results, tasks: Tasks) -> str:
     """A table that also shows the GiB above the weights for alignment, and MFU where it is known."""
-    table = _steps(results, tasks, lambda record: outcome(record, above=record.trainer in _ALIGNMENT))
+    table = _steps(results, tasks, lambda record: outcome(record, above=record.trainer in ALIGNMENT))
     return f"{table}\n\n{_source(results, tasks)}"
 
 
@@ -150,9 +207,10 @@ def longest_table(results: Results) -> str:
 
 def task_title(record: TrainingRecord) -> str:
     """A task in words."""
-    alignment = record.trainer in _ALIGNMENT
-    unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer == "dpo" else ""
-    sizes = f"{record.batch} {unit}× {record.length}" if alignment else ""
+    unit = ("pair " if record.batch == 1 else "pairs ") if record.trainer in PAIRS else ""
+    sizes = f"{record.batch} {unit}× {record.length}" if record.trainer in ALIGNMENT else ""
+    if record.lengths:
+        sizes = f"{record.batch} {unit}".strip() if unit else f"batch {record.batch}"
     return _title(
         *(record.model, record.layers, record.trainer, _adapters(record), sizes, rows_in_words(record)),
         "" if record.checkpointing else "nothing checkpointed",

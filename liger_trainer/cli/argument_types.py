@@ -23,6 +23,15 @@ def share(text: str) -> float:
     return value
 
 
+def token_range(text: str) -> str:
+    """A number of tokens, or the least and the most of them with a colon between, as it was given."""
+    low, colon, high = text.partition(":")
+    bounds = [low, *([high] if colon else [])]
+    if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[-1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a range such as 64:1024 nor a number of tokens")
+    return text
+
+
 def names(text: str) -> list[str]:
     """Names, separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.cli.argument_types import counts, names, positive, share
+from liger_trainer.cli.argument_types import counts, names, positive, share, token_range
 
 _ROUNDS, _QUICK_ROUNDS = 12, 5
 _SECONDS, _QUICK_SECONDS = 60.0, 15.0
@@ -58,17 +58,36 @@ def add_parser(commands: Any) -> None:
     training = parser.add_argument_group("training", "only for `bench training` and `bench longest`")
     training.add_argument(
         "--trainer",
-        choices=["causal_lm", "sft", "dpo", "grpo"],
+        choices=["causal_lm", "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo"],
         help="the Trainer or one of TRL's; default: causal_lm, dpo",
     )
     training.add_argument(
-        "--batch", type=positive, metavar="N", help="sequences or pairs in a step on one GPU; default: 4, 1"
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="sequences or pairs in a step on one GPU; default: 4, 1; with --group, two groups",
     )
     training.add_argument(
         "--length",
         type=counts,
         metavar="N[,...]",
         help="their tokens; default: 4096, 16384 (the first length to try)",
+    )
+    training.add_argument(
+        "--lengths",
+        type=token_range,
+        metavar="LOW:HIGH",
+        help="in place of --length, with alignment: draw each completion's tokens uniformly, such as 64:1024, or fix "
+        "them, such as 512",
+    )
+    training.add_argument(
+        "--prompt",
+        type=positive,
+        metavar="N",
+        help="tokens before each completion of --lengths; kto and reward do without: --lengths are then of whole rows",
+    )
+    training.add_argument(
+        "--group", type=positive, metavar="N", help="completions of a prompt, with --lengths, grpo or rloo; default: 8"
     )
     training.add_argument("--steps", type=positive, metavar="N", help="steps at each length; default: 6, 2")
     training.add_argument(

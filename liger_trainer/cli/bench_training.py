@@ -42,6 +42,10 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
         from liger_trainer.benchmarks.plots import draw_pareto
 
         draw_pareto(run.training, device.name(), arguments.output / "pareto.png")
+    if arguments.output is not None and arguments.lengths:
+        from liger_trainer.benchmarks.plots import draw_alignment
+
+        draw_alignment(run.training, device.name(), arguments.output / "alignment.png")
     return 0
 
 
@@ -82,10 +86,21 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
 
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training import Task
+    from liger_trainer.benchmarks.training import GROUP_SIZE, GROUPS, Task, parse_lengths
 
     searching = arguments.operations == ["longest"]
-    trainer, batch, length, steps = ("dpo", 1, 16384, 2) if searching else ("causal_lm", 4, 4096, 6)
+    batch, length, steps = (1, 16384, 2) if searching else (4, 4096, 6)
+    trainer = _trainer(arguments)
+    _check_lengths(arguments, trainer)
+    prompt = arguments.prompt or 0
+    group_size = (arguments.group or GROUP_SIZE) if arguments.lengths and trainer in GROUPS else 0
+    if arguments.lengths:
+        length = prompt + parse_lengths(arguments.lengths)[1]
+    batch = arguments.batch or (2 * group_size or batch)
+    if group_size and batch % group_size:
+        raise BenchmarkError(
+            f"`--batch` is {batch}, but a prompt has {group_size} completions; give a multiple of {group_size}."
+        )
     if searching and len(arguments.length or []) > 1:
         raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
     _check_quantize(arguments)
@@ -95,8 +110,8 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
     task = Task(
         model,
         arguments.layers,
-        arguments.trainer or trainer,
-        arguments.batch or batch,
+        trainer,
+        batch,
         (arguments.length or [length])[0],
         arguments.steps or steps,
         not arguments.no_checkpointing,
@@ -109,10 +124,43 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         padding=arguments.padding,
         labelled=arguments.labelled,
         dtype=arguments.dtype,
+        lengths=arguments.lengths or "",
+        prompt=prompt,
+        group_size=group_size,
     )
     for tokens in arguments.length or [length]:
         _check_rows(dataclasses.replace(task, length=tokens), searching)
     return task
+
+
+def _trainer(arguments: argparse.Namespace) -> str:
+    return arguments.trainer or ("dpo" if arguments.operations == ["longest"] else "causal_lm")
+
+
+def _check_lengths(arguments: argparse.Namespace, trainer: str) -> None:
+    from liger_trainer.benchmarks.registry import BenchmarkError
+    from liger_trainer.benchmarks.training import ALIGNMENT, GROUPS, WHOLE_ROWS, parse_lengths
+
+    given = {"--lengths": arguments.lengths, "--prompt": arguments.prompt, "--group": arguments.group}
+    option = next((name for name, value in given.items() if value), None)
+    if option is None:
+        return
+    if arguments.operations == ["longest"]:
+        raise BenchmarkError(f"`{option}` is for `bench training`; leave it out.")
+    if trainer not in ALIGNMENT:
+        raise BenchmarkError(f"`{option}` goes with `--trainer` {', '.join(ALIGNMENT)}, not with {trainer!r}.")
+    if not arguments.lengths:
+        raise BenchmarkError(f"`{option}` goes with `--lengths`; give it too, such as `--lengths 64:1024`.")
+    if arguments.length:
+        raise BenchmarkError("`--lengths` says how many tokens there are; leave `--length` out.")
+    if arguments.group and trainer not in GROUPS:
+        raise BenchmarkError(f"`--group` goes with `--trainer` grpo or rloo, not with {trainer!r}; leave it out.")
+    if not arguments.prompt and trainer not in WHOLE_ROWS:
+        raise BenchmarkError(
+            f"`--lengths` are of completions with {trainer!r}; give `--prompt` too, a prompt's tokens."
+        )
+    if not arguments.prompt and parse_lengths(arguments.lengths)[0] < 2:
+        raise BenchmarkError(f"`--lengths` is {arguments.lengths}; a row without `--prompt` has 2 tokens or more.")
 
 
 def _check_rows(task: Task, searching: bool) -> None:
@@ -188,17 +236,24 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
     """The requested ones; by default every library, for `longest` at several settings, else at its defaults."""
+    from liger_trainer.benchmarks.records import PADDED, UNSHARED
+    from liger_trainer.benchmarks.registry import BenchmarkError
+    from liger_trainer.benchmarks.training import ALIGNMENT
     from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
 
     if arguments.providers:
         asked = arguments.providers
     elif arguments.operations == ["longest"]:
-        asked = [name for name in TRAINING_PROVIDERS if name != "torch.compile"]
+        asked = [name for name in TRAINING_PROVIDERS if name not in ("torch.compile", PADDED, UNSHARED)]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
     providers = _with_budgets(arguments, _with_optimizers(arguments, asked))
     for name in providers:
         find_training_provider(name)  # a mistake is an error before anything is measured
+    packed = next((name for name in providers if name.startswith((PADDED, UNSHARED))), None)
+    if packed and _trainer(arguments) not in ALIGNMENT:
+        trainers = f"{', '.join(ALIGNMENT)}, not with {_trainer(arguments)!r}"
+        raise BenchmarkError(f"Provider {packed!r} goes with `--trainer` {trainers}; leave it out.")
     return providers
 
 

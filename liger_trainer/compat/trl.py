@@ -37,7 +37,7 @@ SFT_LOSS = Feature(
 def _generation_of(name: str) -> Feature:
     trainer = f"trl.trainer.{name.lower()}_trainer:{name}Trainer"
     return Feature(
-        f"the checks of prompts, completions and rewards, and the labelled rows, in Liger{name}Trainer",
+        f"the checks of prompts, completions and rewards, their groups, and the labelled rows, in Liger{name}Trainer",
         Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ..."),
         Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs"),
         Private(f"{trainer}._get_train_sampler", "self, ...", uses="batch_size"),
@@ -46,6 +46,8 @@ def _generation_of(name: str) -> Feature:
             "self, model, input_ids, attention_mask, logits_to_keep, batch_size, ...",
         ),
         Private("trl.trainer.utils:RepeatSampler.__iter__", uses="batch_size"),
+        Private(f"{trainer}._prepare_inputs", uses="shuffle_sequence_dict, split_tensor_dict, steps_per_generation"),
+        Private(f"{trainer}._compute_loss", "self, model, inputs", uses="aux_loss_enabled"),
     )
 
 

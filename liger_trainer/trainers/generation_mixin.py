@@ -1,4 +1,4 @@
-"""What `LigerGRPOTrainer` and `LigerRLOOTrainer` share: checks around generation, and tensor parallelism.
+"""What `LigerGRPOTrainer` and `LigerRLOOTrainer` share: checks around generation, groups, and tensor parallelism.
 
 TRL gives every process a seed and prompts of its own. The processes of a tensor-parallel group compute one model
 together, so they must get the same prompts and draw the same tokens for them.
@@ -18,7 +18,8 @@ from torch import nn
 from liger_trainer.head.context import labelled_rows_at_most
 from liger_trainer.trainers.checks.batches import check_prompts
 from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
-from liger_trainer.trainers.checks.trl_arguments import check_completions
+from liger_trainer.trainers.checks.trl_arguments import check_completions, warn_of_truncated_sampling
+from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.labelled_bound import bound_of_parts
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -30,7 +31,7 @@ else:
     _Base = LigerTRLMixin
 
 
-class GenerationMixin(_Base):
+class GenerationMixin(_Base, GroupedCompletions):
     """Checks prompts before generation, completions after it (by a backend or a `rollout_func`), and rewards.
 
     It also counts the tokens of the completions for the head, which multiplies no others.
@@ -41,6 +42,7 @@ class GenerationMixin(_Base):
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
         super().__init__(*args, **kwargs)
         seed_groups_alike(self)
+        warn_of_truncated_sampling(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler: Any = super()._get_train_sampler(*args, **kwargs)

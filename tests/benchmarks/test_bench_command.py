@@ -91,6 +91,9 @@ def test_without_operations_it_lists_them(capsys):
     assert "qwen3-30b-a3b" in shown
 
 
+UNEVEN = ["training", "--device", "cpu", "--trainer"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +133,17 @@ def test_without_operations_it_lists_them(capsys):
         (["training", "--padding", "0.6", "--length", "8", "--device", "cpu"], "has none, so give 0.562 or less"),
         (["training", "--padding", "0.01", "--length", "8", "--device", "cpu"], "less than one of 32 tokens"),
         (["longest", "--length", "8,16", "--device", "cpu"], "give `--length` one number"),
+        (["longest", "--lengths", "8", "--prompt", "4", "--device", "cpu"], "`--lengths` is for `bench training`"),
+        ([*UNEVEN, "sft", "--lengths", "4:8"], "grpo, rloo, not with 'sft'"),
+        (["training", "--device", "cpu", "--prompt", "4"], "`--prompt` goes with `--trainer` dpo, orpo, cpo, reward"),
+        ([*UNEVEN, "dpo", "--prompt", "4"], "`--prompt` goes with `--lengths`; give it too"),
+        ([*UNEVEN, "grpo", "--group", "4"], "`--group` goes with `--lengths`; give it too"),
+        ([*UNEVEN, "kto", "--lengths", "4:8", "--length", "8"], "leave `--length` out"),
+        ([*UNEVEN, "dpo", "--lengths", "4:8", "--prompt", "4", "--group", "2"], "grpo or rloo, not with 'dpo'"),
+        ([*UNEVEN, "dpo", "--lengths", "4:8"], "give `--prompt` too"),
+        ([*UNEVEN, "rloo", "--lengths", "4:8", "--prompt", "4", "--batch", "12"], "give a multiple of 8"),
+        ([*UNEVEN, "reward", "--lengths", "1:8"], "has 2 tokens or more"),
+        ([*UNEVEN, "sft", "--providers", "hf,liger_trainer padded"], "not with 'sft'; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
@@ -164,6 +178,10 @@ def test_a_provider_file_that_fails(source, message, tmp_path, capsys):
         (["training", "--padding", "half"], "'half' is not a number between 0 and 1"),
         (["training", "--labelled", "0"], "'0' is not a number between 0 and 1"),
         (["training", "--padding", "1"], "'1' is not a number between 0 and 1"),
+        *(
+            (["training", "--lengths", text], f"{text!r} is neither a range such as 64:1024")
+            for text in ("8:4", "0:4", "4:", "1:2:3", "many")
+        ),
     ],
 )
 def test_an_option_that_is_no_number(arguments, message, capsys):

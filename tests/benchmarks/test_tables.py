@@ -6,6 +6,8 @@ import pytest
 
 from liger_trainer.benchmarks import plots, tables
 from liger_trainer.benchmarks.records import (
+    PADDED,
+    UNSHARED,
     LongestRecord,
     Machine,
     Record,
@@ -22,6 +24,7 @@ from liger_trainer.benchmarks.training_tables import (
     results_table,
     several_gpus_section,
     training_table,
+    uneven_section,
 )
 
 load_operations()
@@ -245,6 +248,57 @@ def test_alignment_is_a_table_of_its_own():
         ["Llama-3 8B, DPO, LoRA r=16, 4 pairs × 2048", "9,000 / 60.0 / 45.0", "**12,000 / 30.0 / 15.0**"]
     ]
     assert alignment_table(results(training=training[2:])) == ""
+
+
+def uneven():
+    """Two tasks on uneven lengths, and one of GRPO at its full length."""
+    lengths = {"lora": 16, "lengths": "64:1024", "prompt": 1024}
+    dpo, grpo = (("llama3-8b", 0, name, batch, 2048, True) for name, batch in (("dpo", 8), ("grpo", 16)))
+    measured = {"hf": (4000.0, None, 60.0), PADDED: (6000.0, None, 40.0), "liger_trainer": (12345.0, None, 20.0)}
+    groups = {**measured, UNSHARED: (8000.0, None, 30.0), "liger_trainer": ()}
+    return [
+        *(TrainingRecord(*dpo, name, *values, **lengths) for name, values in measured.items()),
+        *(TrainingRecord(*grpo, name, *values, **lengths, group_size=8) for name, values in groups.items()),
+        TrainingRecord(*grpo, "liger_trainer", 12000.0, None, 30.0, lora=16),
+    ]
+
+
+def test_uneven_lengths_are_a_table_of_their_own():
+    *records, full = uneven()
+    records[-2].failure = "out of memory"
+    measured = results(training=[*records, full])
+    expected = [
+        [
+            *("Llama-3 8B, DPO, LoRA r=16, 8 pairs, prompts of 1024, completions of 64 to 1024", "4,000 / 60.0"),
+            *("6,000 / 40.0", "–", "**12,345 / 20.0**", "3.09", "2.06"),
+        ],
+        [
+            "Llama-3 8B, GRPO's loss, LoRA r=16, batch 16, prompts of 1024, 8 completions each of 64 to 1024",
+            *("4,000 / 60.0", "6,000 / 40.0", "**8,000 / 30.0**", "out of memory", "–", "–"),
+        ],
+    ]
+    assert cells(uneven_section(measured)) == expected
+    assert "](images/alignment.png)" in uneven_section(measured)
+    assert uneven_section(results(training=[full])) == ""
+    others, _, table, picture = results_table(measured).split("\n\n")
+    assert others == results_table(results(training=[full]))
+    assert cells(table) == expected
+    assert "](docs/images/alignment.png)" in picture
+    assert [row[0] for row in cells(alignment_table(measured))] == ["Llama-3 8B, GRPO's loss, LoRA r=16, 16 × 2048"]
+
+
+def test_the_picture_of_uneven_lengths(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, file: drawn.append(figure) or file)
+    records, file = uneven(), tmp_path / "alignment.png"
+    assert plots.draw_alignment(records, "GPU", file) == file
+    speed, memory = drawn[0].axes
+    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in speed.containers}
+    assert bars == {"TRL": [4000, 4000], PADDED: [6000, 6000], UNSHARED: [8000], "liger_trainer": [12345]}
+    assert [bar.get_height() for bars in memory.containers for bar in bars] == [60, 60, 40, 40, 30, 20]
+    names = [label.get_text().splitlines()[1:] for label in speed.get_xticklabels()]
+    assert names[0] == ["DPO", "LoRA r=16", "8 pairs", "prompts of 1024", "completions of 64 to 1024"]
+    assert plots.draw_alignment(records[-1:], "GPU", file) is None
 
 
 def test_several_gpus_are_a_table_of_their_own():

@@ -1,27 +1,27 @@
 """Training steps: providers agree, configurations have the published shapes, a failing process is a line."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from liger_trainer.benchmarks import plots
+from liger_trainer.benchmarks import plots, training_providers
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.records import Run, TrainingRecord
+from liger_trainer.benchmarks.records import PADDED, UNSHARED, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import rows_in_words
-from liger_trainer.benchmarks.training import Task, TrainingProcess, reason
+from liger_trainer.benchmarks.training import GROUPS, PAIRS, Task, TrainingProcess, reason
 from liger_trainer.benchmarks.training_providers import (
     TRAINING_PROVIDERS,
-    RandomTokens,
     Setup,
     completions,
     find_training_provider,
     training_provider,
 )
-from liger_trainer.benchmarks.training_step import run
+from liger_trainer.benchmarks.training_step import Steps, run
 from liger_trainer.cli import main
 from tests.quantised import library
 
@@ -39,6 +39,7 @@ def slow(setup):
     ("model", "trainer", "options"),
     [
         *(("tiny", name, {"lora": lora}) for name in ("causal_lm", "sft", "dpo", "grpo") for lora in (0, 4)),
+        *(("tiny", name, {"lora": 4}) for name in ("kto", "orpo", "cpo", "reward", "rloo")),
         *(("tiny-moe", name, {"lora": lora}) for name, lora in (("causal_lm", 0), ("causal_lm", 4), ("sft", 4))),
         *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
         *(("tiny", name, rows) for name in ("causal_lm", "sft") for rows in ({"documents": 6}, {"padding": 0.375})),
@@ -187,19 +188,17 @@ def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):
 
 
 def test_pairs_and_completions():
-    pairs = RandomTokens(4, 16, 100).pairs()
-    assert len(pairs) == 2
-    assert {
-        len(pair["prompt_ids"]) + len(pair[which]) for pair in pairs for which in ("chosen_ids", "rejected_ids")
-    } == {16}
-    assert pairs[0]["chosen_ids"] != pairs[0]["rejected_ids"]
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
+    pairs = Setup(Task("tiny", trainer="dpo", batch=2, length=16, steps=1), model, {}, []).pairs()
+    assert [[*map(len, pair)] for pair in pairs] == [[2, 14, 14]] * 2
+    assert pairs[0][1] != pairs[0][2]
     task = Task("tiny", trainer="grpo", batch=3, length=16)
     batch = completions(task, 100, 0, torch.device("cpu"))
     assert batch["prompt_ids"].shape == (3, 2)
     assert torch.equal(batch["completion_ids"], completions(task, 100, 0, torch.device("cpu"))["completion_ids"])
     assert not torch.equal(batch["completion_ids"], completions(task, 100, 1, torch.device("cpu"))["completion_ids"])
-    sizes = {"causal_lm": 64, "sft": 64, "dpo": 128, "grpo": 72}
-    assert {name: Task("tiny", trainer=name, length=16).tokens_per_step for name in sizes} == sizes
+    sizes = {"causal_lm": 64, "sft": 64, "dpo": 128, "kto": 64, "reward": 128, "grpo": 72, "rloo": 72}
+    assert {name: Task("tiny", trainer=name, length=16).step_tokens[-1] for name in sizes} == sizes
 
 
 class Batches(TrainerCallback):
@@ -209,7 +208,7 @@ class Batches(TrainerCallback):
         self.found = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        keep = lambda module, args, kwargs: self.found.append(kwargs)  # noqa: E731
+        keep = lambda module, args, kwargs: self.found.append(dict(zip(["input_ids"], args)) | kwargs)  # noqa: E731
         model.register_forward_pre_hook(keep, with_kwargs=True)
 
 
@@ -232,7 +231,7 @@ def batches(trainer, **rows):
 def test_packed_rows():
     """TRL lays the sequences of a step behind each other, and gives their offsets; the Trainer leaves them in rows."""
     task, stock, losses = batches("causal_lm", documents=6)
-    assert task.tokens_per_step == 64
+    assert task.step_tokens == [64, 64]
     positions = torch.tensor([*range(6), *range(6), *range(4)]).expand(4, 16)
     for batch in stock:
         assert torch.equal(batch["position_ids"], positions)
@@ -253,7 +252,7 @@ def test_packed_rows():
 def test_padded_rows(trainer):
     task, found, _ = batches(trainer, padding=0.5)
     assert task.row_tokens == [4, 5, 7, 16]
-    assert task.tokens_per_step == 32
+    assert task.step_tokens == [32, 32]
     for batch in found:
         assert batch["attention_mask"].sum(1).tolist() == task.row_tokens
         assert batch["attention_mask"].diff().max() <= 0  # on the right
@@ -282,6 +281,109 @@ def test_labelled_rows(trainer, rows, labelled):
         assert torch.equal(labels, ids.masked_fill(labels == -100, -100))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("trainer", "rows"),
+    [
+        *((name, {"lengths": "2:9", "prompt": 5}) for name in ("dpo", "kto", "orpo", "cpo", "reward")),
+        *((name, {"lengths": "2:9", "prompt": 5, "group_size": 2}) for name in GROUPS),
+        *((name, {"lengths": "3:9"}) for name in ("kto", "reward")),
+        ("grpo", {"lengths": "6", "prompt": 3, "group_size": 4}),
+    ],
+)
+def test_uneven_lengths(trainer, rows, monkeypatch):
+    """The lengths are the drawn ones, a pair or a group has one prompt, and a step counts as TRL pads it."""
+    monkeypatch.setattr(Steps, "on_step_end", lambda self, *args, **kwargs: self.seconds.append(2.0))
+    task, found, losses = batches(trainer, **rows)
+    prompt, each = task.prompt_tokens, len(found) // 2
+    assert prompt == rows.get("prompt", 2)
+    for counts, tokens, batch in zip(task.completion_tokens, task.step_tokens, found[each - 1 :: each], strict=True):
+        mask, ids = batch["attention_mask"], batch["input_ids"]
+        order = [*counts[::2], *counts[1::2]] if trainer in PAIRS else counts
+        assert mask.sum(1).tolist() == [prompt + count for count in order]
+        assert mask.diff().max() <= 0
+        assert not ids[mask == 0].any()
+        assert mask.numel() == tokens == len(counts) * (prompt + max(counts))
+        prompts = ids[:, :prompt].view(2, 4, -1) if trainer in PAIRS else ids[:, :prompt][None]
+        assert torch.equal(prompts[0], prompts[-1])
+        assert len(prompts[0].unique(dim=0)) == 4 // rows.get("group_size", 1)
+    assert not torch.equal(found[0]["input_ids"], found[-1]["input_ids"])
+    ours = run(task, "liger_trainer")
+    assert ours["losses"] == pytest.approx(losses, abs=0.01)
+    assert ours["tokens_per_second"] == pytest.approx(task.step_tokens[-1] / 2)  # of the step that is timed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mismatched_completions():
+    """KTO's second forward has each prompt with the completion of the row before, as TRL pairs them in a batch."""
+    task, found, _ = batches("kto", lengths="2:9", prompt=5)
+    for counts, batch in zip(task.completion_tokens, found[::2], strict=True):
+        assert batch["attention_mask"].sum(1).tolist() == [5 + count for count in counts[-1:] + counts[:-1]]
+
+
+@pytest.mark.parametrize("trainer", ["orpo", "cpo"])
+def test_prompts_have_no_labels(trainer, tmp_path, monkeypatch):
+    rows = []
+    monkeypatch.setattr(training_providers, "_dataset", rows.extend)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
+    settings = {"output_dir": str(tmp_path), "use_cpu": True}
+    setup = Setup(Task("tiny", trainer=trainer, batch=1, lengths="3", prompt=2, steps=1), model, {}, [])
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        training_providers.TRAINERS[trainer](setup, False, settings)
+    for side in ("chosen", "rejected"):
+        ids, labels = (rows[0][f"{side}_{name}"] for name in ("input_ids", "labels"))
+        assert labels == [-100, -100, *ids[2:]]
+
+
+def test_drawn_lengths():
+    task = Task("tiny", trainer="dpo", batch=50, steps=3, gpus=2, lengths="3:5", prompt=7)
+    drawn = task.completion_tokens
+    assert [len(batch) for batch in drawn] == [100] * 6
+    assert {count for batch in drawn for count in batch} == {3, 4, 5}
+    assert drawn[0] != drawn[1]
+    task = dataclasses.replace(task, batch=1, lengths="3:50")
+    first, second = (2 * (7 + max(batch)) for batch in task.completion_tokens[:2])
+    assert first != second
+    assert task.step_tokens[0] == (first + second) / 2
+    assert dataclasses.replace(task, trainer="kto", prompt=0, lengths="9").completion_tokens[0] == [5]
+    assert (
+        completions(Task("tiny", trainer="grpo", batch=2, steps=1, gpus=2, lengths="6", prompt=1), 9, 1, "cpu")[
+            "num_items_in_batch"
+        ]
+        == 24
+    )  # of both GPUs
+
+
+def test_providers_without_packing(monkeypatch):
+    monkeypatch.setattr(Setup, "trainer", lambda setup, **arguments: {**setup.arguments, **arguments})
+    setup = Setup(Task("tiny", trainer="dpo"), None, {}, [])
+    off = {"liger_trainer": {}, PADDED: {"padding_free": False, "share_prompt": False}}
+    off[f"{UNSHARED} activation_memory=1MiB"] = {"share_prompt": False, "activation_memory": "1MiB"}
+    for name, arguments in off.items():
+        assert find_training_provider(name)(setup) == {"ours": True, **arguments}
+
+
+def test_uneven_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
+    seen, drawn = [], []
+    monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: seen.append(self.task) or self)
+    monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    monkeypatch.setattr(plots, "draw_alignment", lambda records, device, file: drawn.append((len(records), file)))
+    options = ["--lengths", "64:1024", "--prompt", "512", "--trainer", "grpo", "--device", "cpu"]
+    options += ["--providers", f"hf,{PADDED},{UNSHARED},liger_trainer", "--output", str(tmp_path)]
+    assert main(["bench", "training", *options]) == 0
+    assert {(task.batch, task.length, task.lengths, task.prompt, task.group_size) for task in seen} == {
+        (16, 1536, "64:1024", 512, 8)
+    }
+    records = Run.read(tmp_path / "results.json").training
+    assert [record.provider for record in records] == ["hf", PADDED, UNSHARED, "liger_trainer"]
+    assert {(record.lengths, record.prompt, record.group_size) for record in records} == {("64:1024", 512, 8)}
+    assert drawn == [(4, tmp_path / "alignment.png")]
+    shown = capsys.readouterr().out
+    assert "prompts of 512, 8 completions each of 64 to 1024" in shown
+    assert "tokens/s, with padding" in shown
+
+
 def test_rows_in_words():
     record = TrainingRecord("tiny", 1, "sft", 4, 16, True, "hf")
     assert rows_in_words(record) == ""
@@ -289,6 +391,10 @@ def test_rows_in_words():
     assert rows_in_words(record) == "documents of 8, 25 % labelled"
     record.documents, record.padding = 0, 0.5
     assert rows_in_words(record) == "50 % padding, 25 % labelled"
+    record = TrainingRecord("tiny", 1, "kto", 4, 16, True, "hf", lengths="256:2048")
+    assert rows_in_words(record) == "rows of 256 to 2048"
+    record.lengths, record.prompt = "512", 64
+    assert rows_in_words(record) == "prompts of 64, completions of 512"
 
 
 @pytest.mark.parametrize("batch", [2, 3, 8])
@@ -345,7 +451,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, "bfloat16", 0, 0.0, 1.0, True, 0, "", "", 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, "bfloat16", 0, 0.0, 1.0, "", 0, 0, True, 0, "", "", 8, 1)
 
 
 def test_reasons():

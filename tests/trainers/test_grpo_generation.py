@@ -4,6 +4,8 @@ The server and the engine are fakes (`fake_vllm`); NCCL, vLLM's own loading of t
 not covered here.
 """
 
+import logging
+
 import pytest
 import torch
 from datasets import Dataset
@@ -136,3 +138,32 @@ def test_generate_after_training_gives_the_tokens_of_its_weights(tmp_path):
     got = trainer.model.eval().generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
     assert torch.equal(got, expected)
     assert not torch.equal(expected, before)
+
+
+# Whether probabilities of all tokens are divided by those of the kept ones, and what is named then.
+VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+TRUNCATED = {
+    "correction": (GRPO, {**VLLM, "top_p": 0.9}, ["top_p=0.9", "top_p=1.0", "importance_sampling_correction=False"]),
+    "further_arguments": (GRPO, {**VLLM, "generation_kwargs": {"top_k": 20}}, ["top_k=20", "top_k=0"]),
+    "mask": (
+        GRPO,
+        {**VLLM, "min_p": 0.1, "vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.5},
+        ["min_p=0.1", "min_p=None", "off_policy_mask_threshold=None"],
+    ),
+    "overruled": (GRPO, {**VLLM, "top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, []),
+    "all_tokens": (GRPO, {**VLLM, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1}, []),
+    "no_correction": (GRPO, {**VLLM, "top_p": 0.9, "vllm_importance_sampling_correction": False}, []),
+    "no_vllm": (GRPO, {"top_p": 0.9, "off_policy_mask_threshold": 0.5}, []),
+    "rloo": (RLOO, {**VLLM, "top_p": 0.9}, []),
+}
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_truncated_sampling_is_warned_of_where_log_probs_of_vllm_are_used(name, tmp_path, monkeypatch, caplog):
+    kind, options, named = TRUNCATED[name]
+    colocate(monkeypatch, VLLMServer(TINY_MODELS["llama"]()))
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        build(*kind[2:], tmp_path, **options)
+    warnings = [record.getMessage() for record in caplog.records if "normalised over" in record.getMessage()]
+    assert len(warnings) == bool(named)
+    assert all(word in warnings[0] for word in named)
