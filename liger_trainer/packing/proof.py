@@ -42,9 +42,11 @@ _SMALL = {
     "num_experts_per_tok": 2,
     "sliding_window": 5,
     "attention_chunk_size": 6,
+    "floor_scale": 3,
     "num_labels": 1,
 }
-"""What the copy's config has instead of a larger number. The window and the chunks are shorter than the rows."""
+"""What the copy's config has instead of a larger number. The window and the chunks are shorter than the rows, and so is
+the length from which Llama 4 scales queries."""
 
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})

@@ -50,6 +50,23 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     return Packing(True, most), rows
 
 
+def packing_of_reference(
+    model: nn.Module, packing: Packing | None, rows: Sequence[KernelReportRow]
+) -> tuple[Packing | None, Sequence[KernelReportRow]]:
+    """How batches are packed for a reference: as for the policy, so that the two differ by their weights alone.
+
+    Args:
+        model: The reference, which may be of another kind than the policy.
+        packing: The policy's.
+        rows: What the report says about it.
+    """
+    agreement = None if packing is None else prove_packing(model)
+    if agreement is None or agreement.equal:
+        return packing, rows
+    target, reason = f"{type(model).__name__}, the reference", f"its batches stay padded: {agreement.reason}"
+    return None, [*rows, KernelReportRow(PADDING_FREE, target, 1, None, agreement.error, reason)]
+
+
 def _asked(args: Any, name: str, flags: type) -> bool | None:
     """What the user wants; None for the default. TRL's own `padding_free` is off by default."""
     value = getattr(args, name, None)

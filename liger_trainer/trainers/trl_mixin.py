@@ -30,7 +30,7 @@ from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.offloading import check_offloading
-from liger_trainer.trainers.packing import PADDING_FREE, check_packing, choose_packing
+from liger_trainer.trainers.packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
 from liger_trainer.trainers.token_statistics import StatisticsOptions
 
 require(TRAINER_NAME)
@@ -119,13 +119,14 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._statistics = options
             self._apply_kernels(self.model)
             self._choose_packing()
+            packing = self._packing
         else:  # a reference model, which must compute log-probabilities as the policy does
             check_reference(self.model, model, self.processing_class)
             apply_liger_kernel(model, config)
+            packing, self._packing_rows = packing_of_reference(model, self._packing, self._packing_rows)
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
-        # The reference is packed as the policy is, so that the two differ by their weights alone.
-        install_fused_forward(model, options, self._packing)
+        install_fused_forward(model, options, packing)
 
     @classmethod
     @contextlib.contextmanager

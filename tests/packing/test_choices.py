@@ -268,6 +268,25 @@ def test_other_batches_stay_padded_and_it_is_said(name, tmp_path, seen, said):
             trainer.model(**batch, fused_lm_head=True)
 
 
+def test_a_reference_of_another_kind_is_proved_too(tmp_path, seen):
+    """With layers that mix tokens: here Llama 4, and attention of its own."""
+    for reference in (build_model("llama4_text", no_rope_layers=[1, 0]), llama(attn_implementation="eager")):
+        logs = []
+        for own in ({}, {"padding_free": False}):
+            trainer = dpo(tmp_path, own=own, ref_model=copy.deepcopy(reference))
+            trainer.train()
+            logs.append(logged(trainer))
+            if not own:
+                assert [row.reason.split(":")[0] for row in trainer._packing_rows] == [
+                    "",
+                    "",
+                    "its batches stay padded",
+                ]
+        assert_close_logs(*logs)
+    assert all(packed for packed, _, _ in seen)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("whose", ["model", "ref_model"])
 def test_under_another_attention_batches_stay_padded(whose, tmp_path, said):
     """Such as that of a reference which was loaded with it, or of a model after `set_attn_implementation`."""

@@ -35,6 +35,7 @@ REAL = {  # sizes that differ from the defaults of transformers
         "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
     },
     "granite": {"hidden_size": 4096, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0},
+    "llama4_text": {"attn_temperature_tuning": False},
     **{name: {} for name in ("mixtral", "gpt_oss", "cohere2", "olmo3", "phi3", "gemma2", "gpt2", "glm4_moe")},
 }  # fmt: skip
 ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
@@ -126,20 +127,23 @@ class _Long(LlamaForCausalLM):
         return outputs
 
 
-class _Bidirectional(nn.Module):
-    """Not of transformers."""
+MIXED = {
+    "a sum": lambda: _Summed(AutoConfig.for_model("llama", **COMMON)),
+    "a length": lambda: _Long(AutoConfig.for_model("llama", **COMMON)),
+    # Its layers without positions scale queries by the logarithm of their place, from the 8192nd on.
+    "Llama 4": lambda: meta_model("llama4_text"),
+}
 
 
-@pytest.mark.parametrize("kind", [_Summed, _Long])
-def test_models_that_mix_tokens_outside_attention_are_refused(kind):
-    config = AutoConfig.for_model("llama", **COMMON)
-    model = kind(config)
+@pytest.mark.parametrize("name", MIXED)
+def test_models_that_mix_tokens_outside_attention_are_refused(name):
+    model = MIXED[name]()
     model.config._attn_implementation = NAME
     assert prove_packing(model).reason.startswith("packed rows give other values (")
 
 
 def test_a_module_of_ones_own_is_refused():
-    assert prove_packing(_Bidirectional()).reason == "it is not a transformers model"
+    assert prove_packing(nn.Linear(2, 2)).reason == "it is not a transformers model"
 
 
 def wider(self, window, chunk, plan=PackedRow._plan):
