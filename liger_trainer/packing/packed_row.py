@@ -116,6 +116,7 @@ def packed_rows(
     if found is None:
         return None
     starts, lengths = found
+    share = share and (batch.position_ids is None or len(batch.position_ids) == 1)  # else they may differ
     parts = parts_of(groups_of(ids, starts, lengths, share), lengths, most) or [[]]
     parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
     return [_packed_row(batch, layout_of(part, starts, lengths, ids.shape[1]), labels) for part in parts]

@@ -241,7 +241,8 @@ BATCHES = {
     ),
     "a mask in floats": ({}, lambda batch: batch.update(attention_mask=batch["attention_mask"].float()), None),
     "no mask": ({}, lambda batch: batch.update(attention_mask=None), None),
-    "positions": ({}, lambda batch: batch.update(position_ids=torch.arange(9).expand(3, 9) + 2), None),
+    "positions": ({}, lambda batch: batch.update(position_ids=torch.arange(9) * torch.tensor([[1], [2], [3]])), None),
+    "no labels": ({}, lambda batch: batch["labels"].fill_(-100), None),
     "positions of all rows": ({}, lambda batch: batch.update(position_ids=torch.arange(9)[None] + 2), None),
 }  # fmt: skip
 
