@@ -28,14 +28,13 @@ def packed_statistics(
         shape: Of the batch's labels.
         options: What the trainer asks of the head.
     """
-    # Logits that are saved for the backward are not computed again, so there is room for those of one row only.
-    sparing = dataclasses.replace(options, retain_memory=0)
+    recomputed = dataclasses.replace(options, recomputed=True)
 
     def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
         with row.attended(), labelled_rows_at_most(None):
             outputs = forward(row.inputs)
             logits = rows_of(outputs.logits, row.scored.tokens)
-            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else sparing)
+            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)
         return found, getattr(outputs, "aux_loss", None)
 
     found = each_row(of, rows)
