@@ -49,7 +49,7 @@ def install_packed_scores(model: Any, packing: Packing) -> None:
                 hidden = backbone(**row.inputs, **options).last_hidden_state
             return copied_rows(self.score(copied_rows(hidden.flatten(0, 1), row.scored.tokens)), row.scored.copies)
 
-        scores = each_row(of, rows)
+        scores = each_row(of, rows, self)
         places = torch.cat([row.scored.places for row in rows]) // kwargs["input_ids"].shape[1]
         logits = torch.cat(scores).new_zeros(sequences, scores[0].shape[1]).index_copy(0, places, torch.cat(scores))
         return SequenceClassifierOutputWithPast(logits=logits)  # type: ignore[arg-type]

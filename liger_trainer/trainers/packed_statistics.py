@@ -15,6 +15,7 @@ from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStat
 
 
 def packed_statistics(
+    model: Any,
     forward: Callable[[dict[str, torch.Tensor]], Any],
     rows: Sequence[PackedRow],
     shape: torch.Size,
@@ -23,7 +24,8 @@ def packed_statistics(
     """The statistics of a batch as its padded forward would give them, and the router's loss if the model returns one.
 
     Args:
-        forward: The model's outputs for `input_ids`, `position_ids` and `attention_mask` of a packed row.
+        model: The transformers model.
+        forward: Its outputs for `input_ids`, `position_ids` and `attention_mask` of a packed row.
         rows: The packed rows.
         shape: Of the batch's labels.
         options: What the trainer asks of the head.
@@ -37,7 +39,7 @@ def packed_statistics(
             found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)
         return found, getattr(outputs, "aux_loss", None)
 
-    found = each_row(of, rows)
+    found = each_row(of, rows, model)
     fields = {
         name: _scattered([getattr(each, name) for each, _ in found], rows, shape)
         for name, value in found[0][0]._asdict().items()
