@@ -54,10 +54,8 @@ def _scattered(values: list[torch.Tensor], rows: Sequence[PackedRow], shape: tor
     for value, row in zip(values, rows):
         scored = row.scored
         if value.is_floating_point():
-            # A row without labels adds its zero, so that every process has a backward through every forward.
-            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies)) + (
-                0 if len(scored.places) else value.sum()
-            )
+            # A row without labels adds no value, but has a backward, as it has on the other processes.
+            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies))
         else:
             batch = batch.index_copy(0, scored.places, value[scored.copies.index])
     return batch.view(shape)
