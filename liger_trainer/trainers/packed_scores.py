@@ -39,7 +39,10 @@ def install_packed_scores(model: Any, packing: Packing) -> None:
             # TRL passes the margin of its loss on to the model, which ignores it.
             rows = packing.rows(self, kwargs, _scored_tokens(self, kwargs["input_ids"]), kwargs["input_ids"])
         sequences = 0 if rows is None else sum(len(row.scored.places) for row in rows)
-        if rows is None or sequences != len(kwargs["input_ids"]):  # one is padding alone, and scored by its padding
+        if rows is not None and sequences != len(kwargs["input_ids"]):
+            packing.leave(self, "a sequence is scored by its padding")
+            rows = None
+        if rows is None:
             return native(self, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in rows[0].inputs}
         backbone = getattr(self, self.base_model_prefix)
