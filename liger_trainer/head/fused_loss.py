@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +123,7 @@ def head_log_probs(
     retain_memory: int | None = None,
     ignore_index: int = -100,
     expected_grad: float | torch.Tensor | None = None,
+    recomputed: bool = False,
 ) -> LogProbsOutput:
     """Log-probabilities of deferred `logits` and statistics of the distributions, for any loss of them.
 
@@ -133,6 +135,7 @@ def head_log_probs(
         retain_memory: Bytes of logits saved for the backward; by default one chunk.
         ignore_index: Label of the positions that do not count.
         expected_grad: As in `linear_log_probs`; not used for a head split over processes.
+        recomputed: Whether the hooks of a checkpoint around this see what is saved, and no logits are retained.
 
     Returns:
         As `linear_log_probs`.
@@ -146,10 +149,10 @@ def head_log_probs(
         "softcap": form.softcap,
         "logit_scale": form.logit_scale,
         "outputs": outputs,
-        "retain_memory": retain_memory,
+        "retain_memory": 0 if recomputed else retain_memory,
     }
     target = target.to(logits.recorded.hidden.device)
-    with operands(logits) as (hidden, weight, bias), saved_as_is():
+    with operands(logits) as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
         hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):

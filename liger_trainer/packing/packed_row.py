@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits, build, without_ow
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
+from liger_trainer.packing.sharded_again import sharded_again
 from liger_trainer.recompute.passes import one_pass
 
 _IGNORE_INDEX = -100
@@ -158,22 +159,26 @@ def _int32(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int32)).to(device)
 
 
-def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow]) -> list[_Result]:
-    """``compute(row)`` of each row.
+def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow], model: Any) -> list[_Result]:
+    """``compute(row)`` of each row, which runs `model`, a transformers model.
 
     All but the last are computed again in the backward, one at a time, so that no more than one of them has its
     activations in memory. Their results have to be small.
     """
     if not torch.is_grad_enabled():
         return [compute(row) for row in rows]
-    seen: set[PackedRow] = set()
 
-    def twice(row: PackedRow) -> _Result:
-        with one_pass(again=row in seen):
-            seen.add(row)
-            return compute(row)
+    def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        return one_pass(again=False), _again(model)
 
-    return [*(checkpoint(twice, row, use_reentrant=False) for row in rows[:-1]), compute(rows[-1])]
+    computed = [checkpoint(compute, row, use_reentrant=False, context_fn=contexts) for row in rows[:-1]]
+    return [*computed, compute(rows[-1])]
+
+
+@contextlib.contextmanager
+def _again(model: Any) -> Iterator[None]:
+    with one_pass(again=True), sharded_again(model):
+        yield
 
 
 def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:

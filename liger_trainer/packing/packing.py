@@ -55,7 +55,7 @@ class Packing:
         """
         reason = _reason_against(kwargs, labels) if has_our_attention(model) else NOT_OURS
         if reason:
-            self._leave(model, reason)
+            self.leave(model, reason)
             return None
         batch = Padded(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), labels)
         share = self.share and not (model.training and drops(model))
@@ -64,7 +64,7 @@ class Packing:
         if self._last is None or not _same(self._last[0], key):
             rows = packed_rows(batch, share, self.most, self._agreed)
             if rows is None:
-                self._leave(model, "a row has padding between its tokens")
+                self.leave(model, "a row has padding between its tokens")
                 return None
             self._last = key, rows
         rows = self._last[1]
@@ -83,8 +83,16 @@ class Packing:
         """The part of the trained tokens that the model ran on."""
         return self.executed / self.trained if self.trained else 1.0
 
-    def _leave(self, model: nn.Module, reason: str) -> None:
-        """Says once why a batch stays padded; an error if it should be split."""
+    def leave(self, model: nn.Module, reason: str) -> None:
+        """Says once why a batch stays padded.
+
+        Args:
+            model: That gets it.
+            reason: Why it cannot be packed.
+
+        Raises:
+            ValueError: if it should be split.
+        """
         if self.most is not None:
             raise ValueError(
                 f"`tokens_per_micro_batch` is {self.most}, but a batch cannot be packed: {reason}. Leave it out."

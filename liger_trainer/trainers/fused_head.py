@@ -145,7 +145,7 @@ def _fused_forward(
                 statistics = token_statistics(outputs.logits, target.to(outputs.logits.device), options)
                 aux_loss = getattr(outputs, "aux_loss", None)
             else:
-                statistics, aux_loss = packed_statistics(run, rows, target.shape, options)
+                statistics, aux_loss = packed_statistics(self, run, rows, target.shape, options)
             # The last position has no label, unless the labels were given as those of the next tokens.
             length = target.shape[1] - (shift_labels is None)
             return fused_output(statistics, target, length, aux_loss, text_config, num_items_in_batch, options)

@@ -39,7 +39,10 @@ def install_packed_scores(model: Any, packing: Packing) -> None:
             # TRL passes the margin of its loss on to the model, which ignores it.
             rows = packing.rows(self, kwargs, _scored_tokens(self, kwargs["input_ids"]), kwargs["input_ids"])
         sequences = 0 if rows is None else sum(len(row.scored.places) for row in rows)
-        if rows is None or sequences != len(kwargs["input_ids"]):  # one is padding alone, and scored by its padding
+        if rows is not None and sequences != len(kwargs["input_ids"]):
+            packing.leave(self, "a sequence is scored by its padding")
+            rows = None
+        if rows is None:
             return native(self, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in rows[0].inputs}
         backbone = getattr(self, self.base_model_prefix)
@@ -49,7 +52,7 @@ def install_packed_scores(model: Any, packing: Packing) -> None:
                 hidden = backbone(**row.inputs, **options).last_hidden_state
             return copied_rows(self.score(copied_rows(hidden.flatten(0, 1), row.scored.tokens)), row.scored.copies)
 
-        scores = each_row(of, rows)
+        scores = each_row(of, rows, self)
         places = torch.cat([row.scored.places for row in rows]) // kwargs["input_ids"].shape[1]
         logits = torch.cat(scores).new_zeros(sequences, scores[0].shape[1]).index_copy(0, places, torch.cat(scores))
         return SequenceClassifierOutputWithPast(logits=logits)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStat
 
 
 def packed_statistics(
+    model: Any,
     forward: Callable[[dict[str, torch.Tensor]], Any],
     rows: Sequence[PackedRow],
     shape: torch.Size,
@@ -23,22 +24,22 @@ def packed_statistics(
     """The statistics of a batch as its padded forward would give them, and the router's loss if the model returns one.
 
     Args:
-        forward: The model's outputs for `input_ids`, `position_ids` and `attention_mask` of a packed row.
+        model: The transformers model.
+        forward: Its outputs for `input_ids`, `position_ids` and `attention_mask` of a packed row.
         rows: The packed rows.
         shape: Of the batch's labels.
         options: What the trainer asks of the head.
     """
-    # Logits that are saved for the backward are not computed again, so there is room for those of one row only.
-    sparing = dataclasses.replace(options, retain_memory=0)
+    recomputed = dataclasses.replace(options, recomputed=True)
 
     def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
         with row.attended(), labelled_rows_at_most(None):
             outputs = forward(row.inputs)
             logits = rows_of(outputs.logits, row.scored.tokens)
-            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else sparing)
+            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)
         return found, getattr(outputs, "aux_loss", None)
 
-    found = each_row(of, rows)
+    found = each_row(of, rows, model)
     fields = {
         name: _scattered([getattr(each, name) for each, _ in found], rows, shape)
         for name, value in found[0][0]._asdict().items()
@@ -53,10 +54,8 @@ def _scattered(values: list[torch.Tensor], rows: Sequence[PackedRow], shape: tor
     for value, row in zip(values, rows):
         scored = row.scored
         if value.is_floating_point():
-            # A row without labels adds its zero, so that every process has a backward through every forward.
-            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies)) + (
-                0 if len(scored.places) else value.sum()
-            )
+            # A row without labels adds no value, but has a backward, as it has on the other processes.
+            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies))
         else:
             batch = batch.index_copy(0, scored.places, value[scored.copies.index])
     return batch.view(shape)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packing.packing import Packing, drops
@@ -95,18 +96,30 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
         has_router_loss: Whether the model's routers are balanced by a loss, which is not a sum over tokens.
 
     Raises:
-        ValueError: for `tokens_per_micro_batch` without packed rows or with a router's loss; with `strict_kernels`, for
-            a flag that is true and a model that is left alone.
+        ValueError: for `tokens_per_micro_batch` without packed rows, with a router's loss, or with reentrant
+            checkpoints on several processes; with `strict_kernels`, for a flag that is true and a model that is left
+            alone.
     """
     left = {row.component: row.reason for row in rows if not row.applied}
-    why = left.get(PADDING_FREE) or ("" if rows else "the kernels are off")
+    off = "the head is not ours (`use_liger_kernel` or `linear_cross_entropy` is false)"
+    why = left.get(PADDING_FREE) or ("" if rows else off)
     tokens = getattr(args, "tokens_per_micro_batch", None)
     if tokens is not None and why:
         raise ValueError(f"`tokens_per_micro_batch` is {tokens}, but {why}. Set `per_device_train_batch_size` instead.")
-    if tokens is not None and has_router_loss:
+    balanced = has_router_loss or getattr(args, "router_z_loss_coef", 0.0) > 0
+    if tokens is not None and balanced:
         raise ValueError(
             f"`tokens_per_micro_batch` is {tokens}, but the routers' loss of a whole batch is not the sum of its "
-            "parts'. Set `router_aux_loss_coef` to 0, or `per_device_train_batch_size` instead."
+            "parts'. Set `router_aux_loss_coef` and `router_z_loss_coef` to 0, or `per_device_train_batch_size` "
+            "instead."
+        )
+    # A reentrant checkpoint has a backward of its own in each forward, and DDP and ZeRO reduce a gradient once.
+    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if tokens is not None and reentrant and (is_distributed() or args.deepspeed):
+        raise ValueError(
+            f"`tokens_per_micro_batch` is {tokens}, but checkpoints are reentrant, with which processes cannot share "
+            "the gradients of several forwards. Set `use_reentrant` of `gradient_checkpointing_kwargs` to false (TRL "
+            "does not allow that for adapters with ZeRO-3), or `per_device_train_batch_size` instead."
         )
     if not getattr(args, "strict_kernels", False):
         return

@@ -34,12 +34,14 @@ class StatisticsOptions:
         uniform_gradient: Whether the trainer's own loss weighs all labels alike. If so, the gradients of the head are
             computed in the forward of that loss, and recomputed in the backward of any other.
         retain_memory: Bytes of logits to save for the backward of any other loss; one chunk by default.
+        recomputed: Whether the caller's checkpoint computes what the head saves again, which then retains no logits.
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0
     uniform_gradient: bool = False
     retain_memory: int | None = None
+    recomputed: bool = False
 
     @property
     def kernel_outputs(self) -> tuple[str, ...]:
@@ -81,7 +83,8 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: Statis
         found = chunked_log_probs(logits, labels, outputs, temperature, IGNORE_INDEX)
     else:
         found = head_log_probs(
-            logits, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, options.expected_grad
-        )
+            logits, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, options.expected_grad,
+            options.recomputed,
+        )  # fmt: skip
     asked = {theirs: getattr(found, ours) for theirs, ours in _KERNEL_NAMES.items() if theirs in options.outputs}
     return TokenStatistics(found.log_probs, **asked)

@@ -151,8 +151,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         packing = self._packing
         if packing is not None:
             self._throughput.executed_share = lambda: packing.executed_share
-        has_router_loss = getattr(self, "aux_loss_enabled", False) or getattr(self.args, "router_z_loss_coef", 0.0) > 0
-        check_packing(self.args, self._packing_rows, has_router_loss)
+        check_packing(self.args, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         if self.kernel_report is not None:
             rows = (*self.kernel_report.rows, *self._packing_rows)
             self.kernel_report = dataclasses.replace(self.kernel_report, rows=rows)

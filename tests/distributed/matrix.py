@@ -1,7 +1,8 @@
 """Every way to spread a model x what trains x precision x loss: two processes have to train as one.
 
-A cell trains a patched model for some steps of SGD. Losses, gradients after their reduction and the parameters at the
-end have to be those of one process that runs the unpatched model in fp32 on the concatenated batch, on whole logits.
+A cell trains a patched model for some steps of SGD, on padded batches or on packed rows. Losses, gradients after their
+reduction and the parameters at the end have to be those of one process that runs the unpatched model in fp32 on the
+concatenated batch, on whole logits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, concatenated, naive_loss, product_loss
 from tests.distributed.matrix_models import PARAMETERS, SIZES, build_model, inner_model
@@ -65,6 +67,28 @@ PRECISIONS: dict[str, Precision] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """How a cell's batches are packed.
+
+    Args:
+        most: `tokens_per_micro_batch`.
+        checkpointing: Whether the layers are recomputed.
+    """
+
+    most: int | None = None
+    checkpointing: bool = False
+
+
+PACKINGS: dict[str, Packed | None] = {
+    "padded": None,
+    "one row": Packed(),
+    # Of "shared" batches these are 4 forwards on the rank with long rows, and 1 on the other.
+    "several rows": Packed(14),
+    "several rows, layers recomputed": Packed(14, checkpointing=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Cell:
     """One case of the matrix, by the names of its parts."""
 
@@ -73,6 +97,7 @@ class Cell:
     precision: str = "fp32"
     loss: str = "labels"
     batches: str = "unequal"
+    packing: str = "padded"
 
     def __str__(self) -> str:
         return ", ".join(dataclasses.astuple(self))
@@ -124,7 +149,7 @@ def _cells() -> list[Cell]:
     Losses and batches take turns among the heads that a wrapping can train; where these are too few, "full" is trained
     several times. What trains no head, or runs on logits built for it, takes the losses in turn.
     """
-    losses, kinds, cells = list(LOSSES), list(BATCHES), []
+    losses, kinds, cells = list(LOSSES), [name for name in BATCHES if name != "shared"], []
     for first, wrapping in enumerate(WRAPPINGS):
         trained = [name for name in PARAMETERS if (wrapping, name) not in LEFT_OUT]
         heads = [name for name in HEADS if name in trained]
@@ -141,7 +166,18 @@ def _cells() -> list[Cell]:
     return [cell for cell in cells if (cell.wrapping, cell.precision) not in LEFT_OUT]
 
 
-CELLS: dict[str, Cell] = {str(cell): cell for cell in _cells()}
+def _packed_cells() -> list[Cell]:
+    """Several forwards for each wrapping, once with recomputed layers, and one row for some."""
+    cells, several = [], ["several rows", "several rows, layers recomputed"]
+    for turn, wrapping in enumerate(WRAPPINGS):
+        pairs = zip((("full", "dpo"), ("lora with head", "grpo")), several[:: 1 - 2 * (turn % 2)])
+        cells += [Cell(wrapping, name, "fp32", loss, "shared", packing) for (name, loss), packing in pairs]
+        if wrapping in ("ddp", "fsdp1", "fsdp2 tail resharded", "tp", "zero3"):
+            cells.append(Cell(wrapping, "full", "fp32", "grpo", "shared", "one row"))
+    return [cell for cell in cells if (cell.wrapping, cell.parameters) not in LEFT_OUT]
+
+
+CELLS: dict[str, Cell] = {str(cell): cell for cell in (*_cells(), *_packed_cells())}
 
 
 @dataclasses.dataclass
@@ -193,15 +229,18 @@ def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
     return model
 
 
-def patched_model(cell: Cell) -> Any:
-    """The model with every kernel, and with the fused head of TRL's trainers where the loss is one of theirs."""
+def patched_model(cell: Cell, packing: Any = None) -> Any:
+    """The model with every kernel, and with the fused head of TRL's trainers where the loss is one of theirs.
+
+    With `packing`, a `Packing`, that head packs its batches.
+    """
     from liger_trainer.trainers.fused_head import install_fused_forward
     from liger_trainer.trainers.token_statistics import StatisticsOptions
 
     model = copy.deepcopy(_with_kernels(cell.parameters, PRECISIONS[cell.precision].weights))
     options = LOSSES[cell.loss].options
     if options is not None:
-        install_fused_forward(inner_model(model), StatisticsOptions(**options))
+        install_fused_forward(inner_model(model), StatisticsOptions(**options), packing)
     return model
 
 
@@ -238,6 +277,23 @@ def _train(model: nn.Module, cell: Cell, rank: int) -> Training:
     return found
 
 
+def _packing_of(cell: Cell) -> Any:
+    from liger_trainer.packing.packing import Packing
+
+    packed = PACKINGS[cell.packing]
+    return None if packed is None else Packing(share=True, most=packed.most)
+
+
+def _watch(model: nn.Module) -> None:
+    """Checks at every run of the second layer that FSDP2 has sharded the weights of the first again."""
+    first, second = inner_model(model).model.layers
+
+    def check(*_: Any) -> None:
+        assert all(isinstance(each, DTensor) for each in first.parameters()), "the weights of both layers are gathered"
+
+    second.register_forward_pre_hook(check)
+
+
 def _check(what: str, ours: torch.Tensor, expected: torch.Tensor, tolerance: float, scale: float) -> None:
     error, size = (ours - expected).norm().item(), max(expected.norm().item(), scale)
     assert error <= tolerance * size, f"{what} is off by {error:.2e}, its size is {size:.2e}"
@@ -256,9 +312,17 @@ def run_cell(cell: Cell, rank: int) -> None:
     precision, wrapping = PRECISIONS[cell.precision], WRAPPINGS[cell.wrapping]
     before = start_of(cell.parameters, precision.weights)
     expected = expected_training(cell.parameters, precision.weights, cell.loss, cell.batches, wrapping.steps)
-    model = patched_model(cell)
+    packed, packing = PACKINGS[cell.packing], _packing_of(cell)
+    model = patched_model(cell, packing)
+    if packed is not None and packed.checkpointing:
+        inner_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    # The first layer keeps its weights where its input has no gradient.
+    if cell.wrapping.endswith("resharded") and cell.parameters == "full":
+        _watch(model)
     with counted_logits() as seen:
         ours = _train(model, cell, rank)
+    if packed is not None:
+        assert packing.executed < packing.trained, "no batch was packed, or nothing shared"
     tolerance, keeps = precision.tolerance, wrapping.keeps_parameters
 
     def known(name: str) -> float:

@@ -53,11 +53,25 @@ def _short_last(step: int) -> list[list[Batch]]:
     return [ranks[0], [{name: value[:2] for name, value in ranks[1][0].items()}]] if step else ranks
 
 
+def _shared(step: int) -> list[list[Batch]]:
+    """Rows that begin alike; one rank, in turn, has long ones; of the other's one has no label, or none."""
+    ranks = []
+    for rank, (length, common) in enumerate([(12, 5), (7, 4)]):
+        batch = _rows(10 * step + rank, 4, length, common - 1)
+        for name in ("input_ids", "labels"):
+            batch[name][:, :common] = batch[name][:1, :common]
+        if rank:
+            batch["labels"][slice(None) if step % 2 else 1] = IGNORE
+        ranks.append([batch])
+    return ranks[:: 1 - 2 * (step % 2)]
+
+
 BATCHES: dict[str, Callable[[int], list[list[Batch]]]] = {
     "unequal": _unequal,
     "a rank without labels": _without_labels,
     "accumulated": _accumulated,
     "short last": _short_last,
+    "shared": _shared,
 }
 """Step → the batches of every rank, one for each forward."""
 

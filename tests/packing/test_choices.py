@@ -158,7 +158,7 @@ def test_what_stays_padded_has_a_row_in_the_report(name, tmp_path):
 
 OFF = {
     "its attention is not ours": {"attention": False},
-    "the kernels are off": {"linear_cross_entropy": False, "cross_entropy": False},
+    "the head is not ours": {"linear_cross_entropy": False, "cross_entropy": False},
 }
 
 

@@ -47,7 +47,10 @@ CASES = {
     **{f"GRPO {loss}": ("GRPO", {"loss_type": loss, "beta": 0.04}) for loss in GRPO_LOSSES},
     "GRPO entropy": ("GRPO", {"entropy_coef": 0.1, "temperature": 0.7}),
     "GRPO mixture": ("GRPO", MIXTURE),
-    **{f"GRPO {name}": ("GRPO", {"beta": 0.1, **case}) for name, case in OPTIONS.items()},
+    **{
+        f"GRPO {name}": ("GRPO", {"beta": 0.1, **OPTIONS[name]})
+        for name in ("gemma2", "lora", "reentrant", "split, checkpointed", "accumulated")
+    },
     "RLOO": ("RLOO", {}),
     "RLOO gemma2": ("RLOO", {"model": "gemma2"}),
     "RLOO split": ("RLOO", {**SPLIT, **CHECKPOINTED}),

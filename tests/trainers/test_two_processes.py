@@ -14,17 +14,18 @@ from tests.trainers.parity import assert_close_logs, build, lora
 from tests.trainers.tiny import COMMON, llama, logged
 
 PAIRS = {"ours": "stock", "sft_ours": "sft_stock", "dpo_ours": "dpo_stock", "head_ours": "head_naive"}
+PAIRS |= {"dpo_several": "dpo_stock", "grpo_several": "grpo_stock"}  # forwards for a batch, as many on both processes
 
 
-def preference(output_dir, ours, settings, **case):
-    """Logs of DPO, whose reference model is loaded from the folder of the policy."""
+def preference(output_dir, ours, settings, kind="DPO", most=None, **case):
+    """Logs of DPO, whose reference model is loaded from the folder of the policy, or of GRPO."""
     settings = {
         **settings,
         "gradient_checkpointing": True,
-        "own": {"logits_memory": 128 * 4 * 7, "kernel_report": True},
+        "own": {"logits_memory": 128 * 4 * 7, "kernel_report": most is None, "tokens_per_micro_batch": most},
     }
     model = f"{Path(output_dir).parent}/model"
-    trainer = build("DPO", ours, output_dir, model, **{**settings, **case})
+    trainer = build(kind, ours, output_dir, model, **{**settings, **case})
     trainer.train()
     return logged(trainer)
 
@@ -45,6 +46,9 @@ def work(output_dir):
         results[name] = preference(f"{output_dir}/{name}", ours, settings)
     for name, ours in (("head_naive", False), ("head_ours", True)):
         results[name] = preference(f"{output_dir}/{name}", ours, settings, naive=not ours, peft_config=lora("lm_head"))
+    results["dpo_several"] = preference(f"{output_dir}/dpo_several", True, settings, most=22)
+    for name, most in (("grpo_stock", None), ("grpo_several", 14)):
+        results[name] = preference(f"{output_dir}/{name}", most is not None, settings, "GRPO", most)
     Path(output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(results))
 
 
