@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class Packing:
     trained: int = 0
     executed: int = 0
     _last: tuple[list[Any], list[PackedRow]] | None = None
+    _dropping: weakref.WeakKeyDictionary[nn.Module, bool] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def rows(
         self, model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
@@ -58,7 +60,7 @@ class Packing:
             self.leave(model, reason)
             return None
         batch = Padded(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), labels)
-        share = self.share and not (model.training and drops(model))
+        share = self.share and not (model.training and self._drops(model))
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
         key = [share, *((each, None if each is None else version_of(each)) for each in tensors)]
         if self._last is None or not _same(self._last[0], key):
@@ -98,6 +100,12 @@ class Packing:
                 f"`tokens_per_micro_batch` is {self.most}, but a batch cannot be packed: {reason}. Leave it out."
             )
         warn_once(f"padded: {reason}", f"{type(model).__name__} gets a padded batch: {reason}. (Shown once.)")
+
+    def _drops(self, model: nn.Module) -> bool:
+        """[`drops`] of the model as it was at its first batch: it takes as long as launching a few layers."""
+        if model not in self._dropping:
+            self._dropping[model] = drops(model)
+        return self._dropping[model]
 
     def _agreed(self, rows: int, device: torch.device) -> int:
         """How many forwards the batch takes: its packed rows, or those of the process that has most.

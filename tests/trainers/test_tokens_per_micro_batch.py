@@ -12,6 +12,7 @@ from liger_trainer.head import fused_loss
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.packing import Packing
+from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers import packing
 from tests.trainers.parity import HALF_TOLERANCE, TOLERANCE, assert_close_logs, assert_close_weights, build, lora
 from tests.trainers.test_activation_offloading import Offload
@@ -170,5 +171,7 @@ def test_what_cannot_be_split_is_refused(model, case, message, folders, tmp_path
 def test_a_batch_with_holes_is_refused():
     ids = torch.ones(2, 4, dtype=torch.long)
     given = {"input_ids": ids, "attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}
+    model = llama()
+    apply_liger_kernel(model)
     with pytest.raises(ValueError, match=r"`tokens_per_micro_batch` is 2, .* padding between its tokens"):
-        Packing(share=False, most=2).rows(llama(), given, ids)
+        Packing(share=False, most=2).rows(model, given, ids)
