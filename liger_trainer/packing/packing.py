@@ -62,7 +62,9 @@ class Packing:
         batch = Padded(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), labels)
         share = self.share and not (model.training and self._drops(model))
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
-        key = [share, *((each, None if each is None else version_of(each)) for each in tensors)]
+        # Rows made in inference mode have no backward, and in-place changes of its tensors are not counted.
+        key: list[Any] = [(share, torch.is_inference_mode_enabled())]
+        key += [(each, 0 if each is None else version_of(each)) for each in tensors]
         if self._last is None or not _same(self._last[0], key):
             rows = packed_rows(batch, share, self.most, self._agreed)
             if rows is None:
@@ -133,7 +135,7 @@ def _reason_against(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
 
 def _same(one: list[Any], other: list[Any]) -> bool:
     """Whether two keys have the same objects, unchanged."""
-    return one[0] == other[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(one[1:], other[1:]))
+    return one[0] == other[0] and all(a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(one[1:], other[1:]))
 
 
 def drops(model: nn.Module) -> bool:

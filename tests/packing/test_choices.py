@@ -311,6 +311,21 @@ def test_a_batch_that_was_changed_in_place_is_packed_anew(tmp_path):
         batch["labels"][2, 8 - step] = -100
 
 
+def test_inference_mode_leaves_nothing_behind(tmp_path):
+    """Torch counts no changes of its tensors, and saves none of them for a backward."""
+    trainers = [dpo(tmp_path, own=own) for own in ({}, {"padding_free": False})]
+    batch = batch_of(None)
+    with torch.inference_mode():
+        trainers[0].model(**batch, fused_lm_head=True)
+        changed = {name: each.clone() for name, each in batch.items()}
+        for _ in range(2):
+            one, other = (trainer.model(**changed, fused_lm_head=True).log_probs for trainer in trainers)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            changed["input_ids"][0, 3] += 1
+        trainers[0].model(**batch, fused_lm_head=True)
+    trainers[0].model(**batch, fused_lm_head=True).log_probs.sum().backward()
+
+
 def test_what_follows_a_training_is_as_without_packing(tmp_path, models, seen):
     """Tokens that are generated, and a stock trainer of the same model."""
     ours, _ = trained("DPO", True, tmp_path, models["llama"])
