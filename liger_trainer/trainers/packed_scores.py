@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from typing import Any
 
 import torch
@@ -14,22 +13,28 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.packing.packed_row import PackedRow, each_row
 from liger_trainer.packing.packing import Packing
+from liger_trainer.patching.binding import bind_forward, is_ours
+from liger_trainer.patching.model_forward import forward_layers
 
 _IGNORE_INDEX = -100
 
 
 def scores_packed(model: nn.Module) -> bool:
-    """Whether the forward of `model` is the one that [`install_packed_scores`] knows."""
-    return type(model).forward is GenericForSequenceClassification.forward and "forward" not in vars(model)
+    """Whether the forward of `model` is the one that [`install_packed_scores`] knows, or of an earlier trainer's."""
+    own = "forward" in vars(model) and not any(is_ours(layer) for layer in forward_layers(model))
+    return type(model).forward is GenericForSequenceClassification.forward and not own
 
 
-def install_packed_scores(model: Any, packing: Packing) -> None:
+def install_packed_scores(model: Any, packing: Packing | None) -> None:
     """Gives `model` a forward that packs its batches; one that cannot be packed runs the forward of its class.
 
     Args:
         model: For which [`scores_packed`] holds.
-        packing: How batches are packed.
+        packing: How batches are packed; None leaves them padded, also where an earlier trainer packed them.
     """
+    vars(model).pop("forward", None)  # accelerate may have wrapped it
+    if packing is None:
+        return
     native = type(model).forward
 
     @functools.wraps(native)
@@ -57,7 +62,7 @@ def install_packed_scores(model: Any, packing: Packing) -> None:
         logits = torch.cat(scores).new_zeros(sequences, scores[0].shape[1]).index_copy(0, places, torch.cat(scores))
         return SequenceClassifierOutputWithPast(logits=logits)  # type: ignore[arg-type]
 
-    model.forward = types.MethodType(forward, model)
+    bind_forward(model, forward)
 
 
 def _scored_tokens(model: Any, input_ids: torch.Tensor) -> torch.Tensor:

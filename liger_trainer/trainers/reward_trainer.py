@@ -28,5 +28,4 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
         base = without_adapters(model)
         if self._packing is None and scores_packed(base):
             self._choose_packing()
-            if self._packing is not None:
-                install_packed_scores(base, self._packing)
+            install_packed_scores(base, self._packing)

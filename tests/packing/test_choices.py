@@ -311,6 +311,18 @@ def test_a_batch_that_was_changed_in_place_is_packed_anew(tmp_path):
         batch["labels"][2, 8 - step] = -100
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_second_trainer_of_a_reward_model_has_its_own_flags(bf16, tmp_path, models, seen):
+    model = trained("Reward", True, tmp_path, models["llama"], bf16=bf16)[0].model
+    seen.clear()
+    second, _ = trained("Reward", True, tmp_path, model, bf16=bf16, own={"padding_free": False})
+    assert not seen
+    assert rows_of(second) == {}
+    third, _ = trained("Reward", True, tmp_path, second.model, bf16=bf16, own={"tokens_per_micro_batch": 60})
+    assert rows_of(third) == SPLIT
+    assert set(seen) == {(True, True, True)}
+
+
 def test_inference_mode_leaves_nothing_behind(tmp_path):
     """Torch counts no changes of its tensors, and saves none of them for a backward."""
     trainers = [dpo(tmp_path, own=own) for own in ({}, {"padding_free": False})]
