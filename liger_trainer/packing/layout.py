@@ -4,12 +4,14 @@ Rows that begin in the same column share their longest common beginning. A causa
 of them, so it is exact to compute it once. What is equal need not be a prompt: the beginnings of answers count too.
 
 Of all ways to group rows, with one shared beginning a group, `_best_groups` finds that with the fewest tokens.
+If beginnings of very many lengths are inside each other, only some of the lengths are tried.
 
 All of this is on the host, in numpy.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -20,6 +22,9 @@ import numpy as np
 
 _LEAST_SAVED = 0.05
 """Of all tokens: sharing fewer, such as a first token that all rows have, costs more than it saves."""
+
+_MOST_LEVELS = 40
+"""Of common beginnings inside each other; the search for the best groups goes through all pairs of levels."""
 
 
 class Group(NamedTuple):
@@ -135,7 +140,7 @@ def groups_of(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: b
     for _, same_start in itertools.groupby(ordered, key=lambda row: starts[row]):
         members = list(same_start)
         common = [_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(members)]
-        groups += _best_groups(members, common)
+        groups += _best_groups(members, _levelled(common))
     saved = sum((len(group.rows) - 1) * group.shared for group in groups)
     if saved < _LEAST_SAVED * lengths.sum():
         return alone
@@ -147,6 +152,13 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length
+
+
+def _levelled(common: list[int]) -> list[int]:
+    """The numbers, or at most so many different ones of them, to which the others are rounded down."""
+    levels = sorted(set(common))
+    levels = levels[:: -(-len(levels) // _MOST_LEVELS) or 1]
+    return [levels[bisect.bisect(levels, each) - 1] for each in common]
 
 
 def _best_groups(members: list[int], common: list[int]) -> list[Group]:

@@ -108,6 +108,15 @@ def test_as_many_rows_as_fit_a_batch_are_grouped():
     assert groups(rows) == [Group((2 * i, 2 * i + 1), 3) for i in range(count)]
 
 
+def test_rows_that_each_continue_the_one_before_are_grouped():
+    """Such as all turns of a long dialogue."""
+    rows = rows_of_tokens(*[list(range(1, n + 1)) for n in range(1, 401)])
+    found = groups(rows)
+    assert sorted(row for group in found for row in group.rows) == list(range(400))
+    assert all(group.shared <= min(group.rows) + 1 for group in found)
+    assert sum((len(group.rows) - 1) * group.shared for group in found) > 0.9 * rows.lengths.sum()
+
+
 def test_a_first_token_in_common_is_not_worth_sharing():
     rows = rows_of_tokens([1, *range(10, 40)], [1, *range(50, 80)])
     assert groups(rows) == [Group((0,), 0), Group((1,), 0)]
