@@ -15,8 +15,7 @@ from liger_trainer.packing.packed_row import PackedRow, each_row
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.binding import bind_forward, is_ours
 from liger_trainer.patching.model_forward import forward_layers
-
-_IGNORE_INDEX = -100
+from liger_trainer.trainers.token_statistics import IGNORE_INDEX
 
 
 def scores_packed(model: nn.Module) -> bool:
@@ -69,4 +68,4 @@ def _scored_tokens(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Labels (B, S) with a 0 at the token whose score is its sequence's: the last one that is not the padding token."""
     columns = torch.arange(input_ids.shape[1], device=input_ids.device)
     last = (columns * (input_ids != model.config.get_text_config().pad_token_id)).argmax(-1)
-    return torch.full_like(input_ids, _IGNORE_INDEX).scatter_(1, last[:, None], 0)
+    return torch.full_like(input_ids, IGNORE_INDEX).scatter_(1, last[:, None], 0)
