@@ -106,23 +106,34 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
     tokens = getattr(args, "tokens_per_micro_batch", None)
     if tokens is not None and why:
         raise ValueError(f"`tokens_per_micro_batch` is {tokens}, but {why}. Set `per_device_train_batch_size` instead.")
-    balanced = has_router_loss or getattr(args, "router_z_loss_coef", 0.0) > 0
-    if tokens is not None and balanced:
-        raise ValueError(
-            f"`tokens_per_micro_batch` is {tokens}, but the routers' loss of a whole batch is not the sum of its "
-            "parts'. Set `router_aux_loss_coef` and `router_z_loss_coef` to 0, or `per_device_train_batch_size` "
-            "instead."
-        )
-    # A reentrant checkpoint has a backward of its own in each forward, and DDP and ZeRO reduce a gradient once.
-    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if tokens is not None and reentrant and (is_distributed() or args.deepspeed):
-        raise ValueError(
-            f"`tokens_per_micro_batch` is {tokens}, but checkpoints are reentrant, with which processes cannot share "
-            "the gradients of several forwards. Set `use_reentrant` of `gradient_checkpointing_kwargs` to false (TRL "
-            "does not allow that for adapters with ZeRO-3), or `per_device_train_batch_size` instead."
-        )
+    refused = reason_against_splitting(args, has_router_loss)
+    if tokens is not None and refused:
+        raise ValueError(f"`tokens_per_micro_batch` is {tokens}, but {refused}")
     if not getattr(args, "strict_kernels", False):
         return
     for name, reason in ((PADDING_FREE, why), (SHARE_PROMPT, why or left.get(SHARE_PROMPT))):
         if reason and isinstance(args, PackingFlags) and getattr(args, name, None):
             raise ValueError(f"`{name}` is true and `strict_kernels` is set, but {reason}. Leave one of the two out.")
+
+
+def reason_against_splitting(args: Any, has_router_loss: bool) -> str | None:
+    """Why a batch of these arguments cannot run as several forwards, and what to do; None if it can.
+
+    Args:
+        args: Of the trainer.
+        has_router_loss: Whether the model's routers are balanced by a loss.
+    """
+    if has_router_loss or getattr(args, "router_z_loss_coef", 0.0) > 0:
+        return (
+            "the routers' loss of a whole batch is not the sum of its parts'. Set `router_aux_loss_coef` and "
+            "`router_z_loss_coef` to 0, or `per_device_train_batch_size` instead."
+        )
+    # A reentrant checkpoint has a backward of its own in each forward, and DDP and ZeRO reduce a gradient once.
+    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if reentrant and (is_distributed() or args.deepspeed):
+        return (
+            "checkpoints are reentrant, with which processes cannot share the gradients of several forwards. Set "
+            "`use_reentrant` of `gradient_checkpointing_kwargs` to false (TRL does not allow that for adapters with "
+            "ZeRO-3), or `per_device_train_batch_size` instead."
+        )
+    return None

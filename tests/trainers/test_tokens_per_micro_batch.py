@@ -14,6 +14,7 @@ from liger_trainer.packing import packed_row
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers import packing
+from liger_trainer.trainers.checks.out_of_memory import budgets
 from tests.trainers.parity import HALF_TOLERANCE, TOLERANCE, assert_close_logs, assert_close_weights, build, lora
 from tests.trainers.test_activation_offloading import Offload
 from tests.trainers.tiny import llama, logged
@@ -166,6 +167,16 @@ def test_what_cannot_be_split_is_refused(model, case, message, folders, tmp_path
     monkeypatch.setattr(packing, "is_distributed", lambda: case is REENTRANT)
     with pytest.raises(ValueError, match=message):
         train("DPO", tmp_path, folders[model], 40, **case)
+
+
+@pytest.mark.parametrize(("case", "advised"), [({}, True), (Z_LOSS, False), (REENTRANT, False)])
+def test_out_of_memory_it_is_advised_where_it_is_not_refused(case, advised, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "is_distributed", lambda: case is REENTRANT)
+    own = {"padding_free": None, **case.get("own", {})}
+    trainer, _ = train("DPO", tmp_path, folders["mixtral"], watch=False, **{**case, "own": own})
+    tokens = trainer._packing.tokens_of_last_forward
+    texts = [budget.text for budget in budgets(trainer)]
+    assert (f"tokens_per_micro_batch: {tokens // 2}" in texts) == advised
 
 
 def test_a_batch_with_holes_is_refused():

@@ -17,6 +17,7 @@ from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.work import Run
+from liger_trainer.trainers.packing import reason_against_splitting
 
 logger = logging.getLogger("liger_trainer")
 
@@ -119,7 +120,7 @@ def budgets(trainer: Trainer) -> list[Budget]:
 
 def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     tokens = 0 if getattr(trainer, "_packing", None) is None else trainer._packing.tokens_of_last_forward
-    if tokens > 1 and not getattr(trainer, "aux_loss_enabled", False):  # whose loss is not split
+    if tokens > 1 and not reason_against_splitting(trainer.args, getattr(trainer, "aux_loss_enabled", False)):
         half = _with(batch=max(trainer.args.per_device_train_batch_size // 2, 1))
         yield Budget(f"tokens_per_micro_batch: {tokens // 2}", False, half)
     if getattr(trainer, "_name", None) in _FIXED_BATCH:
