@@ -25,7 +25,8 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
 
     def _apply_kernels(self, model: nn.Module) -> None:
         super()._apply_kernels(model)
-        base = without_adapters(model)
-        if self._packing is None and scores_packed(base):
+        if self._packing is None:
             self._choose_packing()
-            install_packed_scores(base, self._packing)
+            base = without_adapters(model)
+            if scores_packed(base):
+                install_packed_scores(base, self._packing)
