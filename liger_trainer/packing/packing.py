@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.callbacks.logged import is_distributed
-from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.lm_head import is_sharded, version_of
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
 from liger_trainer.packing.proof import NOT_OURS, has_our_attention
 
@@ -55,7 +57,7 @@ class Packing:
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
         """
-        reason = _reason_against(kwargs, labels) if has_our_attention(model) else NOT_OURS
+        reason = _unpackable(kwargs, labels) if has_our_attention(model) else NOT_OURS
         if reason:
             self.leave(model, reason)
             return None
@@ -66,7 +68,8 @@ class Packing:
         key: list[Any] = [(share, torch.is_inference_mode_enabled())]
         key += [(each, 0 if each is None else version_of(each)) for each in tensors]
         if self._last is None or not _same(self._last[0], key):
-            rows = packed_rows(batch, share, self.most, self._agreed)
+            agreed = functools.partial(self._agreed, model)
+            rows = packed_rows(batch, share, self.most, agreed)
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None
@@ -79,8 +82,10 @@ class Packing:
 
     @property
     def tokens_of_last_forward(self) -> int:
-        """The tokens of the largest forward of the last batch; 0 before the first."""
-        return 0 if self._last is None else max(len(row.layout.tokens) for row in self._last[1])
+        """The tokens of the largest forward of several sequences in the last batch; 0 if there was none."""
+        layouts = [row.layout for row in self._last[1]] if self._last else []
+        several = [each for each in layouts if ((each.places >= 0).any(1)).sum() > 1]
+        return max((len(each.tokens) for each in several), default=0)
 
     @property
     def executed_share(self) -> float:
@@ -95,9 +100,9 @@ class Packing:
             reason: Why it cannot be packed.
 
         Raises:
-            ValueError: if it should be split.
+            ValueError: in training, if it should be split.
         """
-        if self.most is not None:
+        if self.most is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"`tokens_per_micro_batch` is {self.most}, but a batch cannot be packed: {reason}. Leave it out."
             )
@@ -109,19 +114,20 @@ class Packing:
             self._dropping[model] = drops(model)
         return self._dropping[model]
 
-    def _agreed(self, rows: int, device: torch.device) -> int:
+    def _agreed(self, model: nn.Module, rows: int, device: torch.device) -> int:
         """How many forwards the batch takes: its packed rows, or those of the process that has most.
 
-        A forward gathers the parameters that processes shard, so all run the same number.
+        A forward gathers the parameters that processes share, so all run the same number. Where every process has a
+        model of its own, one of them may use it alone.
         """
-        if self.most is None or not is_distributed():
+        if self.most is None or not is_distributed() or _is_whole(model):
             return rows
         most = torch.tensor(rows, device=device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         return int(most)
 
 
-def _reason_against(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
+def _unpackable(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
     others = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
     if others:
         return f"its forward is given {', '.join(others)}"
@@ -136,6 +142,22 @@ def _reason_against(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
 def _same(one: list[Any], other: list[Any]) -> bool:
     """Whether two keys have the same objects, unchanged."""
     return one[0] == other[0] and all(a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(one[1:], other[1:]))
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether a forward of `model` needs no other process."""
+    is_split = (getattr(model, "tp_size", None) or 1) > 1 or any(map(is_dtensor, model.parameters()))
+    return not is_split and not any(map(is_sharded, model.modules()))
+
+
+def drops_attention(model: nn.Module) -> bool:
+    """Whether training of `model` drops weights of its attention."""
+    return any(
+        isinstance(rate := getattr(value, "p", value), float) and rate > 0
+        for module in model.modules()
+        for name, value in (*vars(module).items(), *module.named_children())
+        if "att" in name and "drop" in name
+    )
 
 
 def drops(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.packing.packing import Packing, drops
+from liger_trainer.packing.packing import Packing, drops, drops_attention
 from liger_trainer.packing.proof import prove_packing
 from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.packed_scores import scores_packed
@@ -82,6 +82,8 @@ def _reason_against(args: Any, model: nn.Module) -> str:
         return "`torch_compile` is on"
     if getattr(args, "neftune_noise_alpha", None) is not None:
         return "`neftune_noise_alpha` is set, whose noise depends on the length of the longest row"
+    if drops_attention(model):
+        return "its attention has dropout, which takes a mask of all pairs of tokens"
     config = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:
         return f"{type(config).__name__} puts virtual tokens before the prompt"

@@ -143,6 +143,10 @@ LEFT_PADDED = {
     ),
     "eager": ({"model": lambda: llama(attn_implementation="eager")}, "its attention is not ours"),
     "bloom": ({"model": lambda: build_model("bloom")}, "its attention is not ours"),
+    "dropout": (
+        {"model": lambda: llama(attention_dropout=0.1)},
+        "its attention has dropout, which takes a mask of all pairs of tokens",
+    ),
 }
 
 
@@ -195,7 +199,6 @@ def test_models_that_draw_random_numbers_are_known(model, expected):
 @pytest.mark.parametrize(
     "case",
     [
-        {"model": lambda: llama(attention_dropout=0.1), "disable_dropout": False},
         {
             "peft_config": lambda: LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
             "disable_dropout": False,
