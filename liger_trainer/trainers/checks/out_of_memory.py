@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import re
@@ -13,10 +14,12 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
+from liger_trainer.configs.packing_flags import PackingFlags
 from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.work import Run
+from liger_trainer.trainers.packing import check_packing
 
 logger = logging.getLogger("liger_trainer")
 
@@ -119,7 +122,7 @@ def budgets(trainer: Trainer) -> list[Budget]:
 
 def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     tokens = 0 if getattr(trainer, "_packing", None) is None else trainer._packing.tokens_of_last_forward
-    if tokens > 1 and not getattr(trainer, "aux_loss_enabled", False):  # whose loss is not split
+    if tokens > 1 and _may_split(trainer, tokens // 2):
         half = _with(batch=max(trainer.args.per_device_train_batch_size // 2, 1))
         yield Budget(f"tokens_per_micro_batch: {tokens // 2}", False, half)
     if getattr(trainer, "_name", None) in _FIXED_BATCH:
@@ -129,6 +132,19 @@ def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     more = steps * batch // less
     text = f"per_device_train_batch_size: {less}, gradient_accumulation_steps: {more}"
     yield Budget(text, batch == 1, _with(batch=less, accumulation=more))
+
+
+def _may_split(trainer: Any, tokens: int) -> bool:
+    """Whether the trainer has the argument `tokens_per_micro_batch`, and would take it."""
+    if not isinstance(trainer.args, PackingFlags):
+        return False
+    args = copy.copy(trainer.args)
+    args.tokens_per_micro_batch = tokens
+    try:
+        check_packing(args, trainer._packing_rows, getattr(trainer, "aux_loss_enabled", False))
+    except ValueError:
+        return False
+    return True
 
 
 def _kept_results(args: Any) -> Iterator[Budget]:
