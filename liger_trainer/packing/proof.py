@@ -82,9 +82,6 @@ def _reason_against(model: Any) -> str:
     if not available(ATTENTION):
         return "this version of transformers names its attention in another way"
     config = model.config.get_text_config()
-    others = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if any(module.config.get_text_config() is not config for module in others):
-        return "it is made of several models, such as a vision tower and a language model"
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
     if unknown:
         return f"it has layers of the type {', '.join(unknown)}"
@@ -114,8 +111,15 @@ def _small_copy(model: PreTrainedModel) -> nn.Module:
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same kind, with small sizes, and a layer of each of its kinds, two at least."""
+    """A config of the same kind, with small sizes, and a layer of each of its kinds, two at least.
+
+    That of a model of images and text has a small config for each.
+    """
     small = copy.deepcopy(config)
+    if config.get_text_config() is not config:
+        for name in config.sub_configs:
+            setattr(small, name, small_config(getattr(config, name)))
+        return small
     vars(small).pop("quantization_config", None)
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or [None] * layers
@@ -163,7 +167,7 @@ def _compared(model: Any) -> Agreement:
     values = _values(expected)[scored]
     weights = torch.randn(values.shape)
     wanted = _results(model, values, expected, weights)
-    model.config._attn_implementation = NAME
+    model.config.get_text_config()._attn_implementation = {"": NAME}
     errors = []
     for share in (False, True):
         rows = packed_rows(batch, share)

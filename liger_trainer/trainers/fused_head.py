@@ -138,7 +138,9 @@ def _fused_forward(
 
         with compiler_restored():
             rows = None
-            if packing is not None and not args and not torch.compiler.is_compiling():
+            if packing is not None and args:
+                packing.leave(self, "its forward is given positional arguments")
+            elif packing is not None and not torch.compiler.is_compiling():
                 rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels)
             if rows is None:
                 outputs = run({})

@@ -30,10 +30,13 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     if _asked(args, PADDING_FREE, PackingFlags) is False:
         return None, []
     agreement = None
-    reason = _reason_against(args, model)
+    reason, proved = _reason_against(args, model), base
+    if base.get_output_embeddings() is None:
+        reason = reason or ("" if scores_packed(base) else "its forward is not that of transformers' classifiers")
+        proved = getattr(base, base.base_model_prefix, base)
     target = type(base).__name__
     if not reason:
-        agreement = prove_packing(getattr(base, base.base_model_prefix) if scores_packed(base) else base)
+        agreement = prove_packing(proved)
         reason = agreement.reason
     error = None if agreement is None else agreement.error
     if reason:

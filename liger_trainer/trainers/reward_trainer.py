@@ -7,7 +7,7 @@ from trl import RewardTrainer
 
 from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.packed_scores import install_packed_scores, scores_packed
+from liger_trainer.trainers.packed_scores import install_packed_scores
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -25,8 +25,7 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
 
     def _apply_kernels(self, model: nn.Module) -> None:
         super()._apply_kernels(model)
-        base = without_adapters(model)
-        if self._packing is None and scores_packed(base):
+        if self._packing is None:
             self._choose_packing()
             if self._packing is not None:
-                install_packed_scores(base, self._packing)
+                install_packed_scores(without_adapters(model), self._packing)
