@@ -14,7 +14,7 @@ class KernelReportRow:
     """One line of the report.
 
     Args:
-        component: A key of `liger_kernel_config`, such as ``"rms_norm"``.
+        component: A key of `liger_kernel_config`, such as ``"rms_norm"``, or an option, such as ``"padding_free"``.
         target: The class (or function) in the model, such as ``"LlamaRMSNorm"``.
         count: How many instances.
         kernel: What runs instead, such as ``"rms_norm (casting=llama)"``; None where the target is left alone.

@@ -282,6 +282,8 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
         notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")
     if values["trainer"] in _POLICY:
         notes.append(f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`).")
+    if values.get("tokens_per_micro_batch"):
+        notes.append("`tokens_per_micro_batch` is not counted: a batch is planned as one forward, padded.")
     if not values["use_liger_kernel"]:
         notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
     if config.get_text_config() is not config:

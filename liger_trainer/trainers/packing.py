@@ -47,7 +47,7 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     if not may_share or _asked(args, SHARE_PROMPT, SharingFlags) is False:
         return Packing(False, most), rows
     if drops(model):
-        reason = "dropout is on, and would be the same for all that share a prompt"
+        reason = "dropout, such as `lora_dropout`, is on, and would be the same for all that share a prompt"
         rows.append(KernelReportRow(SHARE_PROMPT, target, 1, None, None, f"not in training: {reason}"))
     else:
         rows.append(KernelReportRow(SHARE_PROMPT, target, 1, "common beginnings once", error))

@@ -136,6 +136,13 @@ def test_attention_that_is_left_to_the_launch(capsys, tmp_path):
     assert "Sequences are planned whole, although the launch splits sequences with `cp_size=2`" in out
 
 
+def test_forwards_of_fewer_tokens_are_not_planned(capsys):
+    for options, noted in (([], False), (["--tokens_per_micro_batch", "4096"], True)):
+        code, out, err = run(capsys, "llama3_8b_dpo_lora", "--gpus", "1", *options)
+        assert code == 0, err
+        assert ("`tokens_per_micro_batch` is not counted" in out) is noted
+
+
 def test_no_tensor_is_allocated(capsys, monkeypatch):
     sizes = []
     real = torch.nn.Parameter.__new__

@@ -10,6 +10,7 @@ from trl import DPOConfig
 import liger_trainer
 from liger_trainer.packing import packing as packing_module
 from liger_trainer.packing.packing import Packing, drops
+from liger_trainer.trainers.checks.out_of_memory import budgets
 from tests.attention.families import build as build_model
 from tests.packing.training import DATA, assert_close_gradients, save_models, trained
 from tests.trainers.parity import TOLERANCE, assert_close_logs, build, lora
@@ -64,7 +65,7 @@ def rows_of(trainer):
 
 ON = {"padding_free": "one row without padding", "share_prompt": "common beginnings once"}
 SPLIT = {**ON, "padding_free": "rows of up to 60 tokens without padding"}
-DROPS = "not in training: dropout is on, and would be the same for all that share a prompt"
+DROPS = "not in training: dropout, such as `lora_dropout`, is on, and would be the same for all that share a prompt"
 FLAGS = {
     "default": ({}, ON, (True, True, True)),
     "asked for": ({"padding_free": True, "share_prompt": True, "strict_kernels": True}, ON, (True, True, True)),
@@ -175,11 +176,33 @@ def test_what_is_asked_for_and_cannot_be_done_is_an_error(flag, reason, tmp_path
     assert "\n" not in str(error.value)
 
 
+def with_router_logits():
+    """A model whose routers may have a z-loss without the load-balancing loss."""
+    model = mixtral()
+    model.config.output_router_logits = True
+    return model
+
+
+@pytest.mark.parametrize("case", ["ours", "z-loss", "a config of TRL"])
+def test_where_memory_runs_out_fewer_tokens_are_advised_if_they_would_be_taken(case, tmp_path):
+    if case == "a config of TRL":
+        args = DPOConfig(str(tmp_path), **{**COMMON, "bf16": False})
+        data = {"train_dataset": DATA["DPO"](), "processing_class": tokenizer()}
+        trainer = liger_trainer.LigerDPOTrainer(llama(), llama(), args=args, **data)
+    else:
+        own = {"router_z_loss_coef": 0.1} if case == "z-loss" else {}
+        trainer = dpo(tmp_path, with_router_logits(), own=own, router_aux_loss_coef=0.0)
+    trainer.model(**batch_of(trainer), fused_lm_head=True)
+    advised = [budget.text for budget in budgets(trainer) if "tokens_per_micro_batch" in budget.text]
+    assert advised == (["tokens_per_micro_batch: 9"] if case == "ours" else [])
+
+
 def test_weights_of_routers_are_not_split(tmp_path):
     message = "`tokens_per_micro_batch` is 60, but the routers' loss of a whole batch is not the sum of its parts'."
-    for own, more in (({}, {"router_aux_loss_coef": 0.1}), ({"router_z_loss_coef": 0.1}, {})):
+    for own, coefficient in (({}, 0.1), ({"router_z_loss_coef": 0.1}, 0.0)):
+        own = {"tokens_per_micro_batch": 60, **own}
         with pytest.raises(ValueError, match=message):
-            dpo(tmp_path, mixtral(), own={"tokens_per_micro_batch": 60, **own}, **more)
+            dpo(tmp_path, with_router_logits(), own=own, router_aux_loss_coef=coefficient)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
+from liger_trainer.configs.packing_flags import PackingFlags
 from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
@@ -120,7 +121,7 @@ def budgets(trainer: Trainer) -> list[Budget]:
 
 def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     tokens = 0 if getattr(trainer, "_packing", None) is None else trainer._packing.tokens_of_last_forward
-    if tokens > 1 and not reason_against_splitting(trainer.args, getattr(trainer, "aux_loss_enabled", False)):
+    if tokens > 1 and _may_split(trainer):
         half = _with(batch=max(trainer.args.per_device_train_batch_size // 2, 1))
         yield Budget(f"tokens_per_micro_batch: {tokens // 2}", False, half)
     if getattr(trainer, "_name", None) in _FIXED_BATCH:
@@ -130,6 +131,12 @@ def _smaller_batch(trainer: Any) -> Iterator[Budget]:
     more = steps * batch // less
     text = f"per_device_train_batch_size: {less}, gradient_accumulation_steps: {more}"
     yield Budget(text, batch == 1, _with(batch=less, accumulation=more))
+
+
+def _may_split(trainer: Any) -> bool:
+    """Whether the trainer has the argument `tokens_per_micro_batch`, and would take it."""
+    has_router_loss = getattr(trainer, "aux_loss_enabled", False)
+    return isinstance(trainer.args, PackingFlags) and not reason_against_splitting(trainer.args, has_router_loss)
 
 
 def _kept_results(args: Any) -> Iterator[Budget]:
