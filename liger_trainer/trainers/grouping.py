@@ -61,7 +61,7 @@ class GroupedCompletions(_Base):
             return self._shares_prompt and bool(asked)
         term = _normalised_by_micro_batch(self)
         if term is not None and self.is_world_process_zero():
-            logger.info(
+            logger.warning(
                 "The completions of a prompt stay in different micro-batches, where they cannot share it, since %s "
                 "would change. `share_prompt=True` puts them together.",
                 term,
