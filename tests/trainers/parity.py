@@ -189,11 +189,11 @@ def assert_close_logs(
             assert right[key] == pytest.approx(left[key], abs=absolute, rel=relative, nan_ok=True), key
 
 
-def assert_same_logs(stock: Any, ours: Any) -> None:
+def assert_same_logs(stock: Any, ours: Any, but: Iterable[str] = ()) -> None:
     """Every logged number of at least three logs, relative to the precision of the weights."""
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in stock.model.parameters())
     assert len(logged(stock)) >= 3
-    assert_close_logs(logged(ours), logged(stock), relative=HALF_TOLERANCE if half else TOLERANCE)
+    assert_close_logs(logged(ours), logged(stock), but, relative=HALF_TOLERANCE if half else TOLERANCE)
 
 
 def assert_close_weights(trainer: Any, other: Any, tolerance: float) -> None:
@@ -216,5 +216,7 @@ def assert_parity(kind: str, output_dir: Any, model: str, naive: bool = False, *
     ours = build(kind, True, output_dir / "ours", model, **case)
     assert ours._statistics is not None, "the fused head is not ours"
     ours.train()
-    assert_same_logs(stock, ours)
+    # A reference that was computed in other batches differs from the policy by rounding, which then decides who wins.
+    but = ["rewards/accuracies"] if case.get("precompute_ref_log_probs") else []
+    assert_same_logs(stock, ours, but)
     return stock, ours
