@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from liger_trainer.attention.packed_row import NotPackable, current_plan_of
+from liger_trainer.attention.current_plan import NotPackable, current_plan_of
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS

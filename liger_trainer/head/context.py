@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+
+from liger_trainer.context_variables import set_to
 
 TokenObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Takes what a loss of deferred logits has counted, three 0-d tensors: the sum of the cross entropies of the tokens,
 how many of their labels are the most likely token, and how many tokens have a label."""
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,6 @@ _expected: ContextVar[float | torch.Tensor | None] = ContextVar("liger_trainer_e
 _most_labelled: ContextVar[Callable[[], int] | None] = ContextVar("liger_trainer_most_labelled", default=None)
 
 
-@contextlib.contextmanager
-def _set(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def current_forward() -> ForwardContext | None:
     """The forward that is running and lets its head defer the logits, if any."""
     return _forward.get()
@@ -70,7 +61,7 @@ def current_forward() -> ForwardContext | None:
 
 def forward_context(context: ForwardContext | None) -> contextlib.AbstractContextManager[None]:
     """Makes `context` the current forward; None hides an outer one."""
-    return _set(_forward, context)
+    return set_to(_forward, context)
 
 
 def loss_follows() -> contextlib.AbstractContextManager[None]:
@@ -79,7 +70,7 @@ def loss_follows() -> contextlib.AbstractContextManager[None]:
     For a loss of several models, which no forward can compute from its own labels: patched models then defer their
     logits as if they had labels, also in evaluation and without gradients.
     """
-    return _set(_loss_follows, True)
+    return set_to(_loss_follows, True)
 
 
 def does_loss_follow() -> bool:
@@ -89,7 +80,7 @@ def does_loss_follow() -> bool:
 
 def logits_read_later() -> contextlib.AbstractContextManager[None]:
     """Lets the forwards inside defer logits that the caller will read, also in evaluation."""
-    return _set(_read_later, True)
+    return set_to(_read_later, True)
 
 
 def are_logits_read_later() -> bool:
@@ -99,7 +90,7 @@ def are_logits_read_later() -> bool:
 
 def tokens_observed_by(observe: TokenObserver) -> contextlib.AbstractContextManager[None]:
     """Calls `observe` for every loss of deferred logits inside."""
-    return _set(_observer, observe)
+    return set_to(_observer, observe)
 
 
 def token_observer() -> TokenObserver | None:
@@ -119,7 +110,7 @@ def expected_loss_gradient(value: float | torch.Tensor | None) -> contextlib.Abs
     Args:
         value: A number, or a 0-d tensor (which is not read on the host); None for the derived value.
     """
-    return _set(_expected, value)
+    return set_to(_expected, value)
 
 
 def expected_gradient(reduction: str) -> float | torch.Tensor | None:
@@ -148,7 +139,7 @@ def labelled_rows_at_most(bound: Callable[[], int] | None) -> contextlib.Abstrac
     Args:
         bound: Called by each loss that asks, so it may wait for a count; None if nothing is known.
     """
-    return _set(_most_labelled, bound)
+    return set_to(_most_labelled, bound)
 
 
 def most_labelled_rows() -> int | None:

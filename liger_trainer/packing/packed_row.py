@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.attention.packed_row import packed_row
+from liger_trainer.attention.current_plan import plans_from
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
@@ -76,7 +76,7 @@ class PackedRow:
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
         """Around the model's forward: attention sees of each row what it saw in the batch."""
-        return packed_row(self.plan)
+        return plans_from(self.plan)
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from liger_trainer.attention.current_plan import NotPackable
 from liger_trainer.attention.interface import NAME
-from liger_trainer.attention.packed_row import NotPackable
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of

@@ -37,6 +37,6 @@ def _sharded_layers(model: Any) -> list[Any]:
 
 
 def _shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-    # A layer whose input has a gradient has finished its backward of a later row, and is gathered for that of this one.
+    # FSDP2 gathers the weights for each backward of a layer, but only once if the layer's input gets no gradient.
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
         layer.reshard()

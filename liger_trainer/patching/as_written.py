@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
 
+from liger_trainer.context_variables import set_to
 from liger_trainer.kernels.runtime import triton_drives
 
 _generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=False)
 
 
-@contextlib.contextmanager
-def generation_step() -> Iterator[None]:
+def generation_step() -> contextlib.AbstractContextManager[None]:
     """Marks the forward inside as a step of a generation, whose logits are only sampled from."""
-    token = _generates.set(True)
-    try:
-        yield
-    finally:
-        _generates.reset(token)
+    return set_to(_generates, True)
 
 
 def serves_as_written(x: torch.Tensor) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from contextvars import ContextVar
+
+from liger_trainer.context_variables import set_to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,14 +23,9 @@ class Pass:
 _pass: ContextVar[Pass | None] = ContextVar("liger_trainer_pass", default=None)
 
 
-@contextlib.contextmanager
-def one_pass(again: bool) -> Iterator[None]:
+def one_pass(again: bool) -> contextlib.AbstractContextManager[None]:
     """Declares that the forward inside is the first or the second computation of one."""
-    token = _pass.set(Pass(again))
-    try:
-        yield
-    finally:
-        _pass.reset(token)
+    return set_to(_pass, Pass(again))
 
 
 def current_pass() -> Pass | None:

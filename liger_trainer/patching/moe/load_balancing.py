@@ -22,6 +22,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import called_global, forward_calling
 from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
+from liger_trainer.context_variables import set_to
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
@@ -43,11 +44,8 @@ def recorded_z_losses() -> Iterator[list[torch.Tensor]]:
     Each is a scalar that carries a gradient. A forward that is compiled as one graph gives none.
     """
     collected: list[torch.Tensor] = []
-    token = _z_losses.set(collected)
-    try:
+    with set_to(_z_losses, collected):
         yield collected
-    finally:
-        _z_losses.reset(token)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import running
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.work import Run
-from liger_trainer.trainers.packing import reason_against_splitting
+from liger_trainer.trainers.choose_packing import reason_against_splitting
 
 logger = logging.getLogger("liger_trainer")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 
+from liger_trainer.context_variables import set_to
 from liger_trainer.kernels.attention.plan import AttentionPlan
 
 PlanOf = Callable[[int, int], AttentionPlan]
@@ -18,14 +19,9 @@ class NotPackable(Exception):
     """A model has a mask that no plan of a packed row can express."""
 
 
-@contextlib.contextmanager
-def packed_row(plan_of: PlanOf) -> Iterator[None]:
+def plans_from(plan_of: PlanOf) -> contextlib.AbstractContextManager[None]:
     """The forwards inside are of one packed row, and take their masks from `plan_of`."""
-    token = _plan_of.set(plan_of)
-    try:
-        yield
-    finally:
-        _plan_of.reset(token)
+    return set_to(_plan_of, plan_of)
 
 
 def current_plan_of() -> PlanOf | None:
