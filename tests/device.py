@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import masking_utils
+
+from liger_trainer.attention import interface
 
 # A trainer in one process that sees several is refused.
 one_gpu = pytest.mark.skipif(
@@ -23,6 +26,12 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def as_if_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers, and our attention, read position ids back to find the documents of packed rows; not any more."""
+    for module in (masking_utils, interface):
+        monkeypatch.setattr(module, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import masking_utils
 
-from tests.device import no_host_sync, one_gpu
+from tests.device import as_if_not_packed, no_host_sync, one_gpu
 from tests.tiny_models import TINY_MODELS
-from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs
+from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs, without_padding
 from tests.trainers.tiny import logged, tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), one_gpu]
@@ -19,6 +18,8 @@ KINDS = pytest.mark.parametrize("kind", [ORPO, CPO], ids=["orpo", "cpo"])
 def test_losses_are_those_of_stock(kind, bf16, tmp_path):
     case = {"use_cpu": False, "bf16": bf16, "model": "score" if kind is REWARD else "llama"}
     stock, ours = build(*kind[:2], tmp_path / "stock", **case), build(*kind[2:], tmp_path / "ours", **case)
+    if kind is not REWARD:
+        without_padding(stock)
     stock.train()
     ours.train()
     tolerance = 3e-2 if bf16 else 1e-3
@@ -49,13 +50,12 @@ def long_pairs(rows=4, length=512):
 
 @KINDS
 def test_the_forward_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
-    # transformers itself reads the position ids back to choose its attention kernel.
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    as_if_not_packed(monkeypatch)
     batch, make = long_pairs(length=64)
-    trainer = make(*kind[2:], tmp_path)
+    trainer = make(*kind[2:], tmp_path, padding_free=False)  # packing reads the batch
     original = trainer.model
     # Without the mask: transformers reads it back to choose its attention kernel.
-    unmasked = lambda ids, attention_mask, **kwargs: original(ids, **kwargs)  # noqa: E731
+    unmasked = lambda input_ids, attention_mask, **kwargs: original(input_ids, **kwargs)  # noqa: E731
 
     def step():
         chosen, rejected, chosen_logits, rejected_logits, nll = trainer.concatenated_forward(unmasked, batch)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, masking_utils
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
@@ -12,7 +12,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.device import no_host_sync, one_gpu
+from tests.device import as_if_not_packed, no_host_sync, one_gpu
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 pytestmark = [pytest.mark.gpu, one_gpu]
@@ -102,8 +102,7 @@ def test_losses_are_those_of_stock(bf16, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_step_does_not_wait_for_the_device(tmp_path, monkeypatch):
-    # transformers itself reads the attention mask, or the position ids, back to choose its attention kernel.
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    as_if_not_packed(monkeypatch)
     args = LigerTrainingArguments(
         output_dir=str(tmp_path), **{**ON_DEVICE, "logging_steps": 100}, logging_nan_inf_filter=False, max_grad_norm=1.0
     )

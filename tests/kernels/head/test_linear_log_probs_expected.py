@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.kernels.autograd import one_number
@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import captured, no_host_sync
+from tests.device import as_if_not_packed, captured, no_host_sync
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -317,8 +317,7 @@ def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
 
 @pytest.mark.gpu
 def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers itself reads the position ids back to choose its attention kernel.
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    as_if_not_packed(monkeypatch)
     config = LlamaConfig(
         vocab_size=32768, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
     )
