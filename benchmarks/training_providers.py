@@ -394,7 +394,7 @@ def ours(setup: Setup) -> Trainer:
 
 @training_provider(PADDED)
 def ours_padded(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, padding_free=False, share_prompt=False)
+    return setup.trainer(ours=True, padding_free=False)
 
 
 @training_provider(UNSHARED)

@@ -34,14 +34,13 @@ liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
 ```"""
 UNEVEN_LIBRARIES = {"hf": "TRL", "liger-kernel": "+ Liger", PADDED: PADDED, UNSHARED: UNSHARED, _OURS: _OURS}
 _UNEVEN_RESULTS_TEXT = f"""\
-Alignment, tokens/s of TRL's padded batch / peak GiB, every layer checkpointed. `{PADDED}` is without packing, with
-`padding_free` and `share_prompt` off."""
+Alignment, tokens/s of TRL's padded batch / peak GiB, every layer checkpointed. `{PADDED}` has `padding_free` off."""
 _UNEVEN_TEXT = f"""\
 ## Alignment on uneven lengths
 
 One step through TRL's trainers, every layer checkpointed; GRPO and RLOO on given completions. Lengths are drawn
 uniformly, anew for every step and the same for every provider. Tokens/s / peak GiB; the tokens are those of TRL's
-padded batch, so that ratios are of time. `{PADDED}` has `padding_free` and `share_prompt` off, `{UNSHARED}` the latter.
+padded batch, so that ratios are of time. `{PADDED}` has `padding_free` off, `{UNSHARED}` `share_prompt`.
 
 ```bash
 liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --batch 8 --prompt 1024 --lengths 64:1024 \\

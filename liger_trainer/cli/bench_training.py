@@ -250,10 +250,11 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     providers = _with_budgets(arguments, _with_optimizers(arguments, asked))
     for name in providers:
         find_training_provider(name)  # a mistake is an error before anything is measured
-    packed = next((name for name in providers if name.startswith((PADDED, UNSHARED))), None)
-    if packed and _trainer(arguments) not in ALIGNMENT:
-        trainers = f"{', '.join(ALIGNMENT)}, not with {_trainer(arguments)!r}"
-        raise BenchmarkError(f"Provider {packed!r} goes with `--trainer` {trainers}; leave it out.")
+        # KTO has no two sequences with a prompt in common.
+        trainers = [each for each in ALIGNMENT if each != "kto"] if name.startswith(UNSHARED) else ALIGNMENT
+        if name.startswith((PADDED, UNSHARED)) and _trainer(arguments) not in trainers:
+            given = f"{', '.join(trainers)}, not with {_trainer(arguments)!r}"
+            raise BenchmarkError(f"Provider {name!r} goes with `--trainer` {given}; leave it out.")
     return providers
 
 

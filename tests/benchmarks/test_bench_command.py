@@ -144,6 +144,7 @@ UNEVEN = ["training", "--device", "cpu", "--trainer"]
         ([*UNEVEN, "rloo", "--lengths", "4:8", "--prompt", "4", "--batch", "12"], "give a multiple of 8"),
         ([*UNEVEN, "reward", "--lengths", "1:8"], "has 2 tokens or more"),
         ([*UNEVEN, "sft", "--providers", "hf,liger_trainer padded"], "not with 'sft'; leave it out"),
+        ([*UNEVEN, "kto", "--providers", "liger_trainer unshared"], "grpo, rloo, not with 'kto'; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):

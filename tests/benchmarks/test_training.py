@@ -357,7 +357,7 @@ def test_drawn_lengths():
 def test_providers_without_packing(monkeypatch):
     monkeypatch.setattr(Setup, "trainer", lambda setup, **arguments: {**setup.arguments, **arguments})
     setup = Setup(Task("tiny", trainer="dpo"), None, {}, [])
-    off = {"liger_trainer": {}, PADDED: {"padding_free": False, "share_prompt": False}}
+    off = {"liger_trainer": {}, PADDED: {"padding_free": False}}
     off[f"{UNSHARED} activation_memory=1MiB"] = {"share_prompt": False, "activation_memory": "1MiB"}
     for name, arguments in off.items():
         assert find_training_provider(name)(setup) == {"ours": True, **arguments}
