@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
 from liger_trainer.packing.proof import NOT_OURS, has_our_attention
 
-_UNDERSTOOD = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "output_router_logits"})
+_UNDERSTOOD = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "use_cache", "output_router_logits", "return_dict"}
+)
 """Arguments of a model's forward with which a batch can be packed."""
 
 
@@ -46,7 +48,9 @@ class Packing:
     def rows(
         self, model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
     ) -> list[PackedRow] | None:
-        """The packed rows of a batch, those of the last one if it is the same; None if it cannot be packed.
+        """The packed rows of a batch, those of the last one if it is the same.
+
+        None if it cannot be packed, or has no padding and nothing to share.
 
         Args:
             model: That they are for. It was proved, or is the reference of one that was.
@@ -78,7 +82,9 @@ class Packing:
         if torch.is_grad_enabled():
             self.trained += sum(int(row.layout.shared_by.sum()) for row in rows)
             self.executed += sum(len(row.layout.tokens) for row in rows)
-        return rows
+        # Attention of rows of one length is faster in the batch.
+        saves = len(rows) > 1 or len(rows[0].layout.tokens) < batch.input_ids.numel()
+        return rows if saves else None
 
     @property
     def tokens_of_last_forward(self) -> int:
@@ -131,6 +137,8 @@ def _unpackable(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
     others = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
     if others:
         return f"its forward is given {', '.join(others)}"
+    if kwargs.get("return_dict") is False:
+        return "its forward is to return a tuple"
     tensors = [kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")]
     if tensors[0] is None:
         return "its forward is given no token ids"
@@ -150,25 +158,21 @@ def _is_whole(model: nn.Module) -> bool:
     return not is_split and not any(map(is_sharded, model.modules()))
 
 
+def drops(model: nn.Module) -> bool:
+    """Whether training of `model` draws random numbers: rows that share tokens would share those too."""
+    return any(True for _ in _random(model))
+
+
 def drops_attention(model: nn.Module) -> bool:
     """Whether training of `model` drops weights of its attention."""
-    return any(
-        isinstance(rate := getattr(value, "p", value), float) and rate > 0
-        for module in model.modules()
-        for name, value in (*vars(module).items(), *module.named_children())
-        if "att" in name and "drop" in name
-    )
+    return any("att" in name for name in _random(model))
 
 
-def drops(model: nn.Module) -> bool:
-    """Whether training of `model` draws random numbers: rows that share tokens would share those too.
-
-    A module has its rate of dropout as a number, or a router that of its noise; `nn.Dropout` calls it `p`.
-    """
-    return any(
-        isinstance(rate, float)
-        and rate > 0
-        and (isinstance(module, nn.Dropout) or "dropout" in name or "jitter" in name)
-        for module in model.modules()
-        for name, rate in vars(module).items()
-    )
+def _random(model: nn.Module) -> Iterator[str]:
+    """The names under which modules have a rate above 0: that of dropout, or of a router's noise."""
+    for module in model.modules():
+        for name, value in (*vars(module).items(), *module.named_children()):
+            is_dropout = isinstance(value, nn.Dropout)
+            rate = value.p if is_dropout else value
+            if isinstance(rate, float) and rate > 0 and (is_dropout or "drop" in name or "jitter" in name):
+                yield name

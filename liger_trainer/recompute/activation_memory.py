@@ -88,7 +88,7 @@ class ActivationMemory:
         if step < self._step:  # another run, maybe of another model or batch
             self._start()
         is_new, self._step = step != self._step, step
-        replace_checkpoints(model, self._checkpoint)
+        self.attach(model)
         self._first = step if self._first is None else self._first
         self._calls.clear()
         self._growth, self.kept, self._recorder = None, 0, None
@@ -104,6 +104,10 @@ class ActivationMemory:
         elif self._proved:
             self._watch(step)
         return None
+
+    def attach(self, model: nn.Module) -> None:
+        """Has the checkpointed layers of `model` ask what they keep."""
+        replace_checkpoints(model, self._checkpoint)
 
     def end(self) -> None:
         """To be called after the backward of a micro-batch."""

@@ -60,11 +60,21 @@ class ActivationMemoryMixin(ResumingMixin):
     def _let_layers_keep(self) -> None:
         """To be called before the forward of every loss."""
         # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
-        if self._kept is None or not self.model.training or not torch.is_grad_enabled():
-            return
-        line = self._kept.begin(self.model_wrapped, self.state.global_step)
-        if line is not None:
-            self._announce_plan(line)
+        kept = self._kept_in_training()
+        if kept is not None:
+            line = kept.begin(self.model_wrapped, self.state.global_step)
+            if line is not None:
+                self._announce_plan(line)
+
+    def _let_layers_keep_again(self) -> None:
+        """To be called before the backward, which has forwards of its own with `tokens_per_micro_batch`."""
+        # TRL's DPO and KTO have the reference answer after the policy.
+        kept = self._kept_in_training()
+        if kept is not None:
+            kept.attach(self.model_wrapped)
+
+    def _kept_in_training(self) -> ActivationMemory | None:
+        return self._kept if self.model.training and torch.is_grad_enabled() else None
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""

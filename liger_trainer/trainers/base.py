@@ -224,6 +224,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        self._let_layers_keep_again()
         if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
             return result
         z_loss = mean_z_loss(z_losses)

@@ -48,7 +48,9 @@ def install_packed_scores(model: Any, packing: Packing | None) -> None:
             rows = None
         if rows is None:
             return native(self, *args, **kwargs)
-        options = {name: value for name, value in kwargs.items() if name not in rows[0].inputs}
+        others = kwargs.keys() - rows[0].inputs.keys()
+        # PEFT passes all arguments on, those of the score and its loss too.
+        options = {name: kwargs[name] for name in others if kwargs[name] is not None}
         backbone = getattr(self, self.base_model_prefix)
 
         def of(row: PackedRow) -> torch.Tensor:

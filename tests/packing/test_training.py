@@ -61,6 +61,7 @@ CASES = {
     "CPO split": ("CPO", {**SPLIT, **CHECKPOINTED}),
     "Reward": ("Reward", {}),
     "Reward gemma2": ("Reward", {"model": "gemma2", "center_rewards_coefficient": 0.1}),
+    "Reward lora": ("Reward", {"peft_config": lora("q_proj", "v_proj", task_type="SEQ_CLS")}),
     "Reward split": ("Reward", {**SPLIT, **CHECKPOINTED}),
 }
 OTHERS = {

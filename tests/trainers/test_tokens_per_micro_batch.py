@@ -10,10 +10,11 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import ROUTER_BALANCE
 from liger_trainer.head import fused_loss
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.packing import packed_row
+from liger_trainer.packing import packed_row, packing
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers import packing
+from liger_trainer.recompute import activation_memory
+from liger_trainer.trainers import choose_packing
 from liger_trainer.trainers.checks.out_of_memory import budgets
 from tests.trainers.parity import HALF_TOLERANCE, TOLERANCE, assert_close_logs, assert_close_weights, build, lora
 from tests.trainers.test_activation_offloading import Offload
@@ -136,6 +137,26 @@ def test_activations_of_one_forward_are_in_memory(case, folders, tmp_path, monke
     assert max(forwards.alive) == 1
 
 
+def test_layers_keep_results_where_a_backward_follows(folders, tmp_path, monkeypatch):
+    keeping, rows = activation_memory.keeping_contexts, Packing.rows
+    kept, forwards = [], []
+    monkeypatch.setattr(activation_memory, "keeping_contexts", lambda calls: kept.append(calls) or keeping(calls))
+
+    def counted(self, *args):
+        found = rows(self, *args)
+        if torch.is_grad_enabled():
+            forwards.append(len(found))
+        return found
+
+    monkeypatch.setattr(Packing, "rows", counted)
+    own = {"tokens_per_micro_batch": 40, "activation_memory": "1GiB"}
+    trainer = build("DPO", True, tmp_path, folders["llama"], own=own, max_steps=5, **CHECKPOINTS)
+    trainer.train()
+    assert min(forwards) > 1
+    assert len(kept) == 2 * sum(forwards[3:])  # two layers, from the fourth step on, whatever else computes them
+    assert all(kept)
+
+
 def test_dropout_is_drawn_once(folders, tmp_path, monkeypatch):
     case = {"peft_config": lora(lora_dropout=0.3), "disable_dropout": False}
     trainer, _ = train("DPO", tmp_path, folders["llama"], 40, **case)
@@ -164,14 +185,14 @@ def test_activation_offloading(folders, tmp_path, tmp_path_factory):
     ],
 )
 def test_what_cannot_be_split_is_refused(model, case, message, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "is_distributed", lambda: case is REENTRANT)
+    monkeypatch.setattr(choose_packing, "is_distributed", lambda: case is REENTRANT)
     with pytest.raises(ValueError, match=message):
         train("DPO", tmp_path, folders[model], 40, **case)
 
 
 @pytest.mark.parametrize(("case", "advised"), [({}, True), (Z_LOSS, False), (REENTRANT, False)])
 def test_out_of_memory_it_is_advised_where_it_is_not_refused(case, advised, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "is_distributed", lambda: case is REENTRANT)
+    monkeypatch.setattr(choose_packing, "is_distributed", lambda: case is REENTRANT)
     own = {"padding_free": None, **case.get("own", {})}
     trainer, _ = train("DPO", tmp_path, folders["mixtral"], watch=False, **{**case, "own": own})
     tokens = trainer._packing.tokens_of_last_forward
@@ -186,3 +207,50 @@ def test_a_batch_with_holes_is_refused():
     apply_liger_kernel(model)
     with pytest.raises(ValueError, match=r"`tokens_per_micro_batch` is 2, .* padding between its tokens"):
         Packing(share=False, most=2).rows(model, given, ids)
+    with torch.no_grad():  # the model is used for something else
+        assert Packing(share=False, most=2).rows(model, given, ids) is None
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["whole", "split"])
+def test_processes_agree_where_they_share_a_model(size, monkeypatch):
+    asked = []
+    monkeypatch.setattr(packing, "is_distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, _: asked.append(int(count)))
+    model = llama()
+    apply_liger_kernel(model)
+    monkeypatch.setattr(type(model), "tp_size", size, raising=False)
+    ids = torch.arange(12).view(3, 4)
+    assert len(Packing(share=False, most=4).rows(model, {"input_ids": ids}, ids)) == 3
+    assert asked == ([3] if size > 1 else [])
+
+
+def test_a_forward_of_one_sequence_is_not_advised_to_be_smaller():
+    model = llama()
+    apply_liger_kernel(model)
+    ids = torch.arange(12).view(3, 4)
+    for most, tokens in ((8, 8), (4, 0)):
+        made = Packing(share=False, most=most)
+        made.rows(model, {"input_ids": ids}, ids)
+        assert made.tokens_of_last_forward == tokens
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "share", "packed"),
+    [
+        (3, (4, 4, 4), False, False),
+        (3, (4, 4, 3), False, True),
+        (1, (4,), True, False),
+        (2, (4, 4), True, True),
+    ],
+)
+def test_a_batch_that_has_nothing_to_save_stays_as_it_is(rows, lengths, share, packed, caplog):
+    model = llama()
+    apply_liger_kernel(model)
+    ids = torch.arange(4).repeat(rows, 1)
+    mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()
+    made = Packing(share=share)
+    found = made.rows(model, {"input_ids": ids, "attention_mask": mask}, ids)
+    assert (found is not None) == packed
+    assert made.trained == sum(lengths)
+    assert made.executed == (sum(lengths) if not share else 4)
+    assert "padded" not in caplog.text
