@@ -191,7 +191,7 @@ def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -
         return None
     labels = {name: label for name, label in UNEVEN_LIBRARIES.items() if name in measured}
     title = f"Alignment on uneven lengths, tokens of TRL's padded batch, {device}"
-    figure, axes = _axes(2, title, max(5.5, 1.8 * len(tasks)), rows=2)
+    figure, axes = _axes(2, title, max(5.5, 2 * len(tasks)), rows=2)
     _bars(axes, [*tasks.values()], [task_title(found[0]).replace(", ", "\n") for found in tasks.values()], labels)
     axes[0].legend(frameon=False, fontsize=8, ncols=len(labels), loc="lower left", bbox_to_anchor=(0, 1.06))
     for axis in axes:

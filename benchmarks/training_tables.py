@@ -34,13 +34,15 @@ liger-trainer bench longest --model llama3-8b --lora 16 --length 65536
 ```"""
 UNEVEN_LIBRARIES = {"hf": "TRL", "liger-kernel": "+ Liger", PADDED: PADDED, UNSHARED: UNSHARED, _OURS: _OURS}
 _UNEVEN_RESULTS_TEXT = f"""\
-Alignment, tokens/s of TRL's padded batch / peak GiB, every layer checkpointed. `{PADDED}` has `padding_free` off."""
+Alignment, tokens/s of TRL's padded batch / peak GiB, every layer checkpointed. `{PADDED}` has
+`padding_free` off, and `{UNSHARED}` has `share_prompt` off."""
 _UNEVEN_TEXT = f"""\
 ## Alignment on uneven lengths
 
 One step through TRL's trainers, every layer checkpointed; GRPO and RLOO on given completions. Lengths are drawn
 uniformly, anew for every step and the same for every provider. Tokens/s / peak GiB; the tokens are those of TRL's
-padded batch, so that ratios are of time. `{PADDED}` has `padding_free` off, `{UNSHARED}` `share_prompt`.
+padded batch, so that ratios are of time. `{PADDED}` has `padding_free` off, and
+`{UNSHARED}` has `share_prompt` off.
 
 ```bash
 liger-trainer bench training --model llama3-8b --trainer dpo --lora 16 --batch 8 --prompt 1024 --lengths 64:1024 \\
@@ -69,9 +71,9 @@ def results_table(results: Results) -> str:
 
     Below it, if there are results, the table and the picture of alignment on uneven lengths.
     """
-    tasks = [records for records in _on_one_gpu(results) if records[0].checkpointing]
+    tasks = [records for records in _on_one_gpu(results) if not _is_alignment(records) and records[0].checkpointing]
     tasks = [records for records in tasks if records[0].length <= _LONGEST_IN_RESULTS]
-    tasks.sort(key=lambda records: (_is_alignment(records), bool(records[0].lora), records[0].quantize))
+    tasks.sort(key=lambda records: (bool(records[0].lora), records[0].quantize))
     table, uneven = _steps(results, tasks, _cost), _uneven(results)
     below = [_UNEVEN_RESULTS_TEXT, _uneven_table(uneven), _uneven_picture("docs/images/alignment.png")]
     return "\n\n".join([table, *below]) if uneven else table

@@ -231,3 +231,16 @@ def test_install_names_the_declared_versions():
         for specifier in declared[package.lower()]:
             word = {">=": f"{specifier.version} or newer", "<": f"below {specifier.version}"}[specifier.operator]
             assert word in rows[package], package
+
+
+def test_printed_report_is_what_the_code_before_it_prints(monkeypatch, capsys):
+    guide = ROOT / "docs" / "guides" / "patching.md"
+    monkeypatch.setenv("COLUMNS", "120")
+    (source,) = (code for code in blocks(guide, "python") if "print(apply_liger_kernel(" in code)
+    (shown,) = blocks(guide, "text")
+    exec(compile(source, str(guide), "exec"), {"__name__": "readme"})
+
+    def lines(text):  # probe errors are of this processor
+        return [re.sub(r"\d\.\de[+-]\d\d", "0.0e+00", line.rstrip()) for line in text.rstrip().splitlines()]
+
+    assert lines(shown) == lines(capsys.readouterr().out)
