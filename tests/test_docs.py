@@ -225,7 +225,8 @@ def test_every_public_name_is_in_the_reference():
 def test_install_names_the_declared_versions():
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\w+) \| (\d.*) \|$", text, flags=re.MULTILINE))
-    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     declared = {Requirement(line).name: Requirement(line).specifier for line in lines}
     for package in ("torch", "Triton", "transformers", "TRL", "PEFT", "accelerate", "datasets"):
         for specifier in declared[package.lower()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -97,7 +98,10 @@ def run(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("train", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
+        if missing:
+            raise UserError(f"The command line needs `{missing}`: pip install 'liger-trainer[train]'")
         return _run_command(arguments, rest, argv)
     except UserError as error:
         if getattr(arguments, "debug", False):
