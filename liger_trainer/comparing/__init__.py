@@ -1,0 +1,1 @@
+"""``liger-trainer compare``: the stock trainer against ours, on the same weights and data."""
