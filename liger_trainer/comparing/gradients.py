@@ -24,6 +24,12 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
+def norm_of(model: nn.Module) -> float:
+    """The norm of all gradients, summed in fp32: that of bf16 gradients, which is logged, is rounded to bf16."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients_of(model).values()]
+    return torch.stack(norms).double().norm().item() if norms else 0.0
+
+
 def save_gradients(model: nn.Module, folder: Path) -> None:
     """Writes the gradients into `folder`, one file each, so that the host holds one at a time."""
     folder.mkdir()

@@ -30,6 +30,7 @@ _ALIKE: dict[str, Any] = {
     "logging_steps": 1,
     "logging_strategy": "steps",
     "eval_strategy": "no",
+    "eval_on_start": False,
     "save_strategy": "no",
     "load_best_model_at_end": False,
     "report_to": "none",
@@ -153,7 +154,7 @@ def _check_comparable(values: Mapping[str, Any], source: Path) -> None:
     for key, reason in _REFUSED.items():
         if values.get(key):
             raise RecipeError(f"{source}: `{key}` is {values[key]!r}, which cannot be compared: {reason}.")
-    if values["expert_parallel_size"] > 1 or values.get("tp_size", 1) > 1:
+    if values["expert_parallel_size"] > 1:
         raise RecipeError(
             f"{source}: `expert_parallel_size` is {values['expert_parallel_size']}, but `compare` runs one process on "
             "one device; set it to 1."

@@ -9,18 +9,20 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from liger_trainer.comparing.request import WARM_START, Request, values_of
 from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer
 
     from liger_trainer.recipe.load import Recipe
@@ -37,7 +39,7 @@ class Measured:
     Args:
         weights: A digest of the weights that it started from.
         loss: The loss of each step.
-        grad_norm: The norm of each step's gradients, before they are clipped.
+        grad_norm: The norm of each step's gradients before they are clipped, summed in fp32 whatever their dtype.
         tokens: Tokens of each step, without padding.
         seconds: Time of each step, without generation.
         peak_memory_gib: Peak memory of the accelerator or, on a CPU, of the process.
@@ -45,7 +47,7 @@ class Measured:
         gradients: For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
         dropped: Arguments of ours that the stock run does not have.
         generated: How often it asked for completions.
-        kernels: The report of what was patched; empty for the stock runs.
+        kernels: What was patched, as rows of component, target, count and kernel; empty for the stock runs.
     """
 
     weights: str
@@ -58,7 +60,7 @@ class Measured:
     gradients: dict[str, dict[str, float]]
     dropped: dict[str, Any]
     generated: int
-    kernels: str
+    kernels: list[list[str]]
 
     @classmethod
     def read(cls, work: Path, side: str) -> Measured:
@@ -124,8 +126,8 @@ def run_side(request: Request, side: str) -> Measured:
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Measured(
         weights=weights,
-        loss=[float(entry["loss"]) for entry in history],
-        grad_norm=[float(entry["grad_norm"]) for entry in history],
+        loss=[math.nan if entry["loss"] is None else float(entry["loss"]) for entry in history],
+        grad_norm=recorder.norms,
         tokens=recorder.tokens,
         seconds=recorder.seconds,
         peak_memory_gib=recorder.peak_memory_gib(),
@@ -133,7 +135,10 @@ def run_side(request: Request, side: str) -> Measured:
         gradients=recorder.gradients,
         dropped=dropped,
         generated=completions.calls,
-        kernels=str(getattr(trainer, "kernel_report", "") or ""),
+        kernels=[
+            [row.component, row.target, str(row.count), row.kernel or f"left alone: {row.reason}"]
+            for row in getattr(trainer, "kernel_report", None) or ()
+        ],
     )
 
 
@@ -203,7 +208,7 @@ def digest(model: Any) -> str:
 
 
 class Recorder:
-    """Measures the steps of a trainer: their time, tokens, and the gradients of the first.
+    """Measures the steps of a trainer: their time, tokens, norms of gradients, and the gradients of the first.
 
     Args:
         trainer: A trainer that has not trained yet.
@@ -218,9 +223,9 @@ class Recorder:
         self.trainer, self.completions, self.folder, self.record = trainer, completions, folder, record
         self.seconds: list[float] = []
         self.tokens: list[int] = []
+        self.norms: list[float] = []
         self.gradients: dict[str, dict[str, float]] = {}
         self._began = 0.0
-        self._seen = False
         recorder = self
 
         class Clock(TrainerCallback):
@@ -281,15 +286,18 @@ class Recorder:
         self.tokens[-1] += sum(int(tokens.sum()) for tokens, _ in token_masks(inputs))
 
     def _look_at_gradients(self) -> None:
-        from liger_trainer.comparing.gradients import compare_gradients, save_gradients
+        """Once a step: when the gradients are clipped or, where they are not, before the optimizer's step."""
+        from liger_trainer.comparing.gradients import compare_gradients, norm_of, save_gradients
 
-        if self._seen:
+        if len(self.norms) == len(self.tokens):
             return
-        self._seen, before, model = True, self._now(), self.trainer.model
-        if self.record:
-            save_gradients(model, self.folder)  # type: ignore[arg-type]
-        else:
-            self.gradients = compare_gradients(model, self.folder)  # type: ignore[arg-type]
+        before, model = self._now(), cast("nn.Module", self.trainer.model)
+        if not self.norms and self.record:
+            save_gradients(model, self.folder)
+        elif not self.norms:
+            self.gradients = compare_gradients(model, self.folder)
+        scaler = self.trainer.accelerator.scaler  # of fp16, which has not divided by its scale yet
+        self.norms.append(norm_of(model) / (scaler.get_scale() if scaler is not None else 1.0))
         self._began += self._now() - before
 
 
