@@ -146,16 +146,18 @@ def _show(found: Comparison) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     verdict = found.verdict
     parts = verdict.parts[:_SHOWN]
-    title = f"{found.title}: differences from stock (gradients of the {len(parts)} parts that differ most)"
-    tables = [(title, results.DIFFERENCE_HEADER, [results.difference_row(one) for one in (*verdict.curves, *parts)])]
-    tables.append(("Speed and memory", results.COST_HEADER, results.cost_rows(found.runs)))
-    for title, header, rows in tables:
+
+    def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(title=title, title_justify="left")
         for place, name in enumerate(header):
             table.add_column(name, justify="right" if place else "left")
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+    title = f"{found.title}: differences from stock (gradients of the {len(parts)} parts that differ most)"
+    show(title, results.DIFFERENCE_HEADER, [results.difference_row(one) for one in (*verdict.curves, *parts)])
+    show("Speed and memory", results.COST_HEADER, results.cost_rows(found.runs))
     for line in (*results.cost_notes(found.runs), *found.notes, *verdict.reasons[:_SHOWN], RULE):
         console.print(line, markup=False)
     console.print(found.headline, style="bold green" if verdict.agrees else "bold red", markup=False)

@@ -34,16 +34,17 @@ class Completions:
         """Replaces `generate`."""
         from transformers import GenerationMixin
 
-        native, self_ = GenerationMixin.generate, self
+        mixin: Any = GenerationMixin
+        native, completions = mixin.generate, self
 
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
-                return self_._recorded(model, native, *args, **kwargs)
+                return completions._recorded(model, native, *args, **kwargs)
             finally:
-                self_.seconds += time.perf_counter() - start
+                completions.seconds += time.perf_counter() - start
 
-        GenerationMixin.generate = generate  # type: ignore[method-assign]
+        mixin.generate = generate
 
     def _recorded(self, model: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
         file, prompts = self.folder / f"{self.calls}.pt", kwargs.get("input_ids", args[0] if args else None)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shlex
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ class Comparison:
 
 
 def tokens_per_second(run: Measured) -> float:
-    """Tokens a second, without the first step, which compiles and allocates, and without generation."""
-    first = 1 if len(run.seconds) > 1 else 0
-    return sum(run.tokens[first:]) / sum(run.seconds[first:])
+    """The median of the steps after the first, which compiles and allocates; without generation."""
+    rates = [tokens / seconds for tokens, seconds in zip(run.tokens, run.seconds)]
+    return statistics.median(rates[1:] or rates)
 
 
 def write_json(found: Comparison) -> Path:
