@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from argparse import Namespace
@@ -55,7 +56,7 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
     """Compares ``arguments.recipe`` with the `options` that win over it.
 
     Returns:
-        0 if ours agrees with stock, 1 if it differs.
+        0 if ours agrees with stock, 1 if it differs, 130 after Ctrl-C.
 
     Raises:
         UserError: for a mistake, what cannot be compared, and a run that fails.
@@ -77,7 +78,11 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
     request = _request(arguments, options)
     values, source, notes = values_of(request)  # mistakes are found before a folder is made
     folder = _make(request.folder)
-    runs = run_sides(request, lambda text: print(f"liger-trainer: {text}", file=sys.stderr, flush=True))
+    try:
+        runs = run_sides(request, lambda text: print(f"liger-trainer: {text}", file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        print(f"\nliger-trainer: interrupted; the logs of the runs are in {folder}.", file=sys.stderr)
+        return 128 + signal.SIGINT
     if runs[STOCK].generated:
         notes.append("Completions are those of the stock run, in every run: generation is not compared.")
     if runs[STOCK].dropped:

@@ -22,6 +22,7 @@ from liger_trainer.comparing.request import WARM_START, Request, values_of
 from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import Trainer
 
@@ -131,7 +132,7 @@ def run_side(request: Request, side: str) -> Measured:
         tokens=recorder.tokens,
         seconds=recorder.seconds,
         peak_memory_gib=recorder.peak_memory_gib(),
-        device=str(trainer.args.device),
+        device=device_name(trainer.args.device),
         gradients=recorder.gradients,
         dropped=dropped,
         generated=completions.calls,
@@ -140,6 +141,13 @@ def run_side(request: Request, side: str) -> Measured:
             for row in getattr(trainer, "kernel_report", None) or ()
         ],
     )
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or the kind of any other device."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
@@ -226,6 +234,7 @@ class Recorder:
         self.norms: list[float] = []
         self.gradients: dict[str, dict[str, float]] = {}
         self._began = 0.0
+        self._pending: list[torch.Tensor] = []  # tokens of the step so far; counting does not wait for the device
         recorder = self
 
         class Clock(TrainerCallback):
@@ -267,11 +276,12 @@ class Recorder:
         return MemoryCallback().metrics(self.trainer.args, self.trainer.state)["peak_memory_gib"]
 
     def _begin(self) -> None:
-        self.tokens.append(0)
         self._began = self._now()
 
     def _end(self) -> None:
         self.seconds.append(self._now() - self._began)
+        self.tokens.append(sum(map(int, self._pending)))
+        self._pending.clear()
 
     def _now(self) -> float:
         import torch
@@ -283,13 +293,13 @@ class Recorder:
     def _count(self, inputs: Any) -> None:
         from liger_trainer.callbacks.batch_tokens import token_masks
 
-        self.tokens[-1] += sum(int(tokens.sum()) for tokens, _ in token_masks(inputs))
+        self._pending += [tokens.sum() for tokens, _ in token_masks(inputs)]
 
     def _look_at_gradients(self) -> None:
         """Once a step: when the gradients are clipped or, where they are not, before the optimizer's step."""
         from liger_trainer.comparing.gradients import compare_gradients, norm_of, save_gradients
 
-        if len(self.norms) == len(self.tokens):
+        if len(self.norms) > len(self.tokens):
             return
         before, model = self._now(), cast("nn.Module", self.trainer.model)
         if not self.norms and self.record:

@@ -153,3 +153,13 @@ def test_several_gpus_and_launchers_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main(["compare", "quickstart"]) == 2
     assert "was started by a launcher" in message_of(capsys.readouterr().err)
+
+
+def test_ctrl_c(monkeypatch, capsys):
+    def interrupted(name, folder, log):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "start", interrupted)
+    assert main(["compare", "quickstart", "--smoke", "--output_dir", "result"]) == 130
+    assert "liger-trainer: interrupted" in message_of(capsys.readouterr().err)
+    assert not list(Path("result").iterdir())

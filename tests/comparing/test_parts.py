@@ -186,3 +186,13 @@ def test_stock_classes_and_arguments(trainer):
     assert {"use_liger_kernel", "liger_kernel_config", "activation_memory", "non_finite"} <= own
     assert not own & {"optim", "learning_rate", "logging_nan_inf_filter"}
     assert ("tokens_per_micro_batch" in own) == (trainer in ("dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"))
+
+
+def test_stock_distillation():
+    """Trainers that no recipe names yet."""
+    import liger_trainer
+    from liger_trainer.comparing.stock import stock_class
+
+    for name in ("GKD", "Distillation"):
+        for what in ("Trainer", "Config"):
+            assert stock_class(getattr(liger_trainer, f"Liger{name}{what}")).__name__ == f"{name}{what}"
