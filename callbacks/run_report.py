@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ class RunReportCallback(TrainerCallback):
     Attributes:
         kernels: The report of [`apply_liger_kernel`]. The Liger trainers set it; with a stock `Trainer` and
             `use_liger_kernel=True`, the callback finds it when training begins.
+        completions: The last ones, as TRL's trainers keep them. `LigerGRPOTrainer` and `LigerRLOOTrainer` set it.
     """
 
     def __init__(self) -> None:
         self.kernels: KernelReport | None = None
+        self.completions: Mapping[str, Any] = {}
         self._has_written = self._has_warned = False
 
     def on_train_begin(
@@ -68,7 +71,7 @@ class RunReportCallback(TrainerCallback):
             return
         path = Path(str(args.output_dir), REPORT)
         try:
-            _replace(path, run_report(args, state, model, self.kernels, ended))
+            _replace(path, run_report(args, state, model, self.kernels, self.completions, ended))
             self._has_written = True
         except Exception as error:  # whatever it is, it is no reason to lose the run
             if not self._has_warned:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from transformers import TrainerState, TrainingArguments
 from liger_trainer.pages import page, paragraph, section, table
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.run_report.charts import charts
-from liger_trainer.run_report.samples import completions
+from liger_trainer.run_report.samples import samples
 from liger_trainer.run_report.settings import changed_arguments, environment
 
 
@@ -22,6 +23,7 @@ def run_report(
     state: TrainerState,
     model: nn.Module | None = None,
     kernels: KernelReport | None = None,
+    completions: Mapping[str, Any] = MappingProxyType({}),
     ended: str = "",
 ) -> str:
     """The text of an HTML file about a run.
@@ -31,17 +33,23 @@ def run_report(
         state: Of the Trainer; its `log_history` has the curves.
         model: The trained model, to name it.
         kernels: What was patched; None without kernels.
+        completions: The last of a policy, as [`samples`] takes them.
         ended: Why training has stopped before its last step, if it has.
     """
-    folder = Path(str(args.output_dir))
+    folder = Path(str(args.output_dir)).resolve()
+    declared = "Those that differ from the declared defaults, as the run has them."
     return page(
-        f"Training run: {folder.resolve().name}",
+        f"Training run: {folder.name}",
         [
             section("Run", _pairs(_facts(args, state, model, ended))),
             section("Curves", *(charts(state.log_history) or [paragraph("Nothing has been logged.")])),
-            completions(folder, state.global_step),
+            samples(completions),
             _kernels(kernels),
-            section("Arguments", paragraph("Those that differ from the defaults."), _pairs(changed_arguments(args))),
+            section(
+                "Arguments",
+                paragraph(declared),
+                _pairs(changed_arguments(args)),
+            ),
             section("Environment", _pairs(environment(args))),
         ],
     )

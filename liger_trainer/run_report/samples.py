@@ -1,9 +1,8 @@
-"""The completions that TRL has written while a policy trained (`log_completions`)."""
+"""The last completions of a policy, with their rewards."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from liger_trainer.pages import paragraph, section, table
@@ -11,35 +10,41 @@ from liger_trainer.pages import paragraph, section, table
 _ROWS, _LETTERS = 8, 2000  # of each cell
 
 
-def completions(folder: Path, step: int) -> str:
-    """A section with the first completions of the last log, or nothing if none were logged.
+def samples(completions: Mapping[str, Any]) -> str:
+    """A section with the last completions, or nothing if there are none.
 
     Args:
-        folder: The run's `output_dir`, in which TRL writes ``completions/completions_STEP.parquet``.
-        step: The run's; files of later steps are those of an earlier run.
+        completions: As TRL's trainers keep them: `prompt`, `completion` and `advantages`, each with one value for each
+            completion, and `rewards` and `extra`, which hold such columns by their names.
     """
-    files = {_step(path): path for path in (folder / "completions").glob("completions_*.parquet")}
-    last = max((found for found in files if 0 <= found <= step), default=None)
-    if last is None:
+    columns = {
+        "prompt": completions.get("prompt", ()),
+        "completion": completions.get("completion", ()),
+        **completions.get("rewards", {}),
+        **completions.get("extra", {}),
+        "advantage": completions.get("advantages", ()),
+    }
+    count = len(columns["prompt"])
+    if not count:
         return ""
-    from pyarrow import parquet  # datasets needs it, so it is there
-
-    rows: list[dict[str, Any]] = parquet.read_table(files[last]).to_pylist()
-    columns = [name for name in (rows[0] if rows else {}) if name != "step"]
-    shown = [[_shown(row[name]) for name in columns] for row in rows[:_ROWS]]
-    words = f"{len(shown)} of the {len(rows)} completions that were logged at step {last}."
-    return section("Samples", paragraph(words), table(columns, shown))
+    columns = {name: list(values)[-_ROWS:] for name, values in columns.items() if len(values) == count}
+    rows = [[_shown(value) for value in row] for row in zip(*columns.values(), strict=True)]
+    words = f"The last {len(rows)} of the {count} completions that were generated last."
+    return section("Samples", paragraph(words), table(list(columns), rows))
 
 
-def _step(path: Path) -> int:
-    number = re.fullmatch(r"completions_(\d+)\.parquet", path.name)
-    return int(number.group(1)) if number else -1
-
-
-def _shown(value: Any) -> object:
-    if isinstance(value, list):  # messages
-        value = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value if isinstance(turn, dict))
+def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = str(value)
-    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]} … ({len(text)} letters)"
+    text = "\n".join(map(_turn, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]} … ({len(text):,} letters)"
+
+
+def _turn(message: Any) -> str:
+    """A message of a conversation; its images are named, not shown."""
+    if not isinstance(message, Mapping):
+        return str(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+    return f"{message.get('role')}: {content}"

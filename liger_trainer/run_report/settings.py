@@ -15,18 +15,17 @@ from liger_trainer._version import __version__
 from liger_trainer.compat.private import installed_version
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
+_EMPTY: tuple[Any, ...] = (None, [], {})
 _SECRETS = ("token", "key", "password", "secret")
 _HIDDEN = "(not shown)"
 
 
 def changed_arguments(args: TrainingArguments) -> list[tuple[str, object]]:
     """Name and value of each argument that is not the default of its class; tokens and keys are not shown."""
-    changed = []
     values = args.to_dict()
-    for field in dataclasses.fields(args):
-        if field.init and getattr(args, field.name) not in (None, [], {}) and values[field.name] != _default(field):
-            changed.append((field.name, _without_secrets(field.name, values[field.name])))
-    return changed
+    given = [field for field in dataclasses.fields(args) if field.init and getattr(args, field.name) not in _EMPTY]
+    changed = [field.name for field in given if not _is_default(field, values[field.name])]
+    return [(name, _without_secrets(name, values[name])) for name in changed]
 
 
 def environment(args: TrainingArguments) -> list[tuple[str, object]]:
@@ -42,11 +41,11 @@ def environment(args: TrainingArguments) -> list[tuple[str, object]]:
     ]
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.name == "accelerator_config":  # None stands for it
-        return AcceleratorConfig().to_dict()
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.name == "accelerator_config":  # the default, None, stands for this one
+        return value.items() <= AcceleratorConfig().to_dict().items()
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return default.value if isinstance(default, enum.Enum) else default
+    return value == (default.value if isinstance(default, enum.Enum) else default)
 
 
 def _without_secrets(name: str, value: object) -> object:

@@ -199,7 +199,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             with memory_advice(self), in_charge(self):
                 return super().train(*args, **kwargs)
         except BaseException as error:  # Ctrl-C too
-            ended = f"at step {self.state.global_step} by {type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            ended = f"at step {self.state.global_step} by {reason}"
             self._run_report.write_again(self.args, self.state, self.model, ended)
             raise
 
