@@ -201,8 +201,14 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         except BaseException as error:  # Ctrl-C too
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             ended = f"at step {self.state.global_step} by {reason}"
-            self._run_report.write_again(self.args, self.state, self.model, ended)
+            if self._reports:
+                self._run_report.write_again(self.args, self.state, self.model, ended)
             raise
+
+    @property
+    def _reports(self) -> bool:
+        """Whether the user has left us the callback that writes the report."""
+        return self._run_report in self.callback_handler.callbacks
 
     def compute_loss(
         self,
@@ -313,7 +319,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
             self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
         super().save_model(output_dir, _internal_call)
-        if not _internal_call and output_dir in (None, self.args.output_dir):
+        if self._reports and not _internal_call and output_dir in (None, self.args.output_dir):
             self._run_report.write(self.args, self.state, self.model)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

@@ -142,6 +142,15 @@ def test_it_comes_with_the_first_thing_that_is_saved(tmp_path):
     assert len(report(tmp_path / "model").charts["loss"]) == 2
 
 
+def test_without_the_callback_there_is_none(tmp_path):
+    trainer = causal(tmp_path, callbacks=[RaiseAfter(3, RuntimeError())], **SAVES)
+    trainer.remove_callback(RunReportCallback)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.save_model()
+    assert not (tmp_path / REPORT).exists()
+
+
 def test_a_stock_trainer(tmp_path):
     args = TrainingArguments(str(tmp_path), **{**COMMON, **SAVES})
     Trainer(llama(), args, train_dataset=token_rows(), callbacks=[RunReportCallback()]).train()
