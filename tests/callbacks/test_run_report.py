@@ -247,13 +247,14 @@ def test_logs_of_any_kind():
     entries = [
         {"loss": 2.0, "note": "text", "flag": True, "step": 1},
         {"loss": None, "step": 2},
-        {"loss": math.nan, "step": 3},
-        {"loss": 1.0, "<b>mine</b>": 3, "step": 4},
+        {"loss": 1.5, "step": 3},
+        {"loss": math.nan, "step": 4},
+        {"loss": 1.0, "<b>mine</b>": 3, "step": 5},
         {"loss": 5.0},
     ]
     page = history(TrainerState(log_history=json.loads(json.dumps(entries))))
     assert page.charts == {"loss": ["training 1.000"], "<b>mine</b>": ["training 3.000"]}
-    assert [len(places(path)) for path in page.strokes["loss"]] == [0, 2]
+    assert [len(places(path)) for path in page.strokes["loss"]] == [0, 3]
     assert "Nothing has been logged." in history(TrainerState()).text
 
 
