@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from liger_trainer.pages.style import STYLE
 
+GENERATOR = '<meta name="generator" content="liger_trainer">'
+"""Near the start of every page."""
+
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{generator}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>{style}</style>
@@ -26,7 +30,7 @@ def page(title: str, sections: Iterable[str]) -> str:
         title: Plain text, shown at the top and in the browser's tab.
         sections: HTML, from [`section`], in the order of reading.
     """
-    head = _HEAD.format(title=escaped(title), style=STYLE)
+    head = _HEAD.format(generator=GENERATOR, title=escaped(title), style=STYLE)
     return f"{head}<body>\n<h1>{escaped(title)}</h1>\n{''.join(sections)}</body>\n</html>\n"
 
 

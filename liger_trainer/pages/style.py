@@ -29,8 +29,9 @@ svg path.band { fill: var(--faint); fill-opacity: .25; stroke: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
-  white-space: pre-wrap; min-width: 4rem; max-width: 40rem; }
-th { color: var(--faint); font-weight: 500; overflow-wrap: normal; }
+  white-space: pre-wrap; overflow-wrap: break-word; min-width: 5rem; max-width: 36rem; }
+th:last-child, td:last-child { min-width: 8rem; }
+th { color: var(--faint); font-weight: 500; }
 td.number { text-align: right; }
 @media print { figure, tr { break-inside: avoid; } }
 """

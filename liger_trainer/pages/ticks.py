@@ -29,7 +29,9 @@ def ticks(low: float, high: float, most: int, whole: bool = False) -> list[tuple
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)
     step = max(step, 1.0) if whole else step
-    values = [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    slack = 1e-9  # for an end that is a multiple, but for rounding
+    first, last = math.ceil(low / step - slack), math.floor(high / step + slack)
+    values = [index * step for index in range(first, last + 1)]
     return [(value, label(value, step)) for value in values]
 
 
