@@ -27,8 +27,8 @@ def tied_adapters(case: Case) -> list[Trap]:
     if _saves_one_of_two(case, model):
         found.append(
             Trap(
-                "Embedding and head share a weight, and `lora_modules_to_save` trains a copy of one of them: the model "
-                "is loaded again with the two tied, and loses what the copy learnt",
+                "Embedding and head share a weight, and `lora_modules_to_save` trains a copy of one of them alone: the "
+                "other keeps the old values, and the merged model is larger by that weight",
                 "`lora_modules_to_save: null`, or in a script `LoraConfig(..., ensure_weight_tying=True)`",
             )
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from liger_trainer.diagnosis.case import POLICY, Case
+from liger_trainer.diagnosis.case import Case
 from liger_trainer.diagnosis.sample import Sample
 from liger_trainer.diagnosis.trap import CannotCheckError, Trap
 from liger_trainer.recipe.file import first_line
@@ -87,7 +87,7 @@ def _without_label(case: Case, sample: Sample, end: int) -> list[Trap]:
 def _goes_on(case: Case, sample: Sample, end: int) -> list[Trap]:
     stops = {sample.tokenizer.eos_token_id}
     name = case.values["model_name_or_path"]
-    if name is not None and case.values["trainer"] not in POLICY:  # whose generation stops at the tokenizer's alone
+    if name is not None:
         stops |= _stops(case, name)
     if end in stops:
         return []

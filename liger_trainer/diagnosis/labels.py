@@ -21,27 +21,27 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|boi|eoi|boa|eoa|vision_start|visi
 
 def left_out(case: Case, sample: Sample) -> list[Trap]:
     """Rows that the trainer drops without a word, as too long."""
-    if not sample.dropped:
+    dropped = sample.dropped - sample.empty
+    if not dropped:
         return []
-    longest = max((len(one.ids) for one in sample.whole), default=0)
-    fix = f"`max_length: {longest}`" if longest > (case.values.get("max_length") or 0) else "a larger `max_length`"
-    return [
-        Trap(
-            f"{sample.dropped} of {sample.rows} rows are left out of the training, since nothing to learn is left of "
-            f"them at `max_length: {case.values.get('max_length')}`",
-            fix,
-        )
-    ]
+    limit = case.values.get("max_length")
+    what = f"{dropped} of {sample.rows} rows are left out of the training: at `max_length: {limit}` nothing to learn is"
+    return [Trap(f"{what} left of them, or they are too long", _longer(sample, limit))]
 
 
 def without_label(case: Case, sample: Sample) -> list[Trap]:
-    """Sequences without a label, which cost time and teach nothing."""
-    empty = sum(not one.labelled.any() for one in sample.cut)
-    if not empty:
-        return []
-    was_cut = sum(not one.labelled.any() for one in sample.whole) < empty
-    fix = f"`max_length: {_longest(sample)}`" if was_cut else "leave these rows out, or give them an answer"
-    return [Trap(f"{empty} of {len(sample.cut)} sequences have no label: they train nothing, and count as loss 0", fix)]
+    """Rows without a label, which teach nothing."""
+    cut = sum(not one.labelled.any() for one in sample.cut)
+    whole = sum(not one.labelled.any() for one in sample.whole)
+    found = []
+    if sample.empty or whole:
+        count = f"{sample.empty} of {sample.rows} rows" if sample.empty else f"{whole} of {len(sample.whole)} sequences"
+        what = f"{count} have no label: they train nothing, while the loss looks healthy"
+        found.append(Trap(what, "leave them out, or give them an answer"))
+    if cut > whole:
+        what = f"{cut - whole} of {len(sample.cut)} sequences have no label left: their prompts fill `max_length`"
+        found.append(Trap(what, _longer(sample, case.values.get("max_length"))))
+    return found
 
 
 def few_labels(case: Case, sample: Sample) -> list[Trap]:
@@ -72,7 +72,7 @@ def cut_answers(case: Case, sample: Sample) -> list[Trap]:
         Trap(
             f"`max_length: {limit}` cuts the end off {cut} of {len(sample.whole)} sequences: answers without an end "
             "are learnt, while the loss looks healthy",
-            f"`max_length: {_longest(sample)}`, or leave these rows out",
+            f"{_longer(sample, limit)}, or leave these rows out",
         )
     ]
 
@@ -111,5 +111,7 @@ def two_beginnings(case: Case, sample: Sample) -> list[Trap]:
     ]
 
 
-def _longest(sample: Sample) -> int:
-    return max(len(one.ids) for one in sample.whole)
+def _longer(sample: Sample, limit: int | None) -> str:
+    """The fix of a `max_length` that is too small; no lengths are known where the trainer gives no labels."""
+    longest = max((len(one.ids) for one in sample.whole), default=0)
+    return f"`max_length: {longest}`" if longest > (limit or 0) else "a larger `max_length`"

@@ -44,7 +44,7 @@ _ALONE: dict[str, Any] = {  # how to train, of which rows and labels do not depe
     **{"push_to_hub": False, "report_to": "none", "disable_tqdm": True, "auto_find_batch_size": False},
     **{"dataset_num_proc": None, "dataloader_num_workers": 0, "dataloader_drop_last": False},
     **{"per_device_train_batch_size": 8, "precompute_ref_log_probs": False, "sync_ref_model": False},
-    **{"use_vllm": False, "router_z_loss_coef": 0.0, "warm_start": None},
+    **{"use_vllm": False, "router_z_loss_coef": 0.0, "router_aux_loss_coef": 0.0, "warm_start": None},
     **{"packing": False, "padding_free": None},  # which join rows, and change no label
 }
 
@@ -66,7 +66,8 @@ class Sample:
         template: The chat template that the trainer uses in place of the processor's; None for that one.
         is_chat: Whether the rows, or without data the prompts to come, are conversations.
         rows: Number of rows; 0 without data.
-        dropped: How many of them the trainer leaves out.
+        dropped: How many of them the trainer leaves out, with `max_length`.
+        empty: How many it would leave out without `max_length`, since they have no label.
         whole: Their sequences without `max_length`; a pair has two. Empty if answers are generated.
         cut: Those that are trained on, with `max_length`.
     """
@@ -76,6 +77,7 @@ class Sample:
     is_chat: bool = False
     rows: int = 0
     dropped: int = 0
+    empty: int = 0
     whole: tuple[Sequence, ...] = ()
     cut: tuple[Sequence, ...] = ()
 
@@ -114,6 +116,7 @@ def read_sample(case: Case) -> Sample:
             is_chat=is_chat,
             rows=len(rows),
             dropped=len(rows) - len(trainer.train_dataset),
+            empty=len(rows) - len(unlimited.train_dataset),
             whole=tuple(_sequences(unlimited)),
             cut=tuple(_sequences(trainer)),
         )
@@ -191,8 +194,14 @@ def _processor(recipe: Recipe) -> Any:
 def _small_model(tokenizer: Any, kind: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=len(tokenizer), num_labels=1)
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_labels": 1,
+    }
+    config = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=len(tokenizer))
     return (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config)
 
 
