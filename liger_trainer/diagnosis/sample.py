@@ -97,7 +97,7 @@ def read_sample(case: Case) -> Sample:
     with tempfile.TemporaryDirectory() as folder, _quietly():
         recipe = _recipe(case, folder)
         if case.is_model and not _names_data(recipe):
-            tokenizer = _loaded(load_tokenizer, recipe, (), None)
+            tokenizer = _as_trained(recipe, _loaded(load_tokenizer, recipe, (), None))
             return Sample(tokenizer, is_chat=tokenizer.chat_template is not None)
         data = _loaded(load_data, recipe)[0] if _is_on_hub(recipe) else load_data(recipe)[0]
         tokenizer = _loaded(load_tokenizer, recipe, data, None)
@@ -162,6 +162,16 @@ def _first_rows(data: Any) -> Dataset:
     if not rows:
         raise RecipeError("The data has no rows.")
     return Dataset.from_list(rows, features=data.features)
+
+
+def _as_trained(recipe: Recipe, tokenizer: Any) -> Any:
+    """`tokenizer` as TRL's trainer changes it, for a model without data, with which no trainer is built."""
+    path = chat_template(recipe.get("chat_template_path"))
+    if path is not None and Path(path).is_file():
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    if recipe.get("eos_token") is not None:
+        tokenizer.eos_token = recipe.get("eos_token")
+    return tokenizer
 
 
 def _trainer(recipe: Recipe, tokenizer: Any, rows: Dataset) -> Any:
