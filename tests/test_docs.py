@@ -137,6 +137,8 @@ def test_command(line, checkout):
         if arguments.command in ("train", "plan"):
             recipe(arguments.recipe, rest)
             assert getattr(arguments, "accelerate_config", None) in (None, *shipped_configs())
+        elif arguments.command == "doctor" and rest:
+            recipe(arguments.subject, rest)
         else:
             assert rest == []
     else:
