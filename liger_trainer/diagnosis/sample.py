@@ -106,20 +106,29 @@ def read_sample(case: Case) -> Sample:
         if recipe.recipe.trainer in POLICY:
             return Sample(tokenizer, is_chat=is_chat, rows=len(rows))
         if recipe.recipe.trainer == "causal_lm":
-            blocks = tuple(_of_rows(text_blocks(rows, tokenizer, recipe)))
+            blocks = tuple(_of_rows(_blocks(recipe, tokenizer, rows)))
             return Sample(tokenizer, rows=len(rows), whole=blocks, cut=blocks)
-        trainer = _trainer(recipe, tokenizer, rows)
-        unlimited = _trainer(_recipe(case, folder, max_length=_NO_LIMIT), tokenizer, rows)
-        return Sample(
-            trainer.processing_class,
-            template=getattr(trainer, "chat_template", None),
-            is_chat=is_chat,
-            rows=len(rows),
-            dropped=len(rows) - len(trainer.train_dataset),
-            empty=len(rows) - len(unlimited.train_dataset),
-            whole=tuple(_sequences(unlimited)),
-            cut=tuple(_sequences(trainer)),
-        )
+        try:
+            return _as_trainer_makes(case, folder, tokenizer, rows, is_chat)
+        except RecipeError:
+            raise
+        except (ValueError, OSError, ImportError, RuntimeError, TemplateError) as error:  # as `build_trainer` does
+            raise RecipeError(f"{case.source}: {first_line(error)}") from error
+
+
+def _as_trainer_makes(case: Case, folder: str, tokenizer: Any, rows: Dataset, is_chat: bool) -> Sample:
+    trainer = _trainer(_recipe(case, folder), tokenizer, rows)
+    unlimited = _trainer(_recipe(case, folder, max_length=_NO_LIMIT), tokenizer, rows)
+    return Sample(
+        trainer.processing_class,
+        template=getattr(trainer, "chat_template", None),
+        is_chat=is_chat,
+        rows=len(rows),
+        dropped=len(rows) - len(trainer.train_dataset),
+        empty=len(rows) - len(unlimited.train_dataset),
+        whole=tuple(_sequences(unlimited)),
+        cut=tuple(_sequences(trainer)),
+    )
 
 
 def _recipe(case: Case, folder: str, **changes: Any) -> Recipe:
@@ -142,7 +151,8 @@ def _names_data(recipe: Recipe) -> bool:
 
 def _is_on_hub(recipe: Recipe) -> bool:
     name = recipe.data.dataset_name
-    return not recipe.recipe.data_files and name not in BUILT_IN and not (name and Path(name).exists())
+    local = name is None or name in BUILT_IN or Path(name).exists()
+    return not recipe.recipe.data_files and (bool(recipe.mixture.datasets) or not local)
 
 
 def _loaded(load: Any, *arguments: Any) -> Any:
@@ -174,6 +184,15 @@ def _as_trained(recipe: Recipe, tokenizer: Any) -> Any:
     return tokenizer
 
 
+def _blocks(recipe: Recipe, tokenizer: Any, rows: Dataset) -> Dataset:
+    try:
+        return text_blocks(rows, tokenizer, recipe)
+    except RecipeError as error:
+        if len(rows) < ROWS:
+            raise
+        raise CannotCheckError(f"the first {ROWS} rows do not fill a block of `max_length` tokens") from error
+
+
 def _trainer(recipe: Recipe, tokenizer: Any, rows: Dataset) -> Any:
     args: Any = recipe.training
     if hasattr(args, "chat_template_path"):
@@ -181,12 +200,9 @@ def _trainer(recipe: Recipe, tokenizer: Any, rows: Dataset) -> Any:
     processor = processing_class(recipe, tokenizer, rows) or _processor(recipe)
     kind = recipe.recipe.trainer
     reference = {"ref_model": _small_model(tokenizer, kind)} if kind in ("dpo", "kto") else {}
-    try:
-        return recipe.kind.trainer_class(
-            model=_small_model(tokenizer, kind), args=args, train_dataset=rows, processing_class=processor, **reference
-        )
-    except (ValueError, RuntimeError, TemplateError) as error:
-        raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
+    return recipe.kind.trainer_class(
+        model=_small_model(tokenizer, kind), args=args, train_dataset=rows, processing_class=processor, **reference
+    )
 
 
 def _processor(recipe: Recipe) -> Any:

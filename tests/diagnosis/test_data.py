@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
+from liger_trainer.diagnosis import sample
 from liger_trainer.recipe.file import RecipeError
 from tests.cli.runs import write_recipe
 from tests.diagnosis.recipes import chats, data_file, found_in, model_folder, recipe, traps_of
@@ -138,6 +139,16 @@ def test_blocks_of_text_need_some_end(tmp_path):
     assert traps_of(path) == []
 
 
+def test_the_first_rows_may_fill_no_block(tmp_path):
+    path = recipe(tmp_path, [{"text": "a"}] * 300, trainer="causal_lm", max_length=2048)
+    found = found_in(path)
+    assert found.traps == []
+    assert any("do not fill a block" in reason for reason in found.unchecked.values())
+    data_file(tmp_path / "data.jsonl", [{"text": "a"}] * 200)
+    with pytest.raises(RecipeError, match="shorter than one block"):
+        found_in(path)
+
+
 def test_two_beginnings(tmp_path):
     path = recipe(tmp_path, [{"text": f"<s><s>{WORDS[0]}"}] * 4, assistant_only_loss=False, eos_token=None)
     (trap,) = traps_of(path)
@@ -172,6 +183,21 @@ def test_what_training_refuses_is_refused(tmp_path):
         found_in(path)
 
 
-def test_only_the_first_rows_are_read(tmp_path):
-    found = found_in(recipe(tmp_path, chats(300)))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_only_the_first_rows_are_read(streamed, tmp_path, monkeypatch):
+    path = recipe(tmp_path, chats(300))
+    if streamed:
+        monkeypatch.setattr(sample, "_can_stream", lambda: True)
+        (tmp_path / "rows").mkdir()
+        (tmp_path / "data.jsonl").rename(tmp_path / "rows" / "data.jsonl")
+        values = {"trainer": "sft", "model_name_or_path": str(tmp_path / "model"), "eos_token": "<|im_end|>"}
+        path = write_recipe(tmp_path / "mine.yaml", {**values, "dataset_name": str(tmp_path / "rows")})
+    found = found_in(path)
+    assert found.traps == []
     assert "first 256 rows" in " ".join(found.checked)
+
+
+def test_a_recipe_without_data_is_refused(tmp_path):
+    values = {"trainer": "sft", "model_name_or_path": model_folder(tmp_path / "model")}
+    with pytest.raises(RecipeError, match="says nothing about data"):
+        found_in(write_recipe(tmp_path / "mine.yaml", values))
