@@ -141,6 +141,8 @@ def test_command(line, checkout):
             assert getattr(arguments, "accelerate_config", None) in (None, *shipped_configs())
         elif arguments.command == "compare":
             values_of(Request(arguments.recipe, tuple(rest), 1, arguments.smoke, Path()))
+        elif arguments.command == "doctor" and rest:
+            recipe(arguments.subject, rest)
         else:
             assert rest == []
     else:

@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
   liger-trainer compare llama3_8b_sft --smoke                 the stock trainer against ours, with a verdict
+  liger-trainer doctor my.yaml                                its silent traps, each with its fix, before a run
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
   liger-trainer bench rms_norm --model llama3-8b              compare an operation with other libraries here
 """
@@ -61,11 +62,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
-    commands.add_parser(
+    doctor = commands.add_parser(
         "doctor",
-        help="what runs here, what does not, and why",
-        description="Checks versions, devices and known problems.",
+        help="what runs here, what does not, and why; or the silent traps of a recipe",
+        description="Checks versions, devices and known problems. With a model or a recipe, finds its silent traps, "
+        "each with its fix, from the configuration, the tokenizer and the first rows of the data; no weights are "
+        "loaded. Keys of the recipe are also options. The exit code is 1 if there are any.",
+        usage="liger-trainer doctor [MODEL_OR_RECIPE] [--smoke] [--key value ...]",
+        allow_abbrev=False,
     )
+    doctor.add_argument(
+        "subject",
+        metavar="MODEL_OR_RECIPE",
+        nargs="?",
+        help="a YAML file, the name of a shipped recipe, a Hub id, a model folder, or a config.json",
+    )
+    doctor.add_argument("--smoke", action="store_true", help="check what `train --smoke` would train, offline")
+    doctor.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
     inspect = commands.add_parser(
         "inspect",
@@ -94,11 +107,13 @@ def run(argv: Sequence[str]) -> int:
     """Parses `argv` and runs the subcommand.
 
     Returns:
-        The exit code: 0, or 2 after an error that the user can correct, which is printed as one line.
+        The exit code: 0, or 2 after an error that the user can correct, which is printed as one line; of `doctor`, 1
+        for what it found.
     """
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("train", "plan", "compare"):
+    takes_keys = arguments.command in ("train", "plan", "compare") or getattr(arguments, "subject", None) is not None
+    if rest and not takes_keys:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
@@ -113,7 +128,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    if arguments.command in ("train", "plan", "inspect", "compare"):
+    if arguments.command in ("train", "plan", "inspect", "compare") or getattr(arguments, "subject", None) is not None:
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -127,6 +142,12 @@ def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[
         return plan.plan(arguments, rest)
     if arguments.command == "compare":
         return compare.compare(arguments, rest)
+    if arguments.command == "doctor" and arguments.subject is not None:
+        from liger_trainer.cli.diagnose import diagnose
+
+        return diagnose(arguments, rest)
+    if arguments.command == "doctor" and arguments.smoke:
+        raise UserError("`--smoke` needs a recipe: liger-trainer doctor RECIPE --smoke")
     if arguments.command == "doctor":
         from liger_trainer.cli.doctor import doctor
 

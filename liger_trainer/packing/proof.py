@@ -135,7 +135,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         elif "dropout" in name and isinstance(value, float):
             setattr(small, name, 0.0)
     small.num_hidden_layers = len(kept)
-    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    # A state-space model has no heads.
+    heads, key_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     small.num_attention_heads = 4
     if key_heads is not None:
         small.num_key_value_heads = 4 if key_heads == heads else (1 if key_heads == 1 else 2)

@@ -94,7 +94,7 @@ def read_inputs(
     try:
         every, reduced = _every_n_layers(values), _sync_each_batch(values)
         budget = activation_memory_of(SimpleNamespace(**values)) or 0
-        model, dtype = _build(values, config)
+        model, dtype = build_on_meta(values, config)
         parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
         if values["optim"] == LIGER_ADAMW:
             liger_adamw_options(SimpleNamespace(**values))
@@ -104,7 +104,9 @@ def read_inputs(
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     split = _split_sequences(values["accelerate_config"])
-    notes = (*_notes(values, config, prompt_length, split), *_rounded_updates(values, config, dtype, gpus))
+    notes = _notes(values, config, prompt_length, split)
+    if (rounded := rounded_updates(values, config, dtype, gpus)) is not None:
+        notes = (*notes, "{}: {}.".format(*rounded))
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
         parameters,
@@ -174,7 +176,7 @@ def _sync_each_batch(values: Mapping[str, Any]) -> bool:
     return bool((config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", False))
 
 
-def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
+def build_on_meta(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, Any]:
     """The model on the meta device, with adapters if the recipe has any, and the dtype of its weights."""
     from trl import ModelConfig, get_peft_config
 
@@ -312,20 +314,32 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
     return tuple(notes)
 
 
-def _rounded_updates(values: Mapping[str, Any], config: PreTrainedConfig, dtype: torch.dtype, gpus: int) -> list[str]:
-    """A note if rounding would lose Adam's updates of most weights, as `RoundedUpdatesCallback` finds in training."""
+def rounded_updates(
+    values: Mapping[str, Any], config: PreTrainedConfig, dtype: torch.dtype, gpus: int
+) -> tuple[str, str] | None:
+    """What rounding would lose of Adam's updates, as `RoundedUpdatesCallback` finds in training, and what to do.
+
+    Args:
+        values: All keys of a recipe.
+        config: Of its model.
+        dtype: Of its weights.
+        gpus: Number of GPUs: FSDP and DeepSpeed split, and may keep fp32 weights, only on several.
+
+    Returns:
+        None if most weights can change.
+    """
     optim = str(getattr(values["optim"], "value", values["optim"]))
     rate, std = values["learning_rate"], getattr(config.get_text_config(), "initializer_range", None)
     if optim.removeprefix("paged_") not in _ADAMS or values["use_peft"] or dtype.itemsize > 2 or not rate or not std:
-        return []
+        return None
     launch = accelerate_config(values["accelerate_config"]) if values["accelerate_config"] and gpus > 1 else None
     kind = (yaml.safe_load(launch.read_text(encoding="utf-8")) or {}).get("distributed_type") if launch else None
     share = expected_share(rate, std, dtype)
     if share >= LEAST_SHARE or kind == "DEEPSPEED" or (kind == "FSDP" and _is_mixed(values)):
-        return []
+        return None
     name, ours = str(dtype).removeprefix("torch."), "set `optim: liger_adamw`, or " if dtype == torch.bfloat16 else ""
-    return [
+    return (
         f"`optim: {optim}` at `learning_rate: {rate:g}` changes at most {100 * share:.1f} % of weights in {name}, the "
-        f"updates of the others are rounded away: {ours}train fp32 weights with `bf16: true` and `dtype: float32`, "
-        "FSDP2 or ZeRO."
-    ]
+        "updates of the others are rounded away",
+        f"{ours}train fp32 weights with `bf16: true` and `dtype: float32`, FSDP2 or ZeRO",
+    )

@@ -85,7 +85,7 @@ def _build_trl(
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
-        processing_class=_processing_class(recipe, tokenizer, train),
+        processing_class=processing_class(recipe, tokenizer, train),
         peft_config=peft_config,
         **({"reward_funcs": functions} if functions else {}),
     )
@@ -142,7 +142,7 @@ def _model_and_adapters(
     return adapted_in_4_bits(recipe, model, peft_config), None
 
 
-def _processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any) -> PreTrainedTokenizerBase | None:
+def processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or None if the model may need a whole processor, which TRL then loads."""
     ours = recipe.recipe.tokenizer_name_or_path or recipe.recipe.tokenizer_vocab_size
     pictures = {"image", "images"} & set(train.column_names or ())

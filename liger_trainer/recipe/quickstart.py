@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
-# ChatML; the generation marks let `assistant_only_loss` find the assistant's tokens.
+# ChatML, in which an answer ends with the token at which generation stops; the generation marks let
+# `assistant_only_loss` find the assistant's tokens.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -63,15 +63,20 @@ def check_completions(completion_ids: Sequence[Sequence[int]], source: str) -> N
             )
 
 
-def warn_of_truncated_sampling(trainer: Any) -> None:
-    """Warns if GRPO is going to divide probabilities of all tokens by those of the tokens that a truncation kept.
+def truncated_sampling(args: Any) -> tuple[str, str] | None:
+    """Whether GRPO is going to divide probabilities of all tokens by those of the tokens that a truncation kept.
 
     vLLM's log-probabilities are normalised over the tokens that `top_p`, `top_k` and `min_p` keep, the trainer's over
     the vocabulary. A ratio of the two is the kept probability, even for equal weights. It is computed only with vLLM:
     for the correction by importance sampling, and to mask sequences that are off the policy. RLOO, and GRPO without
     vLLM, compare the trainer's log-probabilities with each other.
+
+    Args:
+        args: The arguments of GRPO or RLOO, or an object with their names.
+
+    Returns:
+        What is wrong, and what to do; None if nothing is.
     """
-    args = trainer.args
     sampling = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p, **(args.generation_kwargs or {})}
     truncates = {"top_p": sampling["top_p"] < 1.0, "top_k": sampling["top_k"] > 0, "min_p": bool(sampling["min_p"])}
     names = [name for name, on in truncates.items() if on]
@@ -81,12 +86,19 @@ def warn_of_truncated_sampling(trainer: Any) -> None:
         without.append("`vllm_importance_sampling_correction=False`")
     if getattr(args, "off_policy_mask_threshold", None) is not None:
         without.append("`off_policy_mask_threshold=None`")
-    if args.use_vllm and names and without and trainer.is_world_process_zero():
-        logger.warning(
-            "%s: vLLM's log-probabilities are normalised over the tokens that this keeps, the trainer's over all. "
-            "Their ratio is too small by the probability of the kept tokens, in a whole completion by the product of "
-            "these. Set %s, or do without the ratio: %s.",
-            ", ".join(f"`{name}={sampling[name]}`" for name in names),
-            ", ".join(f"`{name}={whole[name]}`" for name in names),
-            " and ".join(without),
-        )
+    if not (args.use_vllm and names and without):
+        return None
+    return (
+        f"{', '.join(f'`{name}={sampling[name]}`' for name in names)}: vLLM's log-probabilities are normalised over "
+        "the tokens that this keeps, the trainer's over all. Their ratio is too small by the probability of the kept "
+        "tokens, in a whole completion by the product of these",
+        f"Set {', '.join(f'`{name}={whole[name]}`' for name in names)}, or do without the ratio: "
+        f"{' and '.join(without)}",
+    )
+
+
+def warn_of_truncated_sampling(trainer: Any) -> None:
+    """Warns of what [`truncated_sampling`] finds."""
+    found = truncated_sampling(trainer.args)
+    if found is not None and trainer.is_world_process_zero():
+        logger.warning("%s. %s.", *found)
