@@ -263,7 +263,7 @@ def test_every_operation_has_a_case():
         "LigerMHCPreFunction",
         "LigerMHCPostResFunction",
     }  # in test_hyper_connections
-    elsewhere |= {"LigerFusedLinearScaledCrossEntropyTPFunction"}  # in tests/distributed
+    elsewhere |= {"LigerFusedLinearScaledCrossEntropyTPFunction"}  # in test_helpers.py
     assert OPERATIONS.keys() == CASES.keys() | elsewhere
 
 

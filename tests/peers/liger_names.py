@@ -62,6 +62,10 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, **options):
+    return _ADAPTED["LigerCrossEntropyLoss"](weight=weight, ignore_index=ignore_index, **options)(input, target)
+
+
 def _gamma_weights(advantages, **arguments):
     from trl import GRPOTrainer
 
@@ -71,7 +75,7 @@ def _gamma_weights(advantages, **arguments):
 
 _NAMES: dict[str, Any] = {
     "available_backends": lambda operation: ["triton"],
-    "infer_comm_backend": lambda: "nccl" if torch.cuda.is_available() else "gloo",
+    "liger_cross_entropy": _cross_entropy,
     "get_gamma_weights": _gamma_weights,
 }
 
