@@ -330,3 +330,6 @@ OPERATIONS = _classes(_OPERATIONS)
 """The classes of `liger_kernel.ops` by their names."""
 LOSSES = _classes(_LOSSES)
 """Those of `liger_kernel.chunked_loss`. One name, `LigerFusedLinearJSDFunction`, is in both, with other arguments."""
+
+globals().update(OPERATIONS)
+__all__ = [*OPERATIONS]  # which Liger's registry reads from a module of operators

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_what_there_is(monkeypatch):
     with pytest.raises(RuntimeError, match="no accelerator"):
         helpers.get_total_gpu_memory()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("npu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
     assert helpers.infer_device() == "npu"
     assert helpers.is_npu_available()
     monkeypatch.setattr(torch.version, "hip", "6.0")
