@@ -74,7 +74,7 @@ def test_sdist_unpacks_and_builds_the_same_wheel(source, wheel, tmp_path):
 
 def test_startup_file_reaches_subprocesses(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    (tmp_path / "sitecustomize.py").write_text("import site; site.addsitedir(%r)" % str(tmp_path / "site"))
+    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
     child = "import importlib.metadata as m; print(m.version('liger_kernel'))"
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "LIGER_TRAINER_AS_LIGER": "1"}
