@@ -56,6 +56,7 @@ def test_a_part_of_a_sharded_module(group):
     x = torch.randn(2, 4)
     redirection = helpers._FSDPForwardRedirection()
     torch.testing.assert_close(redirection(wrapped, wrapped.module.body, x), plain.body(x))
+    torch.testing.assert_close(redirection(wrapped, wrapped.module, x), plain(x))  # which calls the forward itself
     torch.testing.assert_close(wrapped(x), plain(x))  # the forward is the model's again
     with pytest.raises(RuntimeError, match="broken"):
         redirection(wrapped, lambda x: (_ for _ in ()).throw(RuntimeError("broken")), x)
