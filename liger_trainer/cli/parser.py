@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
-from liger_trainer.cli import bench, plan
+from liger_trainer.cli import bench, compare, plan
 from liger_trainer.cli.argument_types import positive
 from liger_trainer.errors import UserError
 
@@ -17,6 +18,7 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
+  liger-trainer compare llama3_8b_sft --smoke                 the stock trainer against ours, with a verdict
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
   liger-trainer bench rms_norm --model llama3-8b              compare an operation with other libraries here
 """
@@ -83,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
 
     plan.add_parser(commands)
+    compare.add_parser(commands)
     bench.add_parser(commands)
     return parser
 
@@ -95,9 +98,12 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("train", "plan"):
+    if rest and arguments.command not in ("train", "plan", "compare"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
+        if missing:
+            raise UserError(f"The command line needs `{missing}`: pip install 'liger-trainer[train]'")
         return _run_command(arguments, rest, argv)
     except UserError as error:
         if getattr(arguments, "debug", False):
@@ -107,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    if arguments.command in ("train", "plan", "inspect"):
+    if arguments.command in ("train", "plan", "inspect", "compare"):
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -119,6 +125,8 @@ def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[
         return train(arguments, rest)
     if arguments.command == "plan":
         return plan.plan(arguments, rest)
+    if arguments.command == "compare":
+        return compare.compare(arguments, rest)
     if arguments.command == "doctor":
         from liger_trainer.cli.doctor import doctor
 
