@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from liger_trainer.functional import log_probs, tiled_mlp
 
@@ -60,8 +59,10 @@ def get_total_gpu_memory() -> int:
     return int(torch.get_device_module(device).get_device_properties(0).total_memory) // 2**30
 
 
-def compare_version(package: str, operator: Callable[[Version, Version], bool], target: str) -> bool:
+def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
     """Whether `package` is installed and its version is, as `operator` says, to `target`."""
+    from packaging.version import Version
+
     try:
         module = importlib.import_module(package)
     except ImportError:
@@ -80,6 +81,7 @@ def transformers_version_dispatch(
 ) -> Any:
     """The result of `before_fn` where transformers is older than `required_version`, else of `after_fn`."""
     import transformers
+    from packaging.version import Version
 
     if Version(transformers.__version__) < Version(required_version):
         return before_fn(*before_args, **(before_kwargs or {}))
