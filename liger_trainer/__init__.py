@@ -4,11 +4,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer._version import __version__ as __version__
-
-_MODELS = [
-    *("llama", "mllama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text"),
-    *("qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "phi3", "granite", "olmo2", "glm4"),
-]
+from liger_trainer.liger.model_types import ROWS as _ROWS
 
 _TRL_TRAINERS = ["CPO", "DPO", "Distillation", "GKD", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT"]
 
@@ -26,8 +22,8 @@ _EXPORTS = {
     "quantize_experts": "liger_trainer.patching.moe.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
     "set_stock_trainer_kernels": "liger_trainer.integration",
-    "undo_liger_kernel": "liger_trainer.liger_api",
-    **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger_api" for _name in _MODELS},
+    "undo_liger_kernel": "liger_trainer.liger.apply",
+    **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger.apply" for _name in _ROWS},
 }
 _SUBMODULES = ("functional", "losses", "nn", "optim", "rewards")
 
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
     from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
     from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
     from liger_trainer.integration import set_stock_trainer_kernels as set_stock_trainer_kernels
-    from liger_trainer.liger_api import undo_liger_kernel as undo_liger_kernel
+    from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts

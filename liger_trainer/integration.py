@@ -64,8 +64,9 @@ def set_stock_trainer_kernels(which: Literal["liger_trainer", "liger_kernel"]) -
 
 
 def liger_kernel_installed() -> bool:
-    """Whether the `liger-kernel` package is importable."""
-    return importlib.util.find_spec("liger_kernel") is not None
+    """Whether the `liger-kernel` package is importable, and is not this package standing in for it."""
+    spec = importlib.util.find_spec("liger_kernel")
+    return spec is not None and spec.origin != "liger_trainer"
 
 
 def install() -> None:

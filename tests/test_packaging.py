@@ -39,7 +39,7 @@ def held(wheel):
 def source(tmp_path_factory):
     """A copy, so that builds leave nothing in the tree and take nothing along from earlier builds."""
     folder = tmp_path_factory.mktemp("source")
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, folder], check=True)
     return folder
 
@@ -50,11 +50,11 @@ def wheel(source, tmp_path_factory):
 
 
 def test_wheel_holds_everything(wheel):
-    expected = set()
+    expected = {"liger_trainer_as_liger.pth"}  # beside the package, where Python reads it at its start
     for folder, place in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):  # which does not follow the links in liger_trainer/
             # The sweeps choose launch configurations: tools for this repository alone.
-            if path.suffix in (".py", ".yaml", ".typed") and path.is_file() and "sweeps" not in path.parts:
+            if path.suffix in (".py", ".yaml", ".typed", ".pth") and path.is_file() and "sweeps" not in path.parts:
                 expected.add(f"{place}/{path.relative_to(ROOT / folder)}")
     assert held(wheel) == sorted(expected)
 
@@ -70,6 +70,20 @@ def test_sdist_unpacks_and_builds_the_same_wheel(source, wheel, tmp_path):
     assert {path.name for path in unpacked.iterdir() if path.is_dir()} == {"liger_trainer", "liger_trainer.egg-info"}
     (tmp_path / "wheel").mkdir()
     assert held(build("wheel", unpacked, tmp_path / "wheel")) == held(wheel)
+
+
+def test_startup_file_reaches_subprocesses(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
+    child = "import importlib.metadata as m; print(m.version('liger_kernel'))"
+    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "LIGER_TRAINER_AS_LIGER": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0.8.5\n", done.stderr
+    environment["LIGER_TRAINER_AS_LIGER"] = "0"
+    off = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "PackageNotFoundError" in off.stderr
 
 
 def test_wheel_works_on_its_own(wheel, tmp_path):

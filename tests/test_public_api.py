@@ -8,14 +8,15 @@ import sys
 import pytest
 
 import liger_trainer
-from liger_trainer import functional, liger_api
+from liger_trainer import functional
+from liger_trainer.liger import apply as liger_apply
 
 
 def test_every_public_name_is_there():
     for name in liger_trainer.__all__:
         assert getattr(liger_trainer, name) is not None
         assert name in dir(liger_trainer)
-    assert set(liger_api.FUNCTIONS) <= set(liger_trainer.__all__)
+    assert set(liger_apply.FUNCTIONS) <= set(liger_trainer.__all__)
     with pytest.raises(AttributeError, match="no attribute 'apply_liger_kernels'"):
         liger_trainer.apply_liger_kernels  # noqa: B018
 

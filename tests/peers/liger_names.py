@@ -1,7 +1,7 @@
 """A pytest plugin: `liger_kernel`, imported by Liger's own tests, is made of the names of liger_trainer.
 
-A name of ours is found by itself in `liger_trainer.nn` or `liger_trainer.losses`. `_NAMES` has what Liger's tests call
-beside these: functions of another name or order of arguments here. A test that uses a name of `_ABSENT` is skipped.
+Names are found in the table of `liger_trainer.liger.modules`. `_NAMES` has what only Liger's tests call. A test that
+uses a name of `_ABSENT` is skipped.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-import liger_trainer
 from liger_trainer import functional, losses, nn
-from liger_trainer.losses import functional as losses_functional
+from liger_trainer.liger import modules
 from tests.peers.liger_table import DIFFERENCES, TESTS_NOT_APPLICABLE
 
 # Tests of these compare Liger's functions with Liger's autograd.Functions; those of the modules compare with torch.
@@ -59,59 +58,12 @@ class _Absent:
     __getitem__ = __call__  # a Triton kernel is launched with kernel[grid](...)
 
 
-def _function(call: Callable[..., Any]) -> type:
-    """What tests take for a torch.autograd.Function: a class with `apply`."""
-    return type("Function", (), {"apply": staticmethod(call)})
-
-
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _version_dispatch(required, before, after, before_args=(), after_args=(), before_kwargs=None, after_kwargs=None):
-    return after(*after_args, **(after_kwargs or {}))  # `required` is far behind what we support
-
-
-def _rms_norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-    return functional.rms_norm(x, weight, eps, offset, casting_mode)
-
-
-def _fused_add_rms_norm(x, residual, weight, eps, offset=0.0, casting_mode="llama", in_place=True):
-    return functional.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
-
-
-def _silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-    return functional.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-
-
 def _cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, **options):
     return _ADAPTED["LigerCrossEntropyLoss"](weight=weight, ignore_index=ignore_index, **options)(input, target)
-
-
-def _linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, *options, chunk_mem_const=1, **named):
-    options = options[:10]  # then what chooses among Liger's backends
-    return nn.LigerFusedLinearCrossEntropyLoss(ce_weight, *options, **named)(weight, input, target, bias)
-
-
-def _linear_cross_entropy_outputs(*args):
-    result = _linear_cross_entropy(*args)
-    return (result.loss, result.z_loss, None, None) if hasattr(result, "loss") else (result, None, None, None)
-
-
-def _linear_kl_div(student_input, student_weight, target, shift_labels=None, **options):
-    return nn.LigerFusedLinearKLDivLoss(**options)(student_input, student_weight, target, shift_labels)
-
-
-def _moe(x, gate_up, down, top_k_index, top_k_weights):
-    return functional.moe_experts(x, top_k_index, top_k_weights, gate_up, down)
-
-
-def _selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
-    length = logits.shape[1] - 1
-    target = input_ids[:, -length:]
-    if mask is not None:
-        target = torch.where(mask[:, -length:] != 0, target, -100)
-    return functional.log_probs(logits[:, :-1], target, temperature=temperature)
 
 
 def _gamma_weights(advantages, **arguments):
@@ -123,31 +75,7 @@ def _gamma_weights(advantages, **arguments):
 
 _NAMES: dict[str, Any] = {
     "available_backends": lambda operation: ["triton"],
-    "infer_device": _device,
-    "infer_comm_backend": lambda: "nccl" if torch.cuda.is_available() else "gloo",
-    "is_npu_available": lambda: False,
-    "is_hip": lambda: torch.version.hip is not None,
-    "get_total_gpu_memory": lambda: torch.cuda.get_device_properties(0).total_memory // 2**30,
-    "transformers_version_dispatch": _version_dispatch,
-    "CrossEntropyOutput": functional.CrossEntropyOutput,
     "liger_cross_entropy": _cross_entropy,
-    "liger_fused_linear_cross_entropy": _linear_cross_entropy,
-    "LigerFusedLinearCrossEntropyFunction": _function(_linear_cross_entropy_outputs),
-    "liger_fused_linear_kl_div": _linear_kl_div,
-    "LigerRMSNormFunction": _function(_rms_norm),
-    "LigerFusedAddRMSNormFunction": _function(_fused_add_rms_norm),
-    "LigerLayerNormFunction": _function(functional.layer_norm),
-    "liger_swiglu": _silu_mul,
-    "LigerSiLUMulFunction": _function(_silu_mul),
-    "liger_relu_squared": functional.relu_squared,
-    "LigerReLUSquaredFunction": _function(functional.relu_squared),
-    "liger_softmax": functional.softmax,
-    "liger_sparsemax": functional.sparsemax,
-    "liger_multi_token_attention": functional.multi_token_attention,
-    "LigerLlama4RopeFunction": _function(functional.rope_complex),
-    "LigerFusedMoEFunction": _function(_moe),
-    "LigerFusedCETVDFunction": _function(functional.fused_ce_tvd),
-    "fused_selective_log_softmax": _selective_log_softmax,
     "get_gamma_weights": _gamma_weights,
 }
 
@@ -196,23 +124,12 @@ _ADAPTED: dict[str, Any] = {
 
 
 def _find(module: str, name: str) -> Any:
-    if name in _ADAPTED:
-        return _ADAPTED[name]
-    if module.startswith("liger_kernel.chunked_loss"):
-        if name.startswith("LigerFusedLinear") and name.endswith("Function"):
-            kind = name.removeprefix("LigerFusedLinear").removesuffix("Function").lower()
-            return _function(getattr(losses_functional, f"liger_fused_linear_{kind.removesuffix('similarity')}"))
-        for place in (losses, losses_functional):
-            if hasattr(place, name):
-                return getattr(place, name)
+    for table in (_ADAPTED, _NAMES):
+        if name in table:
+            return table[name]
     if name in _ABSENT:
         return _Absent(name)
-    if name in _NAMES:
-        return _NAMES[name]
-    for place in (nn, liger_trainer):
-        if name in place.__all__:
-            return getattr(place, name)
-    raise AttributeError(f"{module}.{name} is neither ours nor listed in {__name__}.")
+    return modules.find(module, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,0 +1,1 @@
+"""Liger's names for what this package has; see docs/liger.md."""
