@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
-from liger_trainer.cli import bench, plan
+from liger_trainer.cli import bench, chat, merge, plan
 from liger_trainer.cli.argument_types import positive
 from liger_trainer.errors import UserError
 
@@ -17,6 +17,8 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
+  liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
+  liger-trainer chat outputs/lora                             talk to the model of a run
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
   liger-trainer bench rms_norm --model llama3-8b              compare an operation with other libraries here
 """
@@ -83,6 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
 
     plan.add_parser(commands)
+    merge.add_parser(commands)
+    chat.add_parser(commands)
     bench.add_parser(commands)
     return parser
 
@@ -107,7 +111,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    if arguments.command in ("train", "plan", "inspect"):
+    if arguments.command in ("train", "plan", "inspect", "merge", "chat"):
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -127,6 +131,10 @@ def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[
         from liger_trainer.cli.inspect import inspect
 
         return inspect(arguments)
+    if arguments.command == "merge":
+        return merge.merge(arguments)
+    if arguments.command == "chat":
+        return chat.chat(arguments)
     if arguments.command == "bench":
         return bench.bench(arguments, argv)
     from liger_trainer.cli.recipes import recipes
