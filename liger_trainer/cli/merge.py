@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     merge.add_argument(
         "--output_dir",
         metavar="DIR",
-        help="where the model goes, an empty or a new folder; default: `merged` in RUN, or `merged-checkpoint-N` beside",
+        help="an empty or a new folder for the model; default: `merged` in RUN, or `merged-checkpoint-N` beside it",
     )
     merge.add_argument("--dtype", choices=DTYPES, help="dtype of the saved weights; default: that of the base model")
     merge.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
@@ -54,10 +54,6 @@ def merge(arguments: Namespace) -> int:
     from liger_trainer.export.saved_run import find_run
 
     run = find_run(arguments.run, arguments.base_model, arguments.trust_remote_code)
-    if run.adapter is None:
-        raise UserError(
-            f"RUN: {str(run.folder)!r} holds a whole model, so there is nothing to merge; it can be used as it is."
-        )
     folder = Path(arguments.output_dir) if arguments.output_dir else _default_folder(Path(arguments.run))
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     proof = merge_run(run, folder, dtype)

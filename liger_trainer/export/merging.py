@@ -80,7 +80,7 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
     """Writes the model of `run`, with its adapters merged, into `folder`, with tokenizer or processor.
 
     Args:
-        run: A run with adapters.
+        run: A run.
         folder: An empty folder, or one that does not exist; it exists only after the proof.
         dtype: The dtype of the saved weights; by default that of the base model or, if it is quantised, that which it
             was trained with.
@@ -91,6 +91,9 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
         UserError: if something cannot be loaded, or `folder` is not empty.
     """
     unfinished = check_output(folder)
+    if run.adapter is None or run.adapter.is_prompt_learning:
+        kind = "a whole model" if run.adapter is None else f"adapters of the kind {_kind(run.adapter)}"
+        raise MergeError(f"{str(run.folder)!r} holds {kind}, and nothing that could be added to a model's weights.")
     dtype = dtype or _dtype_of(run)
     say(_what_is_merged(run, dtype))
     base = load_model(run, torch.float32)
@@ -108,11 +111,13 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
         effect = distances(expected, logits_of(adapted, rows)).median().item()
     merged = merged_model(adapted)
     in_fp32 = _check_merged(expected, logits_of(merged, rows), merged)
-    stop_at_end_of_turn(merged, tokenizer)
     _round(merged, dtype)
     try:
         unfinished.mkdir(parents=True)
         merged.save_pretrained(unfinished)
+        if merged.can_generate():
+            stop_at_end_of_turn(merged, tokenizer)  # transformers would save changes of valid configurations only
+            merged.generation_config.to_json_file(unfinished / "generation_config.json")
         for part in (processor, tokenizer):  # the run's tokenizer wins over that of its base's processor
             if part is not None:
                 part.save_pretrained(unfinished)
@@ -134,7 +139,7 @@ def _dtype_of(run: SavedRun) -> torch.dtype:
 
 def _what_is_merged(run: SavedRun, dtype: torch.dtype) -> str:
     assert run.adapter is not None
-    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {str(dtype).removeprefix('torch.')}"
+    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
     if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     return f"{line}."
@@ -169,6 +174,10 @@ def trained_tokens(adapter: Any) -> list[int]:
     return sorted({id for ids in (named.values() if isinstance(named, dict) else [named]) for id in ids})
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _kind(adapter: Any) -> str:
     return str(getattr(adapter.peft_type, "value", adapter.peft_type))
 
@@ -188,8 +197,8 @@ def _ends(model: Any) -> tuple[Any, Any]:
 def _untie(base: Any) -> None:
     """Gives a head that is tied to the embedding a weight of its own."""
     embedding, head = _ends(base)
-    weight = None if head is None else head._parameters.get("weight")  # PEFT's saved copies have weights of their own
-    if weight is not None and weight is getattr(embedding, "weight", None):
+    weight: Any = None if head is None else head._parameters.get("weight")  # that of a saved copy is its own
+    if isinstance(weight, nn.Parameter) and weight is getattr(embedding, "weight", None):
         head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
@@ -230,10 +239,9 @@ def _round(merged: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
         if not parameter.data.isfinite().all():
             raise MergeError(
-                f"The weight {name} has values that are not finite in {str(dtype).removeprefix('torch.')}; give another "
-                "`--dtype`. Nothing was saved."
+                f"The weight {name} has values that are not finite in {_name(dtype)}; give another `--dtype`. Nothing "
+                "was saved."
             )
-    merged.config.dtype = dtype
 
 
 def _check_saved(
@@ -241,8 +249,8 @@ def _check_saved(
 ) -> tuple[float, float]:
     """Loads `folder` and compares every weight with that of `merged`, and the logits with those of the adapted model.
 
-    The logits are computed in fp32 from the rounded weights, so that only these differ. The median position is compared,
-    as rounding may send a token to another expert, and the weights are equal one by one.
+    The logits are computed in fp32 from the rounded weights, so that only these differ. The median position is
+    compared, as rounding may send a token to another expert; the weights are compared one by one.
     """
     loaded, report = type(merged).from_pretrained(
         folder, dtype=dtype, output_loading_info=True, trust_remote_code=trusted
@@ -262,7 +270,8 @@ def _check_saved(
     distance, limit = distances(expected, found).median().item(), tolerance(dtype, _layers(loaded))
     if not distance <= limit:
         raise MergeError(
-            f"The saved model is not the adapted one: its logits differ by {distance:.1e} of their size, where rounding "
-            f"to {str(dtype).removeprefix('torch.')} explains {limit:.1e}. Nothing was kept of it; try `--dtype float32`."
+            f"The saved model is not the adapted one: its logits differ by {distance:.1e} of their size, where the "
+            f"rounding of the weights to {_name(dtype)} explains {limit:.1e}. Nothing was kept of it; try another "
+            "`--dtype`."
         )
     return distance, limit

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
@@ -146,6 +148,8 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
         model = cls.from_pretrained(run.base, **options, **run.hub_options())
         if quantised:
             model = model.dequantize()
+            require(DEQUANTISED_MODELS)
+            model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
         if trained_on is not None and trained_on.experts is not None:
             round_experts(model, **trained_on.experts)
     except Exception as error:  # each architecture and each quantisation has its own errors
@@ -201,7 +205,7 @@ def add_adapter(run: SavedRun, base: PreTrainedModel, dtype: torch.dtype | None 
             "that they were trained on with `--base_model`."
         ) from error
     wrong = [*result.missing_keys, *result.unexpected_keys]
-    if wrong:
+    if wrong and not model.active_peft_config.is_prompt_learning:  # prompts have a place of their own
         raise UserError(
             f"The adapters in {folder!r} do not fit their base model {run.base!r}: {len(wrong)} tensors are missing in "
             f"one of them, such as {wrong[0]!r}. Give the model that they were trained on with `--base_model`."

@@ -144,8 +144,9 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
-        if hasattr(self.model, "add_model_tags"):  # which PEFT puts on the cards of adapters
-            self.model.add_model_tags([CARD_TAG])
+        add_tags: Any = getattr(self.model, "add_model_tags", None)
+        if add_tags is not None:  # PEFT puts them on the cards of adapters
+            add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._labelled_bounds = LabelledBounds()
 

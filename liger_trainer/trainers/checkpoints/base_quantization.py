@@ -40,10 +40,13 @@ def write_base_quantization(model: nn.Module, folder: Path) -> None:
     weight = next((one for module in base.modules() for one in four_bits(module).values()), None)
     if config is None and weight is None:
         return
+    experts = None
+    if weight is not None:
+        experts = {"quant_type": weight.quant_type, "double_quant": weight.nested_blocksize > 0}
     found = BaseQuantization(
         config=None if config is None else config if isinstance(config, dict) else config.to_dict(),
         dtype=str(base.config.dtype).removeprefix("torch."),
-        experts=weight and {"quant_type": weight.quant_type, "double_quant": weight.nested_blocksize > 0},
+        experts=experts,
     )
     text = json.dumps(dataclasses.asdict(found), indent=2, default=str)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
