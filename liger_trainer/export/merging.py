@@ -197,9 +197,9 @@ def _ends(model: Any) -> tuple[Any, Any]:
 def _untie(base: Any) -> None:
     """Gives a head that is tied to the embedding a weight of its own."""
     embedding, head = _ends(base)
-    weight: Any = None if head is None else head._parameters.get("weight")  # that of a saved copy is its own
-    if isinstance(weight, nn.Parameter) and weight is getattr(embedding, "weight", None):
-        head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    own = None if head is None else head._parameters.get("weight")  # a copy that PEFT saves has a weight of its own
+    if own is not None and own is getattr(embedding, "weight", None):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
 def _tie_equal(merged: Any, tied: Sequence[Any]) -> None:

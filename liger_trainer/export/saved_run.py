@@ -106,12 +106,17 @@ def _folder_of(run: Path) -> Path:
 
 def _base_of(adapter: PeftConfig, folder: Path) -> str:
     base = adapter.base_model_name_or_path
-    moved = [place / "initial_model" for place in (folder, folder.parent)]  # with its run, to another place
-    if base and Path(base).name == "initial_model" and not Path(base).is_dir():
-        base = next((str(place) for place in moved if place.is_dir()), base)
     if not base:
         raise UserError(f"The adapters in {str(folder)!r} name no base model; give it with `--base_model`.")
-    return base
+    if Path(base).name != "initial_model" or Path(base).is_dir():
+        return base
+    moved = [place / "initial_model" for place in (folder, folder.parent)]  # with its run, to another place
+    found = next((str(place) for place in moved if place.is_dir()), None)
+    if found is None:
+        raise UserError(
+            f"The base model of {str(folder)!r} is no longer in {base!r}; give its folder with `--base_model`."
+        )
+    return found
 
 
 def read_base_config(run: SavedRun) -> PreTrainedConfig:
