@@ -115,6 +115,28 @@ def test_a_reward_model_keeps_its_scores(tmp_path):
     assert proof.effect > 1e-3
 
 
+def test_rows_that_were_trained_alone_are_in_the_proof(tmp_path, monkeypatch):
+    """Even those of special tokens, which are not drawn."""
+    saved_run(tmp_path, target_modules=["q_proj"], trainable_token_indices=[0, 1])
+    seen, native = [], merging.logits_of
+    monkeypatch.setattr(merging, "logits_of", lambda model, rows: (seen.append(rows), native(model, rows))[1])
+    merged(tmp_path)
+    assert all(rows[0, :2].tolist() == [0, 1] and not rows[0, 2:].lt(2).any() for rows in seen)
+
+
+def test_an_embedding_that_has_grown(tmp_path):
+    """As with a chat template that adds tokens: the base has fewer rows than the adapters' copies."""
+    base = TINY_MODELS["llama"]()
+    base.save_pretrained(tmp_path / "published")
+    base.resize_token_embeddings(140)
+    adapted = saved_run(tmp_path, base=base, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    expected = logits(adapted)
+    merge(find_run(str(tmp_path / "run"), str(tmp_path / "published")), tmp_path / "merged", say=lambda line: None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.vocab_size == 140
+    assert distances(expected[0], logits(model)[0]).max() < 1e-5
+
+
 def test_tokenizer_and_generation_config(tmp_path):
     saved_run(tmp_path, target_modules=["q_proj"])
     published = {"eos_token_id": 99, "top_k": 7}  # `top_k` without `do_sample`, which transformers refuses to write
