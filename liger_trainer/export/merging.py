@@ -23,13 +23,14 @@ from liger_trainer.export.proof import distances, logits_of, random_rows, tolera
 from liger_trainer.export.saved_run import (
     SavedRun,
     add_adapter,
+    copy_processor,
     load_model,
-    load_processor,
     load_tokenizer,
     read_base_config,
     stop_at_end_of_turn,
 )
 from liger_trainer.recipe.file import first_line
+from liger_trainer.trainers.checkpoints.whole import out_of_room
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,23 +60,6 @@ class Proof:
     effect: float
 
 
-def check_output(folder: Path) -> Path:
-    """The folder beside `folder` in which the model is written until it is proved.
-
-    Raises:
-        UserError: if `folder` exists and is not an empty folder, or an interrupted merge has left something.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
-    unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
-    if unfinished.exists():
-        raise UserError(
-            f"{str(unfinished)!r} is left of a merge that was interrupted, or that is running; delete it, or give "
-            "another `--output_dir`."
-        )
-    return unfinished
-
-
 def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Callable[[str], Any] = print) -> Proof:
     """Writes the model of `run`, with its adapters merged, into `folder`, with tokenizer or processor.
 
@@ -88,16 +72,52 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
 
     Raises:
         MergeError: if the merged model does not compute what the adapted one does.
-        UserError: if something cannot be loaded, or `folder` is not empty.
+        UserError: if something cannot be loaded or written, or `folder` is not empty.
     """
-    unfinished = check_output(folder)
     if run.adapter is None or run.adapter.is_prompt_learning:
         kind = "a whole model" if run.adapter is None else f"adapters of the kind {_kind(run.adapter)}"
         raise MergeError(f"{str(run.folder)!r} holds {kind}, and nothing that could be added to a model's weights.")
-    dtype = dtype or _dtype_of(run)
+    unfinished = _unfinished(folder)
+    try:
+        proof = _merge_into(unfinished, run, dtype or _dtype_of(run), say)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except Exception as error:
+        if not out_of_room(error):
+            raise
+        raise UserError(f"The merged model could not be written: {first_line(error)} Give another folder.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return proof
+
+
+def _unfinished(folder: Path) -> Path:
+    """A new folder beside `folder`, in which the model is written until it is proved.
+
+    Raises:
+        UserError: if `folder` exists and is not an empty folder, if an interrupted merge has left something, or if no
+            folder can be made there.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
+    unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"{str(unfinished)!r} is left of a merge that was interrupted, or that is running; delete it, or give "
+            "another `--output_dir`."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{str(unfinished)!r} cannot be created: {error.strerror}; give an `--output_dir`.") from error
+    return unfinished
+
+
+def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any]) -> Proof:
     say(_what_is_merged(run, dtype))
     base = load_model(run, torch.float32)
-    tokenizer, processor = load_tokenizer(run), load_processor(run)
+    tokenizer = load_tokenizer(run)
     if tokenizer is None:
         say("Neither the run nor its base model has a tokenizer; the merged model is saved without one.")
     elif base.config.get_text_config().pad_token_id is None:
@@ -109,24 +129,17 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
     expected = logits_of(adapted, rows)
     with adapted.disable_adapter():
         effect = distances(expected, logits_of(adapted, rows)).median().item()
-    merged = merged_model(adapted)
+    merged: Any = merged_model(adapted)
     in_fp32 = _check_merged(expected, logits_of(merged, rows), merged)
     _round(merged, dtype)
-    try:
-        unfinished.mkdir(parents=True)
-        merged.save_pretrained(unfinished)
-        if merged.can_generate():
-            stop_at_end_of_turn(merged, tokenizer)  # transformers would save changes of valid configurations only
-            merged.generation_config.to_json_file(unfinished / "generation_config.json")
-        for part in (processor, tokenizer):  # the run's tokenizer wins over that of its base's processor
-            if part is not None:
-                part.save_pretrained(unfinished)
-        saved, limit = _check_saved(expected, merged, unfinished, rows, dtype, run.trust_remote_code)
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    merged.save_pretrained(folder)
+    if merged.can_generate():
+        stop_at_end_of_turn(merged, tokenizer)  # transformers would save changes of valid configurations only
+        merged.generation_config.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    copy_processor(run, folder)
+    saved, limit = _check_saved(expected, merged, folder, rows, dtype, run.trust_remote_code)
     return Proof(in_fp32, saved, limit, effect)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("liger_trainer")
 
 ADAPTER_CONFIG = "adapter_config.json"
-_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
-_TOKENIZER = "tokenizer_config.json"
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,39 +229,45 @@ def _fit_vocabulary(run: SavedRun, base: Any) -> None:
 
 
 def load_tokenizer(run: SavedRun) -> Any:
-    """The tokenizer of the run or, where it saved none, of its base model; None if neither has one."""
+    """The tokenizer of the run or, where it saved none, of its base model; None if neither has one.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
-    return _load_text_part(run, AutoTokenizer, (_TOKENIZER,))
-
-
-def load_processor(run: SavedRun) -> Any:
-    """The processor of a multimodal model, of the run or of its base; None if neither has one."""
-    from transformers import AutoProcessor
-
-    return _load_text_part(run, AutoProcessor, _PROCESSOR)
-
-
-def _load_text_part(run: SavedRun, cls: Any, files: tuple[str, ...]) -> Any:
     trusted = {"trust_remote_code": run.trust_remote_code}
     places: list[tuple[str, dict[str, Any]]] = [(str(run.folder), trusted), (run.base, run.hub_options())]
     for place, options in places:
-        if any(_has_file(place, file, options.get("revision")) for file in files):
-            try:
-                return cls.from_pretrained(place, **options)
-            except Exception as error:  # of each tokenizer's own files
-                kind = cls.__name__.removeprefix("Auto").lower()
-                raise UserError(f"The {kind} in {place!r} cannot be loaded: {first_line(error)}") from error
+        if _find_file(place, "tokenizer_config.json", options.get("revision")) is None:
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(place, **options)
+        except Exception as error:  # of each tokenizer's own files
+            raise UserError(f"The tokenizer in {place!r} cannot be loaded: {first_line(error)}") from error
     return None
 
 
-def _has_file(place: str, file: str, revision: str | None) -> bool:
+def copy_processor(run: SavedRun, folder: Path) -> None:
+    """Copies what a multimodal processor has beside its tokenizer, of the run or else of its base, into `folder`.
+
+    The files alone: loading them would need libraries for pictures and videos.
+    """
+    for place, revision in ((str(run.folder), None), (run.base, run.revision)):
+        found = [path for file in _PROCESSOR if (path := _find_file(place, file, revision)) is not None]
+        for path in found:
+            shutil.copyfile(path, folder / Path(path).name)
+        if found:
+            return
+
+
+def _find_file(place: str, file: str, revision: str | None) -> str | None:
     from transformers.utils import cached_file
 
     try:
-        return cached_file(place, file, revision=revision) is not None
+        return cached_file(place, file, revision=revision)
     except OSError:  # there is none
-        return False
+        return None
 
 
 def stop_at_end_of_turn(model: Any, tokenizer: Any) -> None:

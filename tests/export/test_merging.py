@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from liger_trainer.errors import UserError
 from liger_trainer.export import merging
@@ -18,6 +25,7 @@ from liger_trainer.export.proof import distances
 from liger_trainer.export.saved_run import find_run
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer
+from tests.trainers.vision import PROCESSORS
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 HEAD = ["q_proj", "lm_head"]
@@ -146,6 +154,28 @@ def test_tokenizer_and_generation_config(tmp_path):
     assert saved["top_k"] == 7
     assert saved["eos_token_id"] == [tokenizer().eos_token_id, 99]
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == (tmp_path / "run" / "tokenizer.json").read_text()
+
+
+def test_the_processor_of_the_base(tmp_path):
+    """The run has trained on text alone, and has saved the tokenizer only."""
+    saved_run(tmp_path, "gemma3", target_modules=["q_proj"])
+    PROCESSORS["gemma3"]().save_pretrained(tmp_path / "base")
+    merged(tmp_path)
+    name = "processor_config.json"
+    assert (tmp_path / "merged" / name).read_text() == (tmp_path / "base" / name).read_text()
+    pictures = AutoImageProcessor.from_pretrained(tmp_path / "merged")
+    assert (pictures.size["height"], pictures.size["width"]) == (16, 16)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer().chat_template
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    saved_run(tmp_path, target_modules=["q_proj"])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(merging, "_check_saved", full)
+    assert "could not be written: [Errno 28] No space left on device" in refused(tmp_path, UserError)
 
 
 def test_the_run_may_have_moved_with_its_new_base(tmp_path):
