@@ -5,6 +5,7 @@
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 # make compat:     the parity tests with the oldest and newest allowed libraries
+# make dist:       the wheel and the sdist in dist/, tried alone and beside what other frameworks pin
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat dist tables clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -26,7 +27,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -87,6 +88,13 @@ peers: $(VENV)/.installed-test
 COMPAT_FLAGS ?=
 compat: $(VENV)/.installed-test
 	$(BIN)/python -m tests.compat.versions $(COMPAT_FLAGS)
+
+# The wheel and the sdist, and the wheel in an empty environment and beside what other frameworks pin.
+dist: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet build
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m tests.compat.wheel $(DIST_FLAGS) dist/*.whl
 
 # Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
 tables: $(VENV)/.installed

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import NORMS_OF_MANY
+from liger_trainer.kernels.runtime import local_part
 
 (foreach_norm,) = require(NORMS_OF_MANY)
 
@@ -112,8 +112,3 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         number = held.is_floating_point() and held.dtype.itemsize > 1
         if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
             yield name, held
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

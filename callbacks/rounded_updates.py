@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
+from liger_trainer.kernels.runtime import local_part
 from liger_trainer.optim.adamw import LigerAdamW
 
 logger = logging.getLogger("liger_trainer")

@@ -54,6 +54,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def triton_drives(device: torch.device) -> bool:
     """Whether Triton runs kernels on `device`, whatever the dtype of the tensors."""
     return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))

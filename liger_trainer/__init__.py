@@ -69,7 +69,13 @@ __all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        value = getattr(_importlib.import_module(_EXPORTS[name]), name)
+        try:
+            value = getattr(_importlib.import_module(_EXPORTS[name]), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(__name__):
+                raise
+            text = f"`{__name__}.{name}` needs {error.name}. `pip install 'liger-trainer[train]'` installs it."
+            raise ModuleNotFoundError(text, name=error.name) from error
     elif name in _SUBMODULES:
         value = _importlib.import_module(f"{__name__}.{name}")
     else:

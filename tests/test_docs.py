@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import liger_trainer
 from liger_trainer.benchmarks import registry
 from liger_trainer.cli.parser import make_parser
+from liger_trainer.comparing.request import Request, values_of
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_configs
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.quickstart import train_tokenizer
@@ -137,6 +139,8 @@ def test_command(line, checkout):
         if arguments.command in ("train", "plan"):
             recipe(arguments.recipe, rest)
             assert getattr(arguments, "accelerate_config", None) in (None, *shipped_configs())
+        elif arguments.command == "compare":
+            values_of(Request(arguments.recipe, tuple(rest), 1, arguments.smoke, Path()))
         else:
             assert rest == []
     else:
@@ -225,7 +229,8 @@ def test_every_public_name_is_in_the_reference():
 def test_install_names_the_declared_versions():
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\w+) \| (\d.*) \|$", text, flags=re.MULTILINE))
-    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     declared = {Requirement(line).name: Requirement(line).specifier for line in lines}
     for package in ("torch", "Triton", "transformers", "TRL", "PEFT", "accelerate", "datasets"):
         for specifier in declared[package.lower()]:

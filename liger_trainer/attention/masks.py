@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
-from liger_trainer.compat.private import require
+from liger_trainer.compat.private import is_at_least, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
-from liger_trainer.compat.transformers import MASK_FUNCTIONS
+from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 
@@ -49,7 +49,8 @@ def _inner_code(function: Callable) -> types.CodeType:
     )
 
 
-_AND, _WINDOW, _CHUNKS, _PACKED, _REMAPPED = map(_inner_code, require(MASK_FUNCTIONS))
+_AND, _WINDOW, _CHUNKS, _PACKED = map(_inner_code, require(MASK_FUNCTIONS))
+_REMAPPED = _inner_code(*require(REMAPPED_POSITIONS)) if is_at_least("transformers", "5.23") else None
 
 
 def _pattern(function: Callable) -> _Pattern | None:
@@ -60,6 +61,10 @@ def _pattern(function: Callable) -> _Pattern | None:
     if code is not _AND or len(cells["mask_functions"]) != 2:
         return None
     one, other = cells["mask_functions"]
+    if _REMAPPED is None and getattr(other, "__code__", None) is _PACKED:
+        inside = _pattern(one)  # whose chunks begin with the row
+        packed = _cells(other)["packed_sequence_mask"]
+        return None if inside is None or inside.chunk else inside._replace(packed=packed)
     code, cells = getattr(one, "__code__", None), _cells(one)
     if code is _WINDOW and other is causal_mask_function:
         return _Pattern(window=cells["sliding_window"])

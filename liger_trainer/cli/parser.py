@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
-from liger_trainer.cli import bench, chat, merge, plan
+from liger_trainer.cli import bench, chat, compare, merge, plan
 from liger_trainer.cli.argument_types import positive
 from liger_trainer.errors import UserError
 
@@ -19,6 +20,7 @@ EXAMPLES = """examples:
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
   liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
   liger-trainer chat outputs/lora                             talk to the model of a run
+  liger-trainer compare llama3_8b_sft --smoke                 the stock trainer against ours, with a verdict
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
   liger-trainer bench rms_norm --model llama3-8b              compare an operation with other libraries here
 """
@@ -87,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     merge.add_parser(commands)
     chat.add_parser(commands)
+    compare.add_parser(commands)
     bench.add_parser(commands)
     return parser
 
@@ -99,9 +102,12 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("train", "plan"):
+    if rest and arguments.command not in ("train", "plan", "compare"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
+        if missing:
+            raise UserError(f"The command line needs `{missing}`: pip install 'liger-trainer[train]'")
         return _run_command(arguments, rest, argv)
     except UserError as error:
         if getattr(arguments, "debug", False):
@@ -111,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    if arguments.command in ("train", "plan", "inspect", "merge", "chat"):
+    if arguments.command in ("train", "plan", "inspect", "compare", "merge", "chat"):
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -123,6 +129,8 @@ def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[
         return train(arguments, rest)
     if arguments.command == "plan":
         return plan.plan(arguments, rest)
+    if arguments.command == "compare":
+        return compare.compare(arguments, rest)
     if arguments.command == "doctor":
         from liger_trainer.cli.doctor import doctor
 

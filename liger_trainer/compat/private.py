@@ -134,6 +134,13 @@ def installed_version(library: str) -> str | None:
         return None
 
 
+def is_at_least(library: str, version: str) -> bool:
+    """Whether an installed distribution is of this version or newer."""
+    from packaging.version import Version
+
+    return Version(importlib.metadata.version(library)) >= Version(version)
+
+
 def _message(feature: Feature) -> str | None:
     problems = ((name, name.problem()) for name in feature.names)
     name, problem = next(((name, problem) for name, problem in problems if problem), (None, None))

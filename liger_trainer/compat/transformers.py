@@ -115,8 +115,14 @@ EXPERTS = Feature(
     Private("transformers.integrations.moe:ExpertsInterface.get_interface", "self, experts_implementation, ..."),
     Private(
         "transformers.integrations.moe:use_experts_implementation",
-        uses="_experts_implementation, has_gate, _is_expert_parallel, _apply_gate",
+        uses="_experts_implementation, has_gate, _apply_gate",
     ),
+    needed=False,
+)
+
+SHARED_EXPERTS = Feature(  # since 5.18
+    "leaving experts that processes share as they are",
+    Private("transformers.integrations.moe:use_experts_implementation", uses="_is_expert_parallel"),
     needed=False,
 )
 
@@ -175,6 +181,10 @@ MASK_FUNCTIONS = Feature(
     Private(
         "transformers.masking_utils:packed_sequence_mask_function", "packed_sequence_mask", uses="packed_sequence_mask"
     ),
+)
+
+REMAPPED_POSITIONS = Feature(  # since 5.23
+    "recognising windows and chunks inside of packed rows",
     Private(
         "transformers.masking_utils:remap_positions_for_packed_sequence",
         "mask_function, position_ids",
@@ -186,6 +196,7 @@ ATTENTION = Feature(
     "attention without masks",
     Private("transformers:PreTrainedConfig._attn_implementation"),
     Private("transformers:PreTrainedModel._supports_sdpa"),
+    Private("transformers.masking_utils:sdpa_mask", "batch_size, q_length, kv_length, ..."),
     needed=False,
 )
 

@@ -54,6 +54,14 @@ def _generation_of(name: str) -> Feature:
 GRPO_GENERATION = _generation_of("GRPO")
 RLOO_GENERATION = _generation_of("RLOO")
 
+_COMPLETIONS = "_logs, prompt, completion, rewards, advantages, extra"
+LOGGED_COMPLETIONS = Feature(
+    "completions in `report.html`",
+    Private("trl:GRPOTrainer.log", uses=_COMPLETIONS),
+    Private("trl:RLOOTrainer.log", uses=_COMPLETIONS),
+    needed=False,
+)
+
 REWARD_FUNCTIONS = Feature(
     "errors that name the reward function",
     Private("trl.trainer.utils:get_callable_name", "func"),

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import ARITHMETIC_OF_MANY, PLACE_OF_A_SHARD, SKIPPED_ON_DEVICE
 from liger_trainer.kernels.optim.adamw import Options, Scaler, Update, adamw_, joined
+from liger_trainer.kernels.runtime import local_part
 from liger_trainer.optim.states import loaded_state, moments_of, new_state, remainder_of
 
 require(ARITHMETIC_OF_MANY)

@@ -17,11 +17,11 @@ import torch
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from liger_trainer.callbacks.finite import local_part
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import PARTS_OF_FSDP1
 from liger_trainer.kernels.optim.adamw import Moments
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, encode
+from liger_trainer.kernels.runtime import local_part
 
 (is_fsdp_flattened,) = require(PARTS_OF_FSDP1)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import yaml
-from accelerate.state import AcceleratorState, is_initialized
+import sys
 
 SPLIT = "the launch splits sequences with "
 
@@ -15,17 +12,13 @@ def split_sequences() -> str:
 
     The launch is known once a trainer, or an `Accelerator`, has been built.
     """
-    config = AcceleratorState().parallelism_config if is_initialized() else None
-    return "" if config is None else _reason(config.cp_size, config.sp_size)
+    state = sys.modules.get("accelerate.state")
+    config = state.AcceleratorState().parallelism_config if state is not None and state.is_initialized() else None
+    return "" if config is None else reason_of_sizes(config.cp_size, config.sp_size)
 
 
-def split_by_file(file: Path) -> str:
-    """As `split_sequences`, of a launch with this accelerate configuration."""
-    config = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("parallelism_config") or {}
-    return _reason(config.get("parallelism_config_cp_size", 1), config.get("parallelism_config_sp_size", 1))
-
-
-def _reason(cp_size: int, sp_size: int) -> str:
+def reason_of_sizes(cp_size: int, sp_size: int) -> str:
+    """As `split_sequences`, of a launch with these sizes of the context and the sequence parallel group."""
     if cp_size > 1:
         return f"{SPLIT}`cp_size={cp_size}`, whose ring attention is torch's SDPA"
     if sp_size > 1:

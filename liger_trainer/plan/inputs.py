@@ -16,7 +16,7 @@ from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.lm_head import check_logits_memory
-from liger_trainer.parallel.sequences import split_by_file
+from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.head import HeadSettings
@@ -103,7 +103,7 @@ def read_inputs(
             check_logits_memory(int(kernels.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
-    split = split_by_file(accelerate_config(values["accelerate_config"])) if values["accelerate_config"] else ""
+    split = _split_sequences(values["accelerate_config"])
     notes = (*_notes(values, config, prompt_length, split), *_rounded_updates(values, config, dtype, gpus))
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
@@ -207,6 +207,15 @@ def _build(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Any, An
                 for parameter in model.parameters():
                     parameter.data = parameter.to(torch.bfloat16) if parameter.requires_grad else parameter.data
     return model, dtype
+
+
+def _split_sequences(launch: str | None) -> str:
+    """Why a launch with this accelerate configuration leaves attention as it is; empty if it does not."""
+    if not launch:
+        return ""
+    config = yaml.safe_load(accelerate_config(launch).read_text(encoding="utf-8")) or {}
+    sizes = config.get("parallelism_config") or {}
+    return reason_of_sizes(sizes.get("parallelism_config_cp_size", 1), sizes.get("parallelism_config_sp_size", 1))
 
 
 def _is_mixed(values: Mapping[str, Any]) -> bool:

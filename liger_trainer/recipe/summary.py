@@ -27,6 +27,8 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
     from rich.console import Console
     from rich.markup import escape
 
+    from liger_trainer.callbacks.run_report import REPORT
+
     folder = Path(str(recipe.training.output_dir))
     history = trainer.state.log_history
     console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
@@ -37,6 +39,8 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
         curve = draw_loss_curve(history, folder / "loss_curve.png")
         if curve is not None:
             console.print(f"  {'loss curve':<16} {escape(str(curve))}", soft_wrap=True)
+    if (folder / REPORT).is_file():
+        console.print(f"  {'report':<16} {escape(str(folder / REPORT))}", soft_wrap=True)
     console.print(f"  {'saved model':<16} {escape(str(folder))}", soft_wrap=True)
     for prompt, text in continuations(recipe, folder):
         console.print(f"\n[bold]{escape(prompt)}[/bold]{escape(text)}")

@@ -28,6 +28,7 @@ from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
 from liger_trainer.callbacks.rounded_updates import RoundedUpdatesCallback
 from liger_trainer.callbacks.router_z_loss import RouterZLossCallback
+from liger_trainer.callbacks.run_report import RunReportCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
 from liger_trainer.compat.deepspeed import PARTITIONED_PARAMETERS
 from liger_trainer.compat.private import available, require
@@ -128,6 +129,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         guard = getattr(self.args, "non_finite", "stop")
         self._guard = None if guard == "off" else self._own_callback(NonFiniteGuardCallback, guard)
         self._show_report = self._own_callback(KernelReportCallback)
+        self._run_report = self._own_callback(RunReportCallback)
         self._throughput.measure(self.model)
         self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
         if self.args.use_liger_kernel:
@@ -169,7 +171,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._patched = weakref.ref(model)
 
     def _announce_kernels(self) -> None:
-        self._show_report.report = self.kernel_report
+        self._show_report.report = self._run_report.kernels = self.kernel_report
         if getattr(self.args, "kernel_report", True):
             self._show_report.show(self.is_world_process_zero())
         else:
@@ -202,8 +204,20 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
         # Without `in_charge` the Trainer would apply the liger-kernel package, or fail because it is not installed.
-        with memory_advice(self), in_charge(self):
-            return super().train(*args, **kwargs)
+        try:
+            with memory_advice(self), in_charge(self):
+                return super().train(*args, **kwargs)
+        except BaseException as error:  # Ctrl-C too
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            ended = f"at step {self.state.global_step} by {reason}"
+            if self._reports:
+                self._run_report.write_again(self.args, self.state, self.model, ended)
+            raise
+
+    @property
+    def _reports(self) -> bool:
+        """Whether the user has left us the callback that writes the report."""
+        return self._run_report in self.callback_handler.callbacks
 
     def compute_loss(
         self,
@@ -316,6 +330,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_base_quantization(self.model, Path(str(output_dir or self.args.output_dir)))
+        if self._reports and not _internal_call and output_dir in (None, self.args.output_dir):
+            self._run_report.write(self.args, self.state, self.model)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes a draft of a model card; see [`~transformers.Trainer.create_model_card`]. Its tags have ours too."""

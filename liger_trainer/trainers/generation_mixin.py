@@ -15,6 +15,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
+from liger_trainer.compat.private import available
+from liger_trainer.compat.trl import LOGGED_COMPLETIONS
 from liger_trainer.head.context import labelled_rows_at_most
 from liger_trainer.trainers.checks.batches import check_prompts
 from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
@@ -43,6 +45,8 @@ class GenerationMixin(_Base, GroupedCompletions):
         super().__init__(*args, **kwargs)
         seed_groups_alike(self)
         warn_of_truncated_sampling(self)
+        if available(LOGGED_COMPLETIONS):
+            self._run_report.completions = self._logs
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler: Any = super()._get_train_sampler(*args, **kwargs)

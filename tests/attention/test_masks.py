@@ -27,6 +27,7 @@ from transformers.masking_utils import (
 )
 
 import liger_trainer.attention.interface  # noqa: F401  registers the name
+from liger_trainer.compat.private import is_at_least
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 
 OURS = "liger_trainer"
@@ -68,7 +69,7 @@ def assert_equal_to_sdpas(kind: str, size: int = 4, batch: int = 2, length: int 
     ours = create(kind, OURS, size, batch, length, **arguments)
     if isinstance(ours, AttentionPlan):
         assert_sound(ours, batch, length)
-    else:
+    elif not (kind == "chunked" and "position_ids" in arguments and not is_at_least("transformers", "5.23")):
         assert ours is None or length == 1, "a row of one token may be a step of a generation"
     theirs = create(kind, "sdpa", size, batch, length, **arguments)
     got, expected = (as_dense(mask, batch, length) for mask in (ours, theirs))

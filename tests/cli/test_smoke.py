@@ -40,6 +40,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
         given["trainer"], "preference acc."
     ) in shown
     assert (folder / "loss_curve.png").stat().st_size > 1000
+    assert "<h2>Curves</h2>" in (folder / "report.html").read_text(encoding="utf-8")
     assert state(folder)["global_step"] == smoke.STEPS
     steps = [entry for entry in state(folder)["log_history"] if "loss" in entry]
     assert len(steps) == smoke.STEPS

@@ -34,7 +34,8 @@ TESTS = (
 def requirements(which: str, libraries: list[str]) -> list[str]:
     """What pip is to install: the lower bounds themselves, or all that the bounds allow."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [Requirement(line) for line in project["dependencies"]]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    declared = [Requirement(line) for line in lines]
     found = {item.name: item.specifier for item in declared if item.name in libraries}
     if which == "newest":
         return [f"{name}{specifier}" for name, specifier in found.items()]

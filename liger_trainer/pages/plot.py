@@ -1,0 +1,150 @@
+"""Curves as inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from liger_trainer.pages.document import escaped
+from liger_trainer.pages.style import COLOURS
+from liger_trainer.pages.ticks import label, span, ticks
+
+Point = tuple[float, float]
+Band = tuple[str, Sequence[tuple[float, float, float]]]
+
+# In units of the view box, which a phone shows in about as many pixels, so that letters keep their size.
+_WIDTH, _HEIGHT, _TOP, _RIGHT, _BOTTOM = 340, 190, 8, 12, 34
+
+_MOST_POINTS = 600  # of a line; about two for each pixel of a phone
+_LARGEST = 1e100  # so that no arithmetic on a value overflows
+
+
+def curves(title: str, lines: Mapping[str, Sequence[Point]], *, x: str = "step", band: Band | None = None) -> str:
+    """A chart with axes and a legend, which also gives each line's last finite value.
+
+    Values that are not finite (or beyond 1e100) leave a gap. Of a line with thousands of points the lowest and highest
+    of each stretch are drawn, so spikes stay. Without any finite value the chart says so.
+
+    Args:
+        title: Plain text above the chart.
+        lines: The points (x, y) of each line, by its name in the legend, in the order of x.
+        x: What the horizontal axis counts.
+        band: A name for the legend, and triples (x, low, high) in the order of x: an area behind the lines.
+    """
+    drawn = {name: [point for point in points if _fits(point[0])] for name, points in lines.items()}
+    area = [triple for triple in (band[1] if band else ()) if all(map(_fits, triple))]
+    shown = [point for points in drawn.values() for point in points if _fits(point[1])]
+    shown += [(at, value) for at, low, high in area for value in (low, high)]
+    legend = "".join(_legend(index, name, points) for index, (name, points) in enumerate(drawn.items()))
+    if band is not None:
+        legend += _key('<path class="band" d="M0 0H16V6H0Z"/>', band[0])
+    caption = f"<figcaption><b>{escaped(title)}</b>{legend}</figcaption>"
+    if not shown:
+        return f"<figure>{caption}<p>No finite values.</p></figure>\n"
+    axes = _Axes([at for at, _ in shown], [value for _, value in shown])
+    marks = _area(axes, area)
+    marks += "".join(_line(axes, index, thinned(points)) for index, points in enumerate(drawn.values()))
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escaped(title)} by {escaped(x)}"'
+    return f"<figure>{caption}<svg {box}>{axes.drawn(x)}{marks}</svg></figure>\n"
+
+
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """At most about `most` of `points`: of each stretch the lowest, the highest and one gap; and both ends."""
+    if len(points) <= most:
+        return list(points)
+    kept = {0, len(points) - 1}
+    length = math.ceil(len(points) / (most // 3))
+    for start in range(0, len(points), length):
+        stretch = range(start, min(start + length, len(points)))
+        finite = [index for index in stretch if _fits(points[index][1])]
+        if finite:
+            kept |= {min(finite, key=lambda index: points[index][1]), max(finite, key=lambda index: points[index][1])}
+        kept.update([index for index in stretch if not _fits(points[index][1])][:1])
+    return [points[index] for index in sorted(kept)]
+
+
+def _fits(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST
+
+
+class _Axes:
+    """Where values lie in the picture."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self._x, self._y = span(xs), span(ys)
+        self._x_ticks = ticks(*self._x, most=5, whole=all(float(value).is_integer() for value in xs))
+        self._y_ticks = ticks(*self._y, most=5)
+        self._left = 10 + 6.5 * max((len(text) for _, text in self._y_ticks), default=0)
+
+    def place(self, at: float, value: float) -> str:
+        return f"{self._across(at):.1f} {self._down(value):.1f}"
+
+    def _across(self, at: float) -> float:
+        low, high = self._x
+        return self._left + (at - low) / (high - low) * (_WIDTH - _RIGHT - self._left)
+
+    def _down(self, value: float) -> float:
+        low, high = self._y
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
+
+    def drawn(self, x: str) -> str:
+        """Grid, numbers, and the name of the horizontal axis."""
+        floor = _HEIGHT - _BOTTOM
+        grid = f"M{self._left:.1f} {floor}H{_WIDTH - _RIGHT}"
+        texts = _text((self._left + _WIDTH - _RIGHT) / 2, _HEIGHT - 4, x, "middle")
+        for value, text in self._y_ticks:
+            grid += f"M{self._left:.1f} {self._down(value):.1f}H{_WIDTH - _RIGHT}"
+            texts += _text(self._left - 6, self._down(value) + 4, text, "end")
+        for value, text in self._x_ticks:
+            grid += f"M{self._across(value):.1f} {floor}v4"
+            texts += _text(self._across(value), floor + 15, text, "middle")
+        return f'<path class="grid" d="{grid}"/>{texts}'
+
+
+def _text(across: float, down: float, text: str, anchor: str) -> str:
+    return f'<text x="{across:.1f}" y="{down:.1f}" text-anchor="{anchor}">{escaped(text)}</text>'
+
+
+def _stroke(index: int) -> str:
+    dashes = ' stroke-dasharray="5 4"' if index >= COLOURS else ""
+    return f'style="stroke: var(--c{index % COLOURS})"{dashes}'
+
+
+def _legend(index: int, name: str, points: Sequence[Point]) -> str:
+    last = next((value for _, value in reversed(points) if _fits(value)), None)
+    text = name if last is None else f"{name} {label(last, abs(last) / 1000)}"
+    return _key(f'<path d="M1 3H15" {_stroke(index)}/>', text)
+
+
+def _key(mark: str, text: str) -> str:
+    return f'<span><svg viewBox="0 0 16 6" aria-hidden="true">{mark}</svg>{escaped(text)}</span>'
+
+
+def _line(axes: _Axes, index: int, points: Sequence[Point]) -> str:
+    dots = line = ""
+    for piece in _pieces(points):
+        if len(piece) == 1:  # a line of no length, which round ends make a dot
+            dots += f"M{axes.place(*piece[0])}h0"
+        else:
+            line += "M" + "L".join(axes.place(*point) for point in piece)
+    return f'<path {_stroke(index)} d="{line}"/><path class="dots" {_stroke(index)} d="{dots}"/>'
+
+
+def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Runs of finite points."""
+    piece: list[Point] = []
+    for point in points:
+        if _fits(point[1]):
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _area(axes: _Axes, area: Sequence[tuple[float, float, float]]) -> str:
+    if not area:
+        return ""
+    outline = [axes.place(at, low) for at, low, _ in area] + [axes.place(at, high) for at, _, high in reversed(area)]
+    return f'<path class="band" d="M{"L".join(outline)}Z"/>'
