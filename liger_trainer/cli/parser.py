@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
-from liger_trainer.cli import bench, compare, plan
+from liger_trainer.cli import bench, chat, compare, merge, plan
 from liger_trainer.cli.argument_types import positive
 from liger_trainer.errors import UserError
 
@@ -18,6 +18,8 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
+  liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
+  liger-trainer chat outputs/lora                             talk to the model of a run
   liger-trainer compare llama3_8b_sft --smoke                 the stock trainer against ours, with a verdict
   liger-trainer doctor my.yaml                                its silent traps, each with its fix, before a run
   liger-trainer inspect Qwen/Qwen3-8B                         what would be accelerated; nothing is trained
@@ -98,6 +100,8 @@ def make_parser() -> argparse.ArgumentParser:
     recipes.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
 
     plan.add_parser(commands)
+    merge.add_parser(commands)
+    chat.add_parser(commands)
     compare.add_parser(commands)
     bench.add_parser(commands)
     return parser
@@ -128,7 +132,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    if arguments.command in ("train", "plan", "inspect", "compare") or getattr(arguments, "subject", None) is not None:
+    needs_model = ("train", "plan", "inspect", "compare", "merge", "chat")
+    if arguments.command in needs_model or getattr(arguments, "subject", None) is not None:
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -156,6 +161,10 @@ def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[
         from liger_trainer.cli.inspect import inspect
 
         return inspect(arguments)
+    if arguments.command == "merge":
+        return merge.merge(arguments)
+    if arguments.command == "chat":
+        return chat.chat(arguments)
     if arguments.command == "bench":
         return bench.bench(arguments, argv)
     from liger_trainer.cli.recipes import recipes

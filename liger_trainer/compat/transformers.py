@@ -42,6 +42,13 @@ CONVERTED_CHECKPOINTS = Feature(
     Private(f"{_TRAINER}.__init__", uses="is_distributed_loading_by_transformers"),
 )
 
+DEQUANTISED_MODELS = Feature(
+    "saving a model that was published quantised, after it was dequantised",
+    Private(
+        "transformers.core_model_loading:revert_weight_conversion", "model, state_dict", uses="_weight_conversions"
+    ),
+)
+
 SPLIT_OPTIMIZER = Feature(
     "checkpoints of the optimizer of a model that `from_pretrained` has split",
     Private("transformers.distributed:save_optimizer_distributed", "model, optimizer, checkpoint_dir"),

@@ -122,7 +122,8 @@ def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bo
     """
     if recipe.model.model_name_or_path is not None:
         return recipe.model.model_name_or_path
-    if recipe.kind.from_folder or is_quantised(recipe) or recipe.recipe.expert_parallel_size > 1:
+    saved = recipe.kind.from_folder or recipe.model.use_peft or is_quantised(recipe)
+    if saved or recipe.recipe.expert_parallel_size > 1:
         return saved_new_model(recipe, tokenizer, resumed)
     return new_model(recipe, tokenizer)
 
@@ -130,8 +131,8 @@ def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bo
 def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str:
     """The folder in ``output_dir`` with the new model of ``model_config``; a resumed run uses the one it started with.
 
-    It is saved because a reference model is loaded from the policy's source, and because models are quantised and
-    split as they are loaded.
+    It is saved because a reference model is loaded from the policy's source, because models are quantised and split as
+    they are loaded, and because adapters are nothing without their base.
     """
     from accelerate import PartialState
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
+from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
@@ -66,6 +69,9 @@ from liger_trainer.trainers.offloading import step_offloading
 logger = logging.getLogger("liger_trainer")
 
 require(NON_FINITE_GUARD)
+
+CARD_TAG = "liger-trainer"
+"""The tag of model cards, beside those of TRL and the Trainer."""
 
 # In these, every process has all gradients, so the norms that it computes are those of the model.
 _WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -140,6 +146,9 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
+        add_tags: Any = getattr(self.model, "add_model_tags", None)
+        if add_tags is not None:  # PEFT puts them on the cards of adapters
+            add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._labelled_bounds = LabelledBounds()
 
@@ -319,8 +328,17 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
             self._guard.check_before_save(self.model, self.args, self.state, alike=self._saving or split)
         super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_base_quantization(self.model, Path(str(output_dir or self.args.output_dir)))
         if self._reports and not _internal_call and output_dir in (None, self.args.output_dir):
             self._run_report.write(self.args, self.state, self.model)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes a draft of a model card; see [`~transformers.Trainer.create_model_card`]. Its tags have ours too."""
+        given = inspect.signature(super().create_model_card).bind(*args, **kwargs)
+        tags = given.arguments.get("tags") or []
+        given.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), CARD_TAG]
+        super().create_model_card(*given.args, **given.kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""

@@ -1,4 +1,4 @@
-"""Installs a wheel alone and beside the transformers that other frameworks pin, and runs a few lines in each environment."""
+"""Installs a wheel alone, and beside the transformers that other frameworks pin, and runs a few lines."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ class FourBits(nn.Module):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.shape, self.dtype, self.blocksize = tuple(state.shape), state.dtype, state.blocksize
+        self.quant_type: str = state.quant_type
         self.nested_blocksize = state.state2.blocksize if state.nested else 0
         statistics = {"absmax": state.absmax, "code": state.code}
         if state.nested:
@@ -125,6 +126,18 @@ def quantize_experts(
         parametrize.register_parametrization(module, name, FourBits(state), unsafe=True)  # another shape and dtype
     _leave_adapters_to_us(model)
     return len(found)
+
+
+def round_experts(model: nn.Module, quant_type: str = "nf4", double_quant: bool = False) -> None:
+    """Gives the experts of `model` the numbers of 4 bits, in the dtype that they have: those of `quantize_experts`."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module, name in list(stacked_weights(model)):
+        weight = module._parameters[name]
+        assert weight is not None
+        weight.data.copy_(
+            dequantize_4bit(*quantize_4bit(weight.data, compress_statistics=double_quant, quant_type=quant_type))
+        )
 
 
 def _leave_adapters_to_us(model: nn.Module) -> None:
