@@ -260,8 +260,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"math\.ceil\(_SHARES \* tokens / recorded\) / _SHARES", "1.0",
          "trainers/test_activation_memory::test_batches_of_other_lengths"),
         ("TRL's functions stay in the layers", "ActivationMemoryMixin._let_layers_keep",
-         r"self\._kept\.begin\(self\.model_wrapped, self\.state\.global_step\)",
-         "self._kept.begin(self.model_wrapped if self.state.global_step < 1 else torch.nn.Identity(), "
+         r"kept\.begin\(self\.model_wrapped, self\.state\.global_step\)",
+         "kept.begin(self.model_wrapped if self.state.global_step < 1 else torch.nn.Identity(), "
          "self.state.global_step)",
          "trainers/test_activation_memory::"
          "test_layers_keep_although_trl_gives_them_their_own_functions_back"),
