@@ -147,7 +147,10 @@ def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed:
         unfinished.rename(folder)
     state.wait_for_everyone()
     if not folder.is_dir():
-        raise RecipeError(f"The model that the run started with is no longer in {str(folder)!r}; start the run again.")
+        raise RecipeError(
+            f"{str(folder)!r}, the model that the run started with, is missing. Resume a run that started without "
+            "adapters without them (`use_peft: false`); start any other again."
+        )
     return str(folder)
 
 

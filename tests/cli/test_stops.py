@@ -190,8 +190,9 @@ def test_another_kind_of_checkpoint(recipe, capsys):
     options = ["--resume_from_checkpoint", "true", "--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
     assert main(["train", recipe, *options]) == 2
     last = message_of(capsys.readouterr().err)
-    assert last.startswith(
-        "liger-trainer: The checkpoint is one of a whole model ('run/checkpoint-2/model.safetensors')"
+    assert last == (
+        "liger-trainer: 'run/initial_model', the model that the run started with, is missing. Resume a run that started "
+        "without adapters without them (`use_peft: false`); start any other again."
     )
 
 
