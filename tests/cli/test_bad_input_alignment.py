@@ -246,7 +246,7 @@ def test_a_resumed_run_needs_the_model_that_it_started_with(aligned, capsys):
     assert main(["train", aligned("dpo", PAIR, save_strategy="steps", save_steps=1)]) == 0
     shutil.rmtree("run/initial_model")
     message = refused(capsys, "mine.yaml", "--max_steps", "2", "--resume_from_checkpoint", "true")
-    assert "The model that the run started with is no longer in 'run/initial_model'" in message
+    assert "'run/initial_model', the model that the run started with, is missing" in message
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

@@ -191,8 +191,8 @@ def test_another_kind_of_checkpoint(recipe, capsys):
     assert main(["train", recipe, *options]) == 2
     last = message_of(capsys.readouterr().err)
     assert last == (
-        "liger-trainer: 'run/initial_model', the model that the run started with, is missing. Resume a run that started "
-        "without adapters without them (`use_peft: false`); start any other again."
+        "liger-trainer: 'run/initial_model', the model that the run started with, is missing. Resume a run that "
+        "started without adapters without them (`use_peft: false`); start any other again."
     )
 
 
