@@ -245,7 +245,7 @@ def test_printed_report_is_what_the_code_before_it_prints(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     (source,) = (code for code in blocks(guide, "python") if "print(apply_liger_kernel(" in code)
     (shown,) = blocks(guide, "text")
-    exec(compile(source, str(guide), "exec"), {"__name__": "readme"})
+    exec(compile(source, str(guide), "exec"), {"__name__": "guide"})
 
     def lines(text):  # probe errors are of this processor
         return [re.sub(r"\d\.\de[+-]\d\d", "0.0e+00", line.rstrip()) for line in text.rstrip().splitlines()]

@@ -13,7 +13,6 @@ from liger_trainer.cli.quiet import quiet_libraries
 from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
-    quiet_libraries()
     from liger_trainer.export.conversation import Conversation
 
 

@@ -132,8 +132,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    needs_model = ("train", "plan", "inspect", "compare", "merge", "chat")
-    if arguments.command in needs_model or getattr(arguments, "subject", None) is not None:
+    need_all_libraries = ("train", "plan", "inspect", "compare", "merge", "chat")
+    if arguments.command in need_all_libraries or getattr(arguments, "subject", None) is not None:
         from liger_trainer.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()

@@ -42,7 +42,7 @@ class Comparison:
     @property
     def headline(self) -> str:
         """The verdict as a sentence."""
-        return f"Ours {self.verdict.word} with stock." if self.verdict.agrees else "Ours differs from stock."
+        return "Ours agrees with stock." if self.verdict.agrees else "Ours differs from stock."
 
 
 def tokens_per_second(run: Measured) -> float:

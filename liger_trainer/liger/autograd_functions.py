@@ -43,11 +43,11 @@ def _cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> _Outputs:
-    loss = nn.LigerCrossEntropyLoss(
-        *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+    result = functional.liger_cross_entropy(
+        *(_input, target, weight, None, ignore_index, None, reduction, label_smoothing, lse_square_scale, softcap),
         *(return_z_loss, return_token_accuracy, return_predicted_tokens),
     )
-    return _outputs(loss(_input, target))
+    return _outputs(result)
 
 
 def _linear_cross_entropy(
@@ -70,11 +70,11 @@ def _linear_cross_entropy(
     ce_mode: Any = None,
     chunk_mem_const: int = 1,
 ) -> _Outputs:
-    loss = nn.LigerFusedLinearCrossEntropyLoss(
-        *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype),
-        *(use_token_scaling, return_token_accuracy, return_predicted_tokens),
+    result = functional.liger_fused_linear_cross_entropy(
+        *(_input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+        *(return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens),
     )
-    return _outputs(loss(weight, _input, target, bias))
+    return _outputs(result)
 
 
 def _scaled_cross_entropy(
@@ -96,10 +96,7 @@ def _scaled_cross_entropy(
     result = operators.linear_log_probs(
         _input, weight, target, ignore_index=ignore_index, temperature=temperature, outputs=outputs
     )
-    if isinstance(result, Tensor):
-        return -result
-    assert result.entropy is not None
-    return -result.log_probs, result.entropy
+    return functional.negative_log_likelihood(result)
 
 
 def _linear_jsd(

@@ -14,7 +14,7 @@ import torch
 
 from liger_trainer import functional as operators
 from liger_trainer import nn
-from liger_trainer.functional import CrossEntropyOutput
+from liger_trainer.functional import CrossEntropyOutput, LogProbsOutput
 from liger_trainer.liger.hyper_connections import (
     liger_mhc_apply,
     liger_mhc_coeffs,
@@ -141,6 +141,13 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     result = operators.vocab_parallel_linear_log_probs(
         input, weight, target, tp_group, ignore_index=ignore_index, temperature=temperature, outputs=outputs
     )
+    return negative_log_likelihood(result)
+
+
+def negative_log_likelihood(
+    result: torch.Tensor | LogProbsOutput,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What Liger returns where our operators return log-probabilities, or these with the entropy."""
     if isinstance(result, torch.Tensor):
         return -result
     assert result.entropy is not None

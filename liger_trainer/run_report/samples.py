@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_trainer.pages import paragraph, section, table
 
-_ROWS, _LETTERS = 8, 2000  # of each cell
+_ROWS, _CHARACTERS = 8, 2000  # of each cell
 
 
 def samples(completions: Mapping[str, Any]) -> str:
@@ -37,7 +37,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = "\n".join(map(_turn, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]} … ({len(text):,} letters)"
+    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} … ({len(text):,} characters)"
 
 
 def _turn(message: Any) -> str:

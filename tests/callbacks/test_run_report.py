@@ -279,7 +279,10 @@ def test_completions_of_conversations():
     }
     page = Page(run_report(LigerTrainingArguments("somewhere"), TrainerState(), completions=logs))
     start = page.rows.index(["prompt", "completion", "mine", "advantage"]) + 1
-    prompt, completion = "system: Be short.\nuser: [image] <what>?", "assistant: " + "x" * 1989 + " … (3,011 letters)"
+    prompt, completion = (
+        "system: Be short.\nuser: [image] <what>?",
+        "assistant: " + "x" * 1989 + " … (3,011 characters)",
+    )
     shown = page.rows[start : start + 8]
     assert shown[0] == [prompt, completion, "0.1235", "2"]
     assert shown[-1] == [prompt, completion, "nan", "9"]
