@@ -1,10 +1,14 @@
 """The plug-in for axolotl, called as axolotl does: registered, validated, then given each model."""
 
+import re
+
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from tests.documents import ROOT
 from tests.integrations.frameworks import Config, CutCrossEntropyArgs, LigerArgs, validate
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -104,3 +108,13 @@ def test_strict_kernels(plugin):
     config = validated(plugin, strict_kernels=True, liger_kernel_config={"geglu": True})
     with pytest.raises(ValueError, match="geglu: the model has nothing of the kind"):
         plugin.post_model_load(config, TINY_MODELS["llama"]())
+
+
+def test_the_config_of_the_documentation(plugin):
+    text = (ROOT / "docs" / "guides" / "frameworks.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"## axolotl.*?```text\n(.*?)```", text, flags=re.DOTALL)
+    config = yaml.safe_load(block)
+    assert config["plugins"] == [PLUGIN]
+    assert validated(plugin, **config).liger_kernel_config == {"logits_memory": "512MiB"}
+    with pytest.raises(ValueError, match="`cut_cross_entropy` is True"):
+        validated(plugin, Theirs(CutCrossEntropyArgs), **config)
