@@ -68,7 +68,7 @@ class LigerTrainerArgs(BaseModel):
             if getattr(self, key, None) and on:
                 off = ", ".join(f"{switch}: false" for switch in switches)
                 raise ValueError(
-                    f"`{key}` is {getattr(self, key)!r}, and LigerTrainerPlugin's {' and '.join(on)} would replace the "
+                    f"`{key}` is {getattr(self, key)!r}, and LigerTrainerPlugin has {' and '.join(on)} on, for the "
                     f"same layers. Remove `{key}` and the plug-in it belongs to, or set `liger_kernel_config: {{{off}}}`."
                 )
         return self

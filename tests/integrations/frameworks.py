@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, model_validator
 
@@ -71,7 +71,7 @@ class CutCrossEntropyArgs(BaseModel):
 
 
 def validate(config: Config, *plugins: Any) -> Config:
-    """axolotl 0.19.0, `integrations/config.py` and `utils/config/__init__.py`: the schema with the plug-ins' classes."""
+    """axolotl 0.19.0, `integrations/config.py` and `utils/config/__init__.py`: a schema with all classes."""
     bases = []
     for plugin in plugins:
         module, name = plugin.get_input_args().rsplit(".", 1)
@@ -83,7 +83,7 @@ def validate(config: Config, *plugins: Any) -> Config:
 class KernelPlugin:
     """LLaMA-Factory 0.9.5, `v1/utils/plugin.py`: a registry of functions by the name of the plug-in."""
 
-    _registry: dict[str, Callable] = {}
+    _registry: ClassVar[dict[str, Callable]] = {}
 
     def __init__(self, name: str) -> None:
         self.name = name
