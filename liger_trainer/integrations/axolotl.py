@@ -69,7 +69,7 @@ class LigerTrainerArgs(BaseModel):
                 off = ", ".join(f"{switch}: false" for switch in switches)
                 raise ValueError(
                     f"`{key}` is {getattr(self, key)!r}, and LigerTrainerPlugin has {' and '.join(on)} on, for the "
-                    f"same layers. Remove `{key}` and the plug-in it belongs to, or set `liger_kernel_config: {{{off}}}`."
+                    f"same layers. Remove `{key}` and its plug-in, or set `liger_kernel_config: {{{off}}}`."
                 )
         return self
 

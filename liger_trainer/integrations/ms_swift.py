@@ -12,4 +12,4 @@ from liger_trainer.liger import stand_in
 
 if not liger_kernel_installed():
     stand_in.install()
-trainer.DEFAULT_CALLBACKS.append(KernelReportCallback)
+trainer.DEFAULT_CALLBACKS.append(KernelReportCallback)  # type: ignore[arg-type]
