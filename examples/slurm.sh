@@ -18,8 +18,8 @@ set -euo pipefail
 export CONFIG=${CONFIG:-configs/accelerate/fsdp2.yaml} PORT=${PORT:-29500}
 [[ -f $CONFIG ]] || { echo "CONFIG is $CONFIG, which is no file in $PWD; submit from a checkout, or set CONFIG" >&2; exit 1; }
 
-MAIN_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MAIN_HOST
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MAIN_HOST=${hosts%%$'\n'*}  # the first
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not take it from sbatch by itself
 
 # One task a machine starts the launcher, which starts one process a GPU.
