@@ -20,6 +20,8 @@ FOLDERS = {"liger_trainer": "liger_trainer"} | {
     name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes", "benchmarks")
 }
 """Where the files of a top-level folder are in the package."""
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+"""What the build reads beside the folders."""
 STARTUP_FILE = "liger_trainer_as_liger.pth"
 """Lies in the wheel beside the package, where Python reads it at its start, too."""
 
@@ -112,9 +114,8 @@ def in_the_archives(dist: Path, version: str) -> Iterator[str]:
             yield f"{wheel}: {metadata}/licenses/LICENSE is missing"
     with tarfile.open(dist / sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    beside = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "PKG-INFO", "setup.cfg"}
     names = {name for name in names if not name.startswith("liger_trainer.egg-info/")}
-    yield from _differences(sdist, names, packaged() - {STARTUP_FILE} | beside)
+    yield from _differences(sdist, names, packaged() - {STARTUP_FILE} | {*BESIDE, "PKG-INFO", "setup.cfg"})
 
 
 def _differences(archive: str, held: set[str], expected: set[str]) -> Iterator[str]:

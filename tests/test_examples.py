@@ -136,11 +136,16 @@ def test_notebook_is_one_of_format_4_5_without_outputs(path):
 
 PROGRAMS = {
     "accelerate": 'printf "%s\\n" "$@"',
-    "srun": 'SLURM_NODEID=1 exec "$@"',
+    "srun": '[[ $SRUN_CPUS_PER_TASK == 64 ]] && SLURM_NODEID=1 exec "$@"',
     "scontrol": '[[ $* == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"',
 }
 ENVIRONMENT = {
-    "slurm": {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "2"},
+    "slurm": {
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "64",
+    },
     "two_machines": {"MAIN_HOST": "node3", "MACHINE_RANK": "1", "GPUS": "8"},
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.release_check import FOLDERS, in_the_archives, version_of
+from tests.release_check import BESIDE, FOLDERS, in_the_archives, version_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +39,7 @@ def held(wheel):
 def source(tmp_path_factory):
     """A copy, so that builds leave nothing in the tree and take nothing along from earlier builds."""
     folder = tmp_path_factory.mktemp("source")
-    for name in (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in (*FOLDERS, *BESIDE):
         subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, folder], check=True)
     return folder
 

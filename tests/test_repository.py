@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from liger_trainer.cli.parser import make_parser
-from tests.release_check import FOLDERS
+from tests.release_check import BESIDE, FOLDERS
 
 ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -28,8 +28,7 @@ def of_kind(kind):
 
 def test_dockerfile_copies_what_the_package_is_built_from():
     copied = [word for words in of_kind("COPY") for word in words[:-1]]
-    built = {*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"}  # as in test_packaging.py
-    assert sorted(copied) == sorted({*built, "constraints.txt"})
+    assert sorted(copied) == sorted([*FOLDERS, *BESIDE, "constraints.txt"])
     assert all((ROOT / word).exists() for word in copied)
     for source, target in (words for words in of_kind("COPY") if len(words) == 2):
         assert source == target, "the links in liger_trainer/ lead to ../NAME"

@@ -75,7 +75,7 @@ def smoke_model(folder: str | Path) -> str:
     """Writes a tiny Llama with random weights, and a tokenizer that knows the rows of `smoke_data`, without a network.
 
     Args:
-        folder: Where; made if it is missing, and files of an earlier model there are overwritten.
+        folder: Where. Made if it is missing; a model in it is overwritten, so processes need a folder each.
 
     Returns:
         The folder, as the trainers take it for a model's name.
