@@ -101,9 +101,9 @@ def execute(path, change=lambda source: source, until=None):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path, here):
     variables = execute(path)
-    key, rises = {"sft": ("loss", False), "dpo": ("rewards/accuracies", True), "grpo": ("reward", True)}[path.stem]
+    key, gain = {"sft": ("loss", -2), "dpo": ("rewards/accuracies", 0.25), "grpo": ("reward", 0.1)}[path.stem]
     first, *_, last = [log[key] for log in variables["trainer"].state.log_history if key in log]
-    assert (last > first) is rises, (first, last)
+    assert (last - first) / gain > 1, (first, last)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -185,8 +185,8 @@ def test_script_launches(path, programs):
 @pytest.mark.parametrize(
     ("script", "changed", "message"),
     [
-        *(("slurm", {key: ""}, key) for key in ("SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE")),
-        *(("two_machines", {key: ""}, key) for key in ENVIRONMENT["two_machines"]),
+        *(("slurm", {key: ""}, f"{key}: is not set") for key in ("SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE")),
+        *(("two_machines", {key: ""}, f"{key}: is not set") for key in ENVIRONMENT["two_machines"]),
         ("two_machines", {"GPUS": "eight"}, "GPUS is eight; it must be a whole number"),
         ("two_machines", {"MACHINE_RANK": "2"}, "MACHINE_RANK is 2; it must be below MACHINES, 2"),
         ("slurm", {"CONFIG": "my.yaml"}, "CONFIG is my.yaml, which is no file"),
