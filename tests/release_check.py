@@ -115,7 +115,7 @@ def in_the_archives(dist: Path, version: str) -> Iterator[str]:
     with tarfile.open(dist / sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     names = {name for name in names if not name.startswith("liger_trainer.egg-info/")}
-    yield from _differences(sdist, names, packaged() - {STARTUP_FILE} | {*BESIDE, "PKG-INFO", "setup.cfg"})
+    yield from _differences(sdist, names, packaged() - {STARTUP_FILE} | {*BESIDE, "MANIFEST.in", "PKG-INFO", "setup.cfg"})
 
 
 def _differences(archive: str, held: set[str], expected: set[str]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def held(wheel):
 def source(tmp_path_factory):
     """A copy, so that builds leave nothing in the tree and take nothing along from earlier builds."""
     folder = tmp_path_factory.mktemp("source")
-    for name in (*FOLDERS, *BESIDE):
+    for name in (*FOLDERS, *BESIDE, "MANIFEST.in", "tests"):
         subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, folder], check=True)
     return folder
 
