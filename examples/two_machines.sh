@@ -11,7 +11,7 @@ set -euo pipefail
 : "${GPUS:?is not set; give the number of GPUs that each machine has}"
 machines=${MACHINES:-2} config=${CONFIG:-configs/accelerate/fsdp2.yaml}
 for name in GPUS MACHINE_RANK machines; do
-  [[ ${!name} =~ ^[0-9]+$ ]] || { echo "${name^^} is ${!name}; it must be a whole number" >&2; exit 1; }
+  [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || { echo "${name^^} is ${!name}; it must be a whole number" >&2; exit 1; }
 done
 ((MACHINE_RANK < machines)) || { echo "MACHINE_RANK is $MACHINE_RANK; it must be below MACHINES, $machines" >&2; exit 1; }
 [[ -f $config ]] || { echo "CONFIG is $config, which is no file in $PWD; start in a checkout, or set CONFIG" >&2; exit 1; }

@@ -6,13 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    *(
-        ROOT / page
-        for page in ("README.md", "CONTRIBUTING.md", "examples/README.md", ".github/pull_request_template.md")
-    ),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md", "examples/README.md", ".github/pull_request_template.md")
+PAGES = [*(ROOT / page for page in OUTSIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TWO_PROCESSES = "<!-- runs on 2 processes -->\n"
 
 

@@ -64,7 +64,7 @@ def test_what_is_not_committed(release):
         ("pip install --index" + "-url https://mirror", "a package index"),
         ("HF_TOKEN=hf" + "_" + "a" * 34, "an access token"),
         ("-----BEGIN RSA " + "PRIVATE KEY-----", "a private key"),
-        ("in {root}/outputs", "a folder of this machine"),
+        ("in {root}/outputs", "the folder of this checkout"),
     ],
 )
 def test_private_words(release, text, what):
