@@ -30,7 +30,9 @@ from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder,
 from liger_trainer.kernels.fp8.row_cast import cast_rows, cast_transposed
 from liger_trainer.kernels.runtime import is_dtensor
 
-_MULTIPLE = 16  # of both dimensions of a weight, for the matmuls
+MULTIPLE = 16
+"""Of which both sizes of a weight must be multiples, for the matmuls."""
+
 _ROWWISE = F.ScalingType.RowWise
 
 
@@ -48,7 +50,7 @@ def takes_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     Both are in bf16, at least under autocast; N and K are multiples of 16; and there is at least one row.
     """
     x_dtype, weight_dtype = (torch.get_autocast_dtype(x.device.type),) * 2 if _casts(x) else (x.dtype, weight.dtype)
-    sizes = x.numel() > 0 and weight.shape[0] % _MULTIPLE == 0 and weight.shape[1] % _MULTIPLE == 0
+    sizes = x.numel() > 0 and weight.shape[0] % MULTIPLE == 0 and weight.shape[1] % MULTIPLE == 0
     bf16 = x_dtype == weight_dtype == torch.bfloat16
     return bf16 and sizes and has_fp8(x.device) and not (is_dtensor(x) or is_dtensor(weight))
 

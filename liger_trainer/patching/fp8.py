@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.kernels.fp8.linear import fp8_linear, has_fp8
+from liger_trainer.kernels.fp8.linear import MULTIPLE, fp8_linear, has_fp8
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -26,8 +26,6 @@ from liger_trainer.patching.lora.operands import is_lora_linear
 
 _LEAST_FEATURES = 1024
 _LEAST_ROWS = 512
-_MULTIPLE = 16
-_EXPERTS = ("experts",)
 
 
 def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -63,7 +61,7 @@ def find_fp8(model: nn.Module, recipe: str | None, device: torch.device) -> Iter
     for place, layer in enumerate(layers):
         adapted = {id(part) for module in layer.modules() if is_lora_linear(module) for part in module.modules()}
         for name, module in layer.named_modules():
-            if type(module) is not nn.Linear or min(module.weight.shape) < _LEAST_FEATURES:
+            if type(module) is not nn.Linear:
                 continue
             reason = "the first and the last layer stay in bf16" if place in (0, len(layers) - 1) else ""
             reason = reason or _obstacle(name, module, id(module) in adapted, device)
@@ -84,13 +82,15 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | list[nn.Module]:
 def _obstacle(name: str, module: nn.Linear, has_adapters: bool, device: torch.device) -> str:
     if not has_fp8(device):
         return f"{device.type} has no fp8 matmuls with a scale for each row, which NVIDIA's Hopper and newer have"
+    if min(module.weight.shape) < _LEAST_FEATURES:
+        return f"fewer than {_LEAST_FEATURES} features, for which fp8 does not pay"
     if has_adapters:
         return "it has adapters; their bases are multiplied in bf16"
-    if any(part in _EXPERTS for part in name.split(".")):
+    if "experts" in name.split("."):
         return "experts stay in bf16"
     if is_dtensor(module.weight):
         return "its weight is split over processes"
-    if any(size % _MULTIPLE for size in module.weight.shape):
-        return f"its features, {tuple(module.weight.shape)}, are no multiples of {_MULTIPLE}"
+    if any(size % MULTIPLE for size in module.weight.shape):
+        return f"its weight is {tuple(module.weight.shape)}; the sizes must be multiples of {MULTIPLE}"
     foreign = overriding_forward(module)
     return "" if foreign is None else f"its forward is already overridden by {foreign}"

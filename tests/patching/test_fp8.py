@@ -37,7 +37,8 @@ def test_the_inner_layers_multiply_in_fp8(model):
     expected = model(input_ids=IDS, labels=IDS).loss
     report = apply_liger_kernel(model, RECIPE)
     ends = "the first and the last layer stay in bf16"
-    assert rows(report) == {("fp8_linear (rowwise_gw_hp)", ""): 5, (None, ends): 10}  # k and v have 512 outputs
+    small = "fewer than 1024 features, for which fp8 does not pay"  # k and v
+    assert rows(report) == {("fp8_linear (rowwise_gw_hp)", ""): 5, (None, ends): 14, (None, small): 2}
     names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert in_fp8(model) == [f"model.layers.1.{name}" for name in names]
     loss = model(input_ids=IDS, labels=IDS).loss
@@ -63,6 +64,13 @@ def test_the_down_projection_multiplies_in_fp8(model, monkeypatch):
 
 def test_nothing_happens_unless_asked(model):
     assert rows(apply_liger_kernel(model)) == {}
+
+
+def test_strict_asks_for_some_layer_in_fp8(model, monkeypatch):
+    apply_liger_kernel(model, RECIPE, strict=True)
+    monkeypatch.setattr(fp8, "_LEAST_FEATURES", 4096)
+    with pytest.raises(ValueError, match=r"fp8: 7 x Linear left alone, fewer than 4096 features"):
+        apply_liger_kernel(model, RECIPE, strict=True)
 
 
 def test_layers_with_adapters_stay(model):
