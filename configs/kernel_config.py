@@ -102,6 +102,11 @@ class KernelConfig:
                 "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
             )
         check_fp8(self.fp8)
+        if self.fp8 is not None and self.tiled_mlp:
+            raise ValueError(
+                f"`fp8` is {self.fp8!r} and `liger_kernel_config['tiled_mlp']` is True, but MLPs in tiles multiply in "
+                "the model's dtype. Leave one of the two out."
+            )
         object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
 
     @classmethod
