@@ -120,10 +120,11 @@ def cast_transposed_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return _codes(wide, largest).t().contiguous(), _scale(largest)
 
 
+# With a tensor of 448, as torch multiplies by the reciprocal of a number, or by that of the tensor, and rounds twice.
 def _codes(wide: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    factor = torch.full_like(largest, E4M3_MAX) / largest.clamp(min=_LEAST)  # a number / tensor would round twice
+    factor = torch.full_like(largest, E4M3_MAX) / largest.clamp(min=_LEAST)
     return (wide * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _scale(largest: torch.Tensor) -> torch.Tensor:
-    return largest.clamp(min=_LEAST) / E4M3_MAX
+    return largest.clamp(min=_LEAST) / torch.full_like(largest, E4M3_MAX)

@@ -89,7 +89,7 @@ def test_a_device_without_fp8_is_said(model, monkeypatch):
 def test_another_recipe_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`fp8` is 'e5m2'; it must be null or 'rowwise_gw_hp'"):
         LigerTrainingArguments(output_dir=str(tmp_path), fp8="e5m2", use_cpu=True)
-    with pytest.raises(ValueError, match="MLPs in tiles multiply in the model's dtype. Leave one of the two out"):
+    with pytest.raises(ValueError, match="MLPs in tiles multiply in the model's dtype"):
         apply_liger_kernel(torch.nn.Linear(1, 1), {**RECIPE, "tiled_mlp": True})
     args = LigerTrainingArguments(output_dir=str(tmp_path), fp8="rowwise_gw_hp", use_cpu=True)
     assert args.kernel_config().fp8 == "rowwise_gw_hp"
