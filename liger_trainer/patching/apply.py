@@ -17,6 +17,7 @@ from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.attention import CHOSEN, find_attention, restore_attention
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
+from liger_trainer.patching.fp8 import find_fp8
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.lora.attention import share_inputs
@@ -79,6 +80,7 @@ def apply_liger_kernel(
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
         findings += find_attention(model, parsed.attention, probe)
+    findings += find_fp8(model, parsed.fp8, _probe_device(model))
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -169,7 +171,11 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, SPLIT))
+        if not row.applied
+        and row.count
+        and row.reason != SWITCHED_OFF
+        and not row.reason.startswith((CHOSEN, SPLIT))
+        and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
