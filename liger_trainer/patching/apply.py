@@ -14,9 +14,8 @@ from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
-from liger_trainer.patching.attention import CHOSEN, find_attention, restore_attention
 from liger_trainer.patching.binding import bound_modules, unbind_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
+from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.lora.attention import share_inputs
@@ -78,7 +77,10 @@ def apply_liger_kernel(
     probe = Probe(_probe_device(model))
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
-        findings += find_attention(model, parsed.attention, probe)
+        if _has_parts_of_transformers(model):
+            from liger_trainer.patching.attention import find_attention
+
+            findings += find_attention(model, parsed.attention, probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -108,7 +110,10 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    restore_attention(model)
+    if _has_parts_of_transformers(model):
+        from liger_trainer.patching.attention import restore_attention
+
+        restore_attention(model)
     return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
@@ -137,6 +142,12 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
             yield from find_load_balancing_loss(module, config, probe)
+
+
+def _has_parts_of_transformers(model: nn.Module) -> bool:
+    """Whether a class of transformers is in `model`; a model of plain torch needs no transformers installed."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    return any(cls.__module__.partition(".")[0] == "transformers" for cls in classes)
 
 
 def _probe_device(model: nn.Module) -> torch.device:

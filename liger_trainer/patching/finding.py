@@ -57,6 +57,7 @@ def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
 
 
 SWITCHED_OFF = "switched off in liger_kernel_config"
+CHOSEN = "the model was loaded with attn_implementation="
 
 
 def reason_to_leave(module: nn.Module, is_enabled: bool) -> str:
