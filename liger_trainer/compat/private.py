@@ -119,7 +119,12 @@ def require(feature: Feature) -> list[Any]:
 
 @functools.cache
 def available(feature: Feature) -> bool:
-    """Checks a feature without which training is still right; warns, once, if a name is missing or has changed."""
+    """Checks a feature without which training is still right; warns, once, if a name is missing or has changed.
+
+    Without the library there is nothing to warn of.
+    """
+    if installed_version(feature.library) is None:
+        return False
     message = _message(feature)
     if message is not None:
         logger.warning("%s Until then this is off; training is right without it.", message)

@@ -220,7 +220,10 @@ def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, whose forward computes the loss; any other `model` itself."""
+    """The model inside a wrapper of PEFT or Lightning Fabric, whose forward is the model's own; any other itself."""
+    for fabric in ("lightning.fabric", "lightning_fabric"):  # one library in two packages
+        if fabric in sys.modules and sys.modules[fabric].is_wrapped(model):
+            model = model.module  # type: ignore[assignment]
     if "peft" in sys.modules:
         from peft import PeftModel
 

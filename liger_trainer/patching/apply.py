@@ -15,7 +15,7 @@ from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
-from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding, rows
+from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.lora.attention import share_inputs
@@ -27,6 +27,7 @@ from liger_trainer.patching.moe.lora_experts import find_adapted_parameter
 from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
+from liger_trainer.patching.other_mlp import find_other_mlp
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
@@ -142,6 +143,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
             yield from find_load_balancing_loss(module, config, probe)
+            yield from find_other_mlp(module, enabled)
 
 
 def _has_parts_of_transformers(model: nn.Module) -> bool:
@@ -180,7 +182,7 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, SPLIT))
+        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]
