@@ -182,7 +182,10 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
+        if not row.applied
+        and row.count
+        and row.reason != SWITCHED_OFF
+        and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

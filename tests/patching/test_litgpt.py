@@ -47,9 +47,7 @@ def library(request):
     model = pytest.importorskip("litgpt.model", reason=why)
     lora, utils = importlib.import_module("litgpt.lora"), importlib.import_module("litgpt.utils")
     gpt, config = model.GPT, lora.Config
-    return SimpleNamespace(
-        GPT=gpt, Config=config, lora_gpt=lora.GPT, chunked_cross_entropy=utils.chunked_cross_entropy
-    )
+    return SimpleNamespace(GPT=gpt, Config=config, lora_gpt=lora.GPT, chunked_cross_entropy=utils.chunked_cross_entropy)
 
 
 @pytest.fixture
