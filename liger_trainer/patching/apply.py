@@ -18,6 +18,7 @@ from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
+from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_lora
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
@@ -86,6 +87,7 @@ def apply_liger_kernel(
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
+    keep_forwards(model)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -111,6 +113,7 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
+    release_forwards(model)
     if _has_parts_of_transformers(model):
         from liger_trainer.patching.attention import restore_attention
 

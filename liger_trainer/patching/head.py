@@ -51,7 +51,8 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     """Makes `model` train without building its logits, or with a faster cross entropy on them.
 
     Args:
-        model: The causal LM (or any model that calls its output embedding, or its `lm_head`), or a PEFT model around one. Patching it again changes `fused` and `logits_memory`.
+        model: The causal LM (or any model that calls its output embedding, or its `lm_head`), or a PEFT model around
+            one. Patching it again changes `fused` and `logits_memory`.
         fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits only
             for the loss and runs the `cross_entropy` kernel on them.
         logits_memory: Bytes that the fused operator may use for a chunk of logits.
