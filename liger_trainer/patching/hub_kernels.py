@@ -74,27 +74,30 @@ _Prove = Callable[[nn.Module, Probe], tuple[Callable | None, str]]
 """Our forward for a module of which it gets a dummy, or None and why there is none."""
 
 
-def proved_norm(module: nn.Module) -> Callable:
-    """Our forward for a normalisation, a function of `module`; its class's own where it computes something else."""
-    return _proved_forward(module, _prove_norm)
+def proved_norm(module: nn.Module, x: torch.Tensor) -> Callable:
+    """Our forward for a normalisation, a function of `module`; its class's own where it computes something else.
+
+    The two are compared at the first call, on the device of its input `x`.
+    """
+    return _proved_forward(module, x, _prove_norm)
 
 
-def proved_mlp(module: nn.Module) -> Callable:
+def proved_mlp(module: nn.Module, x: torch.Tensor) -> Callable:
     """As [`proved_norm`], for a gated MLP."""
-    return _proved_forward(module, _prove_mlp)
+    return _proved_forward(module, x, _prove_mlp)
 
 
-def proved_rotation(module: nn.Module) -> Callable:
+def proved_rotation(module: nn.Module, q: torch.Tensor) -> Callable:
     """As [`proved_norm`], for a rotary function that the `kernels` library has made a module."""
-    return _proved_forward(module, _prove_rotation)
+    return _proved_forward(module, q, _prove_rotation)
 
 
-def _proved_forward(module: nn.Module, prove: _Prove) -> Callable:
-    if torch.compiler.is_compiling():
+def _proved_forward(module: nn.Module, x: torch.Tensor, prove: _Prove) -> Callable:
+    if torch.compiler.is_compiling() or x.is_meta:
         return type(module).forward
     if module not in _proved:
         with ThreadPoolExecutor(1) as thread:  # where a checkpoint around this call sees nothing of the proof
-            forward, reason = thread.submit(_proof, module, prove).result()
+            forward, reason = thread.submit(_proof, module, x.device, prove).result()
         if forward is None:
             what = f"liger_trainer has no kernel for {_name_of(type(module))}, whose own forward runs: {reason}."
             warn_once(what, f"`use_kernels`: {what} (Shown once.)")
@@ -102,9 +105,8 @@ def _proved_forward(module: nn.Module, prove: _Prove) -> Callable:
     return _proved[module]
 
 
-def _proof(module: nn.Module, prove: _Prove) -> tuple[Callable | None, str]:
-    tensor = next(module.parameters(), torch.empty(0))
-    probe = Probe(tensor.device)
+def _proof(module: nn.Module, device: torch.device, prove: _Prove) -> tuple[Callable | None, str]:
+    probe = Probe(device)
     dummy = dummy_module(module, dict(module.named_parameters(recurse=False)), dict(module.named_children()))
     with probe.isolated():
         return prove(dummy, probe)
