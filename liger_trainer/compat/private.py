@@ -121,12 +121,10 @@ def require(feature: Feature) -> list[Any]:
 def available(feature: Feature) -> bool:
     """Checks a feature without which training is still right; warns, once, if a name is missing or has changed.
 
-    Without the library there is nothing to warn of.
+    It does not if the library is not installed.
     """
-    if installed_version(feature.library) is None:
-        return False
     message = _message(feature)
-    if message is not None:
+    if message is not None and installed_version(feature.library) is not None:
         logger.warning("%s Until then this is off; training is right without it.", message)
     return message is None
 

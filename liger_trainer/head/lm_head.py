@@ -281,7 +281,10 @@ def output_embedding(model: Any) -> Any:
     It is what the model names as its output embedding or, in a model that cannot be asked, such as LitGPT's, `lm_head`.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
-    return get_output_embeddings() if callable(get_output_embeddings) else getattr(model, "lm_head", None)
+    if callable(get_output_embeddings):
+        return get_output_embeddings()
+    head = getattr(model, "lm_head", None)
+    return head if isinstance(head, nn.Module) else None
 
 
 def _without_idle_adapter(head: nn.Module) -> nn.Module:

@@ -18,6 +18,8 @@ import transformers.modeling_utils
 from torch import nn
 from transformers.integrations import hub_kernels as of_transformers
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from transformers.utils import is_kernels_available
 from transformers.utils import kernel_config as config_of_transformers
 
@@ -239,14 +241,27 @@ def test_the_folder_is_imported_as_the_library_imports_it():
     assert all(getattr(module.layers, layer.__name__) is layer for layer in LAYERS.values())
 
 
-class OtherNorm(modeling_llama.LlamaRMSNorm):
-    def forward(self, hidden_states):
-        return self.weight * hidden_states / hidden_states.norm(dim=-1, keepdim=True)
-
-
 def with_layer(module, layer):
     module.forward = types.MethodType(layer.forward, module)
     return module
+
+
+@pytest.mark.parametrize("cls", [Olmo2RMSNorm, Qwen3_5RMSNorm])
+def test_a_norm_gets_its_own_formula(cls, calls_of):
+    """The norms that the library calls by one name round in different places."""
+    norm = cls(64).to(torch.bfloat16)
+    norm.weight.data += torch.linspace(-1, 1, 64).bfloat16()
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = norm(x)
+    with_layer(norm, layers.RMSNorm)(x)
+    calls = calls_of(norms, "rms_norm")
+    assert torch.equal(norm(x), expected)
+    assert len(calls) == 1
+
+
+class OtherNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return self.weight * hidden_states / hidden_states.norm(dim=-1, keepdim=True)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_other_linear_layers_are_no_mlp(widths):
     for place, sizes in enumerate(itertools.pairwise(widths)):
         model.add_module(f"layer_{place}", nn.Linear(*sizes))
     assert not len(apply_liger_kernel(toys.Toy(mlp=model), MLPS))
+    assert not len(apply_liger_kernel(toys.Toy(mlp=nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))), MLPS))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
