@@ -125,7 +125,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             words = shlex.join(sys.argv[1:] if argv is None else argv)
             command = f"python -m liger_trainer.benchmarks.evidence {words}"
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            setting = {"trainer": arguments.trainer, "device": Device(place).name(), "date": date, "command": command, **versions()}
+            setting = {
+                "trainer": arguments.trainer,
+                "device": Device(place).name(),
+                "date": date,
+                "command": command,
+                **versions(),
+            }
             file = arguments.output / f"{arguments.trainer}.csv"
             run(arguments, place, setting, file)
         else:

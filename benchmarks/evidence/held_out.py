@@ -31,7 +31,8 @@ class Measuring:
         self.trainer = trainer
         self.rows = read_rows(data, trainer, "held_out")[:count]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(data / "model", padding_side="left")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32)
+        self.model = model.to(device).eval()
         self._reference: list[tuple[Tensor, Tensor]] | None = None
 
     @torch.no_grad()

@@ -109,7 +109,9 @@ def _dpo(dialogues: list[list[str]]) -> Iterator[dict[str, Any]]:
     rows, chance = [*_split(dialogues, "dpo")], random.Random(1)
     for split, turns in rows:
         *prompt, chosen = _messages(turns)
-        others = [other[-1] for of, other in rows if of == split and len(other) == len(turns) and other[-1] != turns[-1]]
+        others = [
+            other[-1] for of, other in rows if of == split and len(other) == len(turns) and other[-1] != turns[-1]
+        ]
         rejected = {"role": "assistant", "content": chance.choice(others)}
         yield {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "split": split}
 

@@ -189,9 +189,7 @@ def section(trainer: str, file: Path) -> str:
     header = ["held-out", "variant", "at the start", "at the end", "less TRL's: seeds", "items", "agrees"]
     beside = ["loss, step 1", "all", "gradient norm, step 1", "all"]
     steps = ["variant", *beside, "ms a step", "seconds of all steps", "peak GiB"]
-    told = {
-        word: [f"{row[1]} ({row[0]})" for row in held_out if row[-1].startswith(word)] for word in ("yes", "no")
-    }
+    told = {word: [f"{row[1]} ({row[0]})" for row in held_out if row[-1].startswith(word)] for word in ("yes", "no")}
     known = ", ".join(f"{name} {found.setting[name]}" for name in _PACKAGES if name in found.setting)
     return "\n\n".join(
         [

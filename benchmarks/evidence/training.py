@@ -7,6 +7,8 @@ in it. Both get the same weights, rows, seeds and arguments.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import importlib
 import json
 import sys
 import time
@@ -60,10 +62,10 @@ _BF16 = (  # without autocast: the weights are bf16 already
 BETA = 0.1  # DPO
 ANSWER_TOKENS = 12  # GRPO: at most
 TASKS = {
-    "sft": Task(100, 16, 2e-5, _PROVIDERS + _BF16, {"max_length": 512}),
+    "sft": Task(80, 16, 2e-5, _PROVIDERS + _BF16, {"max_length": 512}),
     "dpo": Task(60, 16, 5e-6, _PROVIDERS, {"beta": BETA, "max_length": 512}),
     "grpo": Task(
-        50, 64, 1e-5, _PROVIDERS, {"num_generations": 8, "max_completion_length": ANSWER_TOKENS, "temperature": 1.0}
+        50, 64, 2e-5, _PROVIDERS, {"num_generations": 8, "max_completion_length": ANSWER_TOKENS, "temperature": 1.0}
     ),
 }
 
@@ -93,6 +95,7 @@ class Steps(TrainerCallback):
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         if self.module is not None:
+            gc.collect()  # the trainer of the run before is in reference cycles
             self.module.reset_peak_memory_stats()
 
     def on_step_begin(self, *_: object, **__: object) -> None:
@@ -163,13 +166,8 @@ def _model(data: Path, variant: Variant) -> Any:
 
 def _classes(kind: str, ours: bool) -> tuple[Any, Any]:
     """Trainer and configuration, stock or ours."""
-    name = kind.upper()
-    if ours:
-        import liger_trainer as library
-
-        name = f"Liger{name}"
-    else:
-        import trl as library
+    library, prefix = importlib.import_module("liger_trainer" if ours else "trl"), "Liger" if ours else ""
+    name = prefix + kind.upper()
     return getattr(library, f"{name}Trainer"), getattr(library, f"{name}Config")
 
 
