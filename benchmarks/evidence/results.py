@@ -147,7 +147,7 @@ def step_rows(found: Evidence) -> list[list[str]]:
         far = ["", "", "", ""]
         if variant != STOCK:
             far = [
-                f"{value:.1e}"
+                "–" if math.isnan(value) else f"{value:.1e}"
                 for measure in ("step loss", "step grad_norm")
                 for value in (_distance(found, variant, measure, first=True), _distance(found, variant, measure))
             ]
@@ -166,7 +166,7 @@ def step_rows(found: Evidence) -> list[list[str]]:
 
 
 def _distance(found: Evidence, variant: str, measure: str, first: bool = False) -> float:
-    """The mean difference from stock's steps, in magnitude, by the mean magnitude of those; of the first step alone."""
+    """The mean difference from stock's steps, in magnitude, by the mean magnitude of those; NaN if that is 0."""
     pairs = [
         pair
         for seed in found.seeds
