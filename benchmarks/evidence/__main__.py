@@ -35,33 +35,43 @@ from liger_trainer.benchmarks.records import versions
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 
-def run(arguments: argparse.Namespace, device: torch.device, setting: dict[str, str], file: Path) -> Evidence:
-    """Trains and measures; what is there is written after each library.
+def run(arguments: argparse.Namespace, device: torch.device, setting: dict[str, str], file: Path) -> None:
+    """Trains and measures what the file lacks of the seeds, and writes it after each library.
 
     Raises:
-        BenchmarkError: if a library's process fails.
+        BenchmarkError: if a library's process fails, or the file is of other versions, another device or other steps.
     """
-    values = [Value(SETTING, 0, name, 0, word) for name, word in setting.items()]
     measuring = Measuring(arguments.model, arguments.trainer, device, arguments.held_out)
-    values += _held_out(START, 0, measuring)
-    with tempfile.TemporaryDirectory() as folder:
-        for ours in (False, True):
-            _train(arguments, device, ours, folder)
-            for variant in TASKS[arguments.trainer].variants:
-                if variant.ours == ours:
-                    for seed in arguments.seeds:
-                        values += _of_run(Path(folder, f"{variant.name} {seed}"), variant.name, seed, measuring)
-            Evidence(values).write(file)
-    return Evidence(values)
+    if file.exists():
+        found = Evidence.read(file)
+        other = [name for name in setting if name not in ("command", "date") and setting[name] != found.setting[name]]
+        if other:
+            was, now = found.setting[other[0]], setting[other[0]]
+            raise BenchmarkError(f"{file} has runs with {other[0]} {was}, now it is {now}; give another --output")
+    else:
+        values = [Value(SETTING, 0, name, 0, word) for name, word in setting.items()]
+        found = Evidence([*values, *_held_out(START, 0, measuring)])
+    for ours in (False, True):
+        variants = [variant.name for variant in TASKS[arguments.trainer].variants if variant.ours == ours]
+        runs = [(name, seed) for name in variants for seed in arguments.seeds if not found.of(name, seed, "step loss")]
+        if not runs:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            _train(arguments, device, ours, runs, folder)
+            for name, seed in runs:
+                found = Evidence([*found.values, *_of_run(Path(folder, f"{name} {seed}"), name, seed, measuring)])
+        found.write(file)
 
 
-def _train(arguments: argparse.Namespace, device: torch.device, ours: bool, folder: str) -> None:
-    """Runs a library's variants in a process of its own."""
+def _train(
+    arguments: argparse.Namespace, device: torch.device, ours: bool, runs: Sequence[tuple[str, int]], folder: str
+) -> None:
+    """Runs a library's variants, each with a seed, in a process of its own."""
     job = {
         "data": str(arguments.model.resolve()),
         "trainer": arguments.trainer,
-        "steps": arguments.steps or TASKS[arguments.trainer].steps,
-        "seeds": arguments.seeds,
+        "steps": _steps(arguments),
+        "runs": runs,
         "device": str(device),
         "ours": ours,
         "output": folder,
@@ -71,6 +81,10 @@ def _train(arguments: argparse.Namespace, device: torch.device, ours: bool, fold
     command = [sys.executable, "-P", training.__file__, json.dumps(job)]
     if subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode:
         raise BenchmarkError(f"{'liger_trainer' if ours else training.STOCK} failed; its error stands above")
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    return arguments.steps or TASKS[arguments.trainer].steps
 
 
 def _of_run(file: Path, variant: str, seed: int, measuring: Measuring) -> list[Value]:
@@ -127,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             setting = {
                 "trainer": arguments.trainer,
+                "steps": str(_steps(arguments)),
                 "device": Device(place).name(),
                 "date": date,
                 "command": command,

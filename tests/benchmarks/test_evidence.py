@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.benchmarks.evidence import __main__ as command
@@ -161,11 +163,35 @@ def test_a_file_is_read_drawn_and_printed(tmp_path, capsys):
 
 
 def test_the_stock_process_checks_that_it_is_stock(monkeypatch, tmp_path):
-    job = {"trainer": "sft", "seeds": [], "ours": False, "output": str(tmp_path)}
+    job = {"trainer": "sft", "runs": [], "ours": False, "output": str(tmp_path)}
     with pytest.raises(RuntimeError, match="liger_trainer was imported"):
         training.main(job)  # in this process it is
     monkeypatch.setattr(training, "sys", SimpleNamespace(modules={"trl": None, "liger_trainers": None}))
     training.main(job)
+
+
+def test_a_command_adds_the_runs_that_its_file_lacks(data, monkeypatch, tmp_path):
+    asked = []
+
+    def trained(arguments, device, ours, runs, folder):
+        asked.extend(runs)
+        for name, seed in runs:
+            weights = load_file(data / "model" / "model.safetensors")
+            save_file(weights, f"{folder}/{name} {seed}.safetensors")
+            left = {"steps": {"loss": [1.0], "grad_norm": [1.0], "seconds": [1.0]}, "peak_gibibytes": None}
+            Path(folder, f"{name} {seed}.json").write_text(json.dumps(left))
+
+    monkeypatch.setattr(command, "_train", trained)
+    monkeypatch.setattr(command, "draw_evidence", lambda found, file: None)
+    options = ["--model", str(data), "--trainer", "dpo", "--output", str(tmp_path), "--device", "cpu", "--steps", "1"]
+    command.main([*options, "--seeds", "0"])
+    command.main([*options, "--seeds", "0", "1"])
+    assert asked == [("TRL", 0), ("liger_trainer", 0), ("TRL", 1), ("liger_trainer", 1)]
+    found = Evidence.read(tmp_path / "dpo.csv")
+    assert found.seeds == [0, 1]
+    assert len(found.of("start", 0, "held-out margin")) == 8
+    with pytest.raises(SystemExit):
+        command.main([*options, "--steps", "2"])
 
 
 def test_rows_are_made_from_dialogues(monkeypatch, tmp_path):
