@@ -47,7 +47,6 @@ def test_killed_in_the_middle_and_resumed(tmp_path):
 
     first = tmp_path / "killed" / "checkpoint-10" / "trainer_state.json"
     command = [sys.executable, "-m", "liger_trainer", "mine.yaml", "--output_dir", "killed"]
-    shown = (tmp_path / "stderr").open("w+")
     variables = environment(OMP_DISPLAY_ENV="VERBOSE")
     with (tmp_path / "stderr").open("w") as shown:
         process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL, stderr=shown)

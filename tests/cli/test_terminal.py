@@ -1,7 +1,6 @@
 """What a run shows: each thing once, no noise of libraries, and no more columns than the terminal has."""
 
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from tests.cli.runs import MODEL, OPENMP, environment, message_of, state, waits_passively, write_recipe
 from tests.distributed.accelerate_launch import as_launched
+
 
 def in_a_process(folder, *arguments, **variables):
     unset = ("OMP_NUM_THREADS", "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK")

@@ -102,4 +102,3 @@ def test_what_is_not_there_is_an_error_that_says_why():
 def test_absent_names_are_ligers_and_not_offered():
     offered = {name for module in modules.MODULES for name in modules.names(f"liger_kernel.{module}")}
     assert not offered & modules.ABSENT.keys()
-

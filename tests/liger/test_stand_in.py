@@ -136,7 +136,7 @@ def installed(tmp_path):
 
 
 def started(folder):
-    """In a forked process, what Python does when it starts; that it imports nothing shows where the package is absent."""
+    """What Python does when it starts, in a forked process; `test_absent` shows that it imports nothing."""
     sys.path.insert(0, str(folder))
     exec(STARTUP.read_text() + INSTALLED, {})
 
