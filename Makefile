@@ -101,4 +101,4 @@ tables: $(VENV)/.installed
 	$(BIN)/python -m liger_trainer.benchmarks.tables
 
 clean:
-	rm -rf .coverage $(VENV) .venv-oldest .venv-newest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .coverage $(VENV) .venv-oldest .venv-newest .venv-patching build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

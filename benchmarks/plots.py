@@ -257,7 +257,10 @@ def _setting(record: TrainingRecord) -> str:
 
 
 def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
-    """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds."""
+    """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds.
+
+    A curve has the color of its optimizer's name.
+    """
     losses: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     changed: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
@@ -278,8 +281,9 @@ def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
         bars = axes[-1].barh(places, [*map(mean, shares.values())], 0.36, label=task, color=f"{0.35 + 0.35 * place}")
         axes[-1].bar_label(bars, fmt="{:.1f}", fontsize=7)
     axes[-1].set_yticks(range(len(names)), names)
+    for number, label in enumerate(axes[-1].get_yticklabels()):
+        label.set_color(f"C{number}")  # the legend of the curves
     axes[-1].invert_yaxis()
     axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
-    axes[0].legend(frameon=False, fontsize=7)
     axes[-1].legend(frameon=False, fontsize=7, ncols=len(changed), loc="upper right", bbox_to_anchor=(1, -0.06))
     return _save(figure, file)

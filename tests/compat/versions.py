@@ -1,7 +1,8 @@
 """Runs the parity tests with the oldest and the newest versions of the libraries that pyproject.toml allows.
 
-Each set of versions gets a virtual environment of its own, `.venv-oldest` and `.venv-newest`. Arguments that are not
-known here go to pytest.
+A third set is the oldest transformers that models are patched with (docs/install.md), and the tests of patching; all
+else comes from the environment that runs this script, since the extra `test` asks for a newer one. Each set gets a
+virtual environment of its own, such as `.venv-oldest`. Arguments that are not known here go to pytest.
 """
 
 from __future__ import annotations
@@ -29,10 +30,24 @@ TESTS = (
     "tests/patching/test_apply.py",
     "tests/patching/test_rope.py",
 )
+OLDEST_TO_PATCH = "transformers==5.4.0"
+TESTS_OF_PATCHING = (
+    "tests/patching/test_apply.py",
+    "tests/patching/test_rope.py",
+    "tests/liger/test_apply.py",
+    # Its OLMo configurations take no `tie_word_embeddings: false`, and DeepSeek's experts have another class.
+    "--deselect=tests/liger/test_apply.py::test_given_a_model[olmo2]",
+    "--deselect=tests/liger/test_apply.py::test_without_a_model_those_built_later[olmo2]",
+    "--deselect=tests/liger/test_apply.py::test_models_of_new_functions[olmo3]",
+    "--deselect=tests/liger/test_apply.py::test_models_of_new_functions[deepseek_v3]",
+)
+SETS = ("oldest", "newest", "patching")
 
 
 def requirements(which: str, libraries: list[str]) -> list[str]:
-    """What pip is to install: the lower bounds themselves, or all that the bounds allow."""
+    """What pip is to install: the lower bounds themselves, all that the bounds allow, or what patching needs."""
+    if which == "patching":
+        return [OLDEST_TO_PATCH]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     declared = [Requirement(line) for line in lines]
@@ -49,8 +64,8 @@ def run(which: str, libraries: list[str], reuse: bool, arguments: list[str]) -> 
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--upgrade", *requirements(which, libraries)]
-    if reuse:  # everything else comes from the environment that runs this script
-        subprocess.run([*install, "--no-deps"], check=True, cwd=ROOT)
+    if reuse or which == "patching":  # everything else comes from the environment that runs this script
+        subprocess.run(install if which == "patching" else [*install, "--no-deps"], check=True, cwd=ROOT)
         (site_packages,) = folder.glob("lib/python*/site-packages")
         (site_packages / "reused.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     else:
@@ -58,13 +73,14 @@ def run(which: str, libraries: list[str], reuse: bool, arguments: list[str]) -> 
     show = f"import importlib.metadata as m; print(*(f'{{n}} {{m.version(n)}}' for n in {LIBRARIES}), sep=', ')"
     subprocess.run([str(python), "-c", show], check=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([str(python), "-m", "pytest", *TESTS, *arguments], cwd=ROOT, env=environment).returncode
+    tests = TESTS_OF_PATCHING if which == "patching" else TESTS
+    return subprocess.run([str(python), "-m", "pytest", *tests, *arguments], cwd=ROOT, env=environment).returncode
 
 
 def main() -> int:
     """Runs what the command line asks for; returns 0 where all tests pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--versions", nargs="+", choices=["oldest", "newest"], default=["oldest", "newest"])
+    parser.add_argument("--versions", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--reuse", action="store_true", help="take all other packages from this environment")
     ours, for_pytest = parser.parse_known_args()

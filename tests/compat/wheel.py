@@ -9,9 +9,11 @@ import tempfile
 import venv
 from pathlib import Path
 
+from tests.compat.versions import OLDEST_TO_PATCH
+
 PINS: dict[str, tuple[str, ...]] = {
     "torch alone": (),
-    "the oldest transformers": ("transformers==5.4.0",),
+    "the oldest transformers": (OLDEST_TO_PATCH,),
     "LLaMA-Factory": ("transformers==5.8.1",),
     "oumi": ("transformers==5.9.0",),
     "axolotl": ("transformers==5.14.1",),
