@@ -45,10 +45,10 @@ from liger_kernel.transformers import LigerRMSNorm
 from liger_kernel.transformers.functional import liger_rope
 from liger_kernel.utils import infer_device
 import liger_kernel.ops.fused_linear_cross_entropy as linear
-assert "transformers" not in sys.modules  # which operators do not need
+import liger_trainer.functional, liger_trainer.nn, liger_trainer.losses
+assert "transformers" not in sys.modules  # which none of these needs
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-import liger_trainer.nn, liger_trainer.losses
 assert LigerRMSNorm is liger_trainer.nn.LigerRMSNorm
 assert LigerFusedLinearDPOLoss is liger_trainer.losses.LigerFusedLinearDPOLoss
 assert apply_liger_kernel_to_llama is liger_trainer.apply_liger_kernel_to_llama
