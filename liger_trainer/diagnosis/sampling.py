@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from liger_trainer.diagnosis.case import Case
+from liger_trainer.diagnosis.case import POLICY, Case
 from liger_trainer.diagnosis.trap import Trap
 from liger_trainer.recipe.schema import mapping
 from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
@@ -12,6 +12,8 @@ from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
 
 def sampling(case: Case) -> list[Trap]:
     """Truncation against importance ratios over the whole vocabulary, and a temperature that the loss does not know."""
+    if case.values["trainer"] not in POLICY:
+        return []
     options = mapping("generation_kwargs", case.values["generation_kwargs"]) or {}
     found = truncated_sampling(SimpleNamespace(**{**case.values, "generation_kwargs": options}))
     traps = [] if found is None else [Trap(*found)]
