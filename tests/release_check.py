@@ -96,7 +96,8 @@ def packaged() -> set[str]:
     for folder, place in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):  # which does not follow the links in liger_trainer/
             # The sweeps choose launch configurations: tools for this repository alone.
-            if path.suffix in (".py", ".yaml", ".typed", ".pth") and path.is_file() and "sweeps" not in path.parts:
+            shipped = path.suffix in (".py", ".yaml", ".typed", ".pth") or path.name == "metadata.json"
+            if shipped and path.is_file() and "sweeps" not in path.parts:
                 names.add(f"{place}/{path.relative_to(ROOT / folder)}")
     return names
 

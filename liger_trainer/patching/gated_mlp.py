@@ -1,6 +1,7 @@
 """Gated MLPs: `down_proj(act(gate_proj(x)) * up_proj(x))`, with separate or fused gate and up projections.
 
-The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code.
+The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code, or fc_1, fc_2
+and proj, as in LitGPT.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
 adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe. If the
@@ -53,8 +54,13 @@ from liger_trainer.patching.probe import (
 )
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
-# In the order in which they are used: gate and up, or both in one, and down. The second are Llama's and Mixtral's own.
-_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
+# In the order in which they are used: gate and up, or both in one, and down.
+_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),  # Llama's and Mixtral's own
+    ("fc_1", "fc_2", "proj"),  # LitGPT's
+    ("gate_up_proj", "down_proj"),
+)
 
 
 class _Variant(NamedTuple):
