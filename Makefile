@@ -6,6 +6,8 @@
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 # make compat:     the parity tests with the oldest and newest allowed libraries
 # make dist:       the wheel and the sdist in dist/, tried alone and beside what other frameworks pin
+# make release-check: whether this commit can be released, a line for each thing that is missing (CONTRIBUTING.md)
+# make docker:     an image with the trainers and the command line (docs/install.md)
 #
 # PYTHON chooses the interpreter (3.11 or newer; tested to 3.13), VENV the place of the environment, and PIP_FLAGS goes to pip: on a
 # machine without a GPU, point it at the CPU build of torch to download far less.
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat dist tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat dist release-check docker tables clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -95,6 +97,13 @@ dist: $(VENV)/.installed-test
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist
 	$(BIN)/python -m tests.compat.wheel $(DIST_FLAGS) dist/*.whl
+
+# tests/release_check.py says what it looks at.
+release-check: $(VENV)/.installed-test
+	$(BIN)/python -m tests.release_check
+
+docker:
+	docker build --tag liger-trainer .
 
 # Rewrites the measured tables of README.md and docs/performance.md from benchmarks/results/.
 tables: $(VENV)/.installed

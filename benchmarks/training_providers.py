@@ -402,6 +402,11 @@ def ours_unshared(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, share_prompt=False)
 
 
+@training_provider("liger_trainer fp8")
+def ours_in_fp8(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, fp8="rowwise_gw_hp")
+
+
 @training_provider("liger_trainer tiled_mlp")
 def ours_in_tiles(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True})

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_LOGITS_MEMORY = "512MiB"
+FP8_RECIPES = ("rowwise_gw_hp",)
+"""How linear layers can multiply in fp8, by torchao's names."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _ALIASES = {"fused_linear_cross_entropy": "linear_cross_entropy"}  # the name Liger and TRL use
@@ -28,6 +30,12 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
     if size < at_least:
         raise ValueError(f"`{name}` is {value!r}; it must be {'more than 0' if at_least else '0 or more'} bytes.")
     return size
+
+
+def check_fp8(value: Any) -> None:
+    """Raises ValueError if `value` is neither None nor a recipe for matmuls in fp8."""
+    if value is not None and value not in FP8_RECIPES:
+        raise ValueError(f"`fp8` is {value!r}; it must be null or {' or '.join(map(repr, FP8_RECIPES))}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +67,8 @@ class KernelConfig:
             one number per expert in each forward pass with a gradient, which all processes must run. Needs
             `load_balancing_loss`.
         logits_memory: Bytes of one chunk of logits in the fused head, an int or a string like ``"512MiB"``.
+        fp8: In which format the decoder's linear layers multiply, ``"rowwise_gw_hp"``, or None for that of the model;
+            see `kernels/fp8/linear.py`.
     """
 
     attention: bool = True
@@ -78,6 +88,7 @@ class KernelConfig:
     tiled_mlp: bool = False
     global_load_balancing: bool = False
     logits_memory: int | str = DEFAULT_LOGITS_MEMORY
+    fp8: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp", "global_load_balancing"):
@@ -89,6 +100,12 @@ class KernelConfig:
             raise ValueError(
                 "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss`, the kernel that "
                 "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
+            )
+        check_fp8(self.fp8)
+        if self.fp8 is not None and self.tiled_mlp:
+            raise ValueError(
+                f"`fp8` is {self.fp8!r} and `liger_kernel_config['tiled_mlp']` is True, but MLPs in tiles multiply in "
+                "the model's dtype. Leave one of the two out."
             )
         object.__setattr__(self, "logits_memory", parse_bytes(self.logits_memory))
 
@@ -119,5 +136,5 @@ class KernelConfig:
         return cls(**{**values, **overrides})
 
 
-_OPTIONS = ("recompute_mlp", "tiled_mlp", "global_load_balancing", "logits_memory")  # how, not which
+_OPTIONS = ("recompute_mlp", "tiled_mlp", "global_load_balancing", "logits_memory", "fp8")  # how, not which
 KERNEL_KEYS = tuple(field.name for field in dataclasses.fields(KernelConfig) if field.name not in _OPTIONS)

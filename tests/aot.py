@@ -40,6 +40,7 @@ _DTYPES = {
     torch.bool: "i1",
     torch.uint8: "u8",
     torch.int16: "i16",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _COMPILED = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
 _OPTIONS = (*_COMPILED, "grid", "warmup")

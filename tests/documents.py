@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and the pages of docs/, and what stands in them."""
+"""README, CONTRIBUTING and the other pages, and what stands in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md", "examples/README.md", ".github/pull_request_template.md")
+PAGES = [*(ROOT / page for page in OUTSIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 TWO_PROCESSES = "<!-- runs on 2 processes -->\n"
 
 
@@ -30,7 +31,7 @@ def commands() -> list[str]:
     """Every command line in a block of shell, without comments, its continued lines joined."""
     found = set()
     for page in PAGES:
-        for block in blocks(page, "bash", "slurm"):
+        for block in blocks(page, "bash"):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
                 found.add(re.sub(r"(^|\s)#.*", "", line).strip())
     return sorted(found - {""})

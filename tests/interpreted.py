@@ -14,7 +14,9 @@ _patched = set()
 
 
 def _convert_like_hardware(data, source, target, rounding_mode):
-    """The interpreter truncates fp32 to bf16; GPUs, and torch, round to nearest even."""
+    """The interpreter truncates fp32 to bf16, and loses carries of e4m3; GPUs, and torch, round to nearest even."""
+    if source == tl.float32 and target == tl.float8e4nv:
+        return torch.from_numpy(np.array(data, np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     if source == tl.float32 and target == tl.bfloat16:
         rounded = torch.from_numpy(np.array(data, np.float32)).to(torch.bfloat16)
         return rounded.view(torch.int16).numpy().view(np.uint16)

@@ -23,7 +23,7 @@ def test_no_init_in_top_level_folders(folder):
 
 def test_nothing_imports_the_folders_by_their_bare_names():
     # `import kernels.x` would load a second copy of the module beside `liger_trainer.kernels.x`.
-    for folder in ("liger_trainer", *FOLDERS, "tests"):
+    for folder in ("liger_trainer", *FOLDERS, "examples", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for line in path.read_text(encoding="utf-8").splitlines():
                 words = line.split()
@@ -38,7 +38,7 @@ def test_each_top_level_folder_is_a_subpackage(folder):
     assert link.resolve() == ROOT / folder
 
 
-@pytest.mark.parametrize("name", ["tests", "docs", "liger_trainer"])
+@pytest.mark.parametrize("name", ["tests", "docs", "examples", "liger_trainer"])
 def test_other_folders_are_no_subpackages(name):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"liger_trainer.{name}")

@@ -1,6 +1,7 @@
 """The wheel and the sdist hold every module, recipe and launch file, and work without the source tree."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.release_check import BESIDE, FOLDERS, in_the_archives, version_of
+
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"liger_trainer": "liger_trainer"} | {
-    name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes", "benchmarks")
-}
 
 
 def project_file():
@@ -39,7 +39,7 @@ def held(wheel):
 def source(tmp_path_factory):
     """A copy, so that builds leave nothing in the tree and take nothing along from earlier builds."""
     folder = tmp_path_factory.mktemp("source")
-    for name in (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in (*FOLDERS, *BESIDE, "MANIFEST.in", "tests"):
         subprocess.run(["cp", "-r", "--no-dereference", ROOT / name, folder], check=True)
     return folder
 
@@ -49,18 +49,28 @@ def wheel(source, tmp_path_factory):
     return build("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
-def test_wheel_holds_everything(wheel):
-    expected = {"liger_trainer_as_liger.pth"}  # beside the package, where Python reads it at its start
-    for folder, place in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*"):  # which does not follow the links in liger_trainer/
-            # The sweeps choose launch configurations: tools for this repository alone.
-            if path.suffix in (".py", ".yaml", ".typed", ".pth") and path.is_file() and "sweeps" not in path.parts:
-                expected.add(f"{place}/{path.relative_to(ROOT / folder)}")
-    assert held(wheel) == sorted(expected)
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory):
+    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
 
 
-def test_sdist_unpacks_and_builds_the_same_wheel(source, wheel, tmp_path):
-    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+def test_both_hold_everything_and_nothing_else(wheel, sdist, tmp_path):
+    for archive in (wheel, sdist):
+        shutil.copy(archive, tmp_path)
+    assert list(in_the_archives(tmp_path, version_of(ROOT))) == []
+    with zipfile.ZipFile(tmp_path / wheel.name, "a") as archive:
+        archive.writestr("liger_trainer/left_over.py", "")
+    assert list(in_the_archives(tmp_path, version_of(ROOT))) == [
+        f"{wheel.name}: liger_trainer/left_over.py does not belong there"
+    ]
+    with tarfile.open(tmp_path / sdist.name, "w:gz"):
+        pass  # an empty one
+    missing = f"{sdist.name}: liger_trainer/kernels/norms/rms_norm.py is missing"
+    assert missing in in_the_archives(tmp_path, version_of(ROOT))
+
+
+def test_sdist_unpacks_and_builds_the_same_wheel(wheel, sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
         names = [member.name for member in archive.getmembers()]
         assert len(names) == len(set(names))
         assert not [member.name for member in archive.getmembers() if member.issym() or member.islnk()]

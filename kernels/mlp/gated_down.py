@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
+from liger_trainer.kernels.fp8.linear import fp8_linear, input_gradient, product, takes_fp8
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
@@ -45,6 +46,7 @@ def _placeholder(
     scalars: Sequence[float],
     interleaved: bool,
     inplace_backward: bool,
+    fp8: bool,
 ) -> torch.Tensor:
     """A placeholder for y that turns its gradient into those of the operands. Call `swiglu_down` or `geglu_down`.
 
@@ -72,16 +74,19 @@ def gated_down(
     activation: str,
     scalars: Sequence[float],
     interleaved: bool,
+    fp8: bool,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
     h = gated.empty_h(gate, up)
     gated.launch_forward(gate, up, h, activation, scalars, interleaved)
+    if fp8:
+        return product(h, weight, bias)
     with torch.autocast(gate.device.type, enabled=False):
         return F.linear(h, weight, bias)
 
 
 @gated_down.register_fake
-def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved):
+def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved, fp8):
     return gate.new_empty(placeholder.shape)
 
 
@@ -89,7 +94,7 @@ pass_to_placeholder(gated_down)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, _, *ctx.options, ctx.inplace_backward = inputs
+    gate, up, weight, _, *ctx.options, ctx.inplace_backward, ctx.fp8 = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight)
 
@@ -105,7 +110,8 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
     dgate = dup = h = None
     with torch.autocast(gate.device.type, enabled=False):
         if need_gate or need_up:
-            dgate, dup, h = gradients_and_h(ctx, dy @ weight, gate, up, need_gate, need_up, need_weight)
+            dh = input_gradient(dy, weight) if ctx.fp8 else dy @ weight
+            dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
             h = gated.rows_of(gated.gated_activation(gate, up, *ctx.options, False))
         dweight = dy.mT @ h if need_weight and h is not None else None
@@ -159,6 +165,7 @@ def swiglu_down(
     down_multiplier: float = 1.0,
     limit: float | None = None,
     inplace_backward: bool = False,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """``linear(swiglu(gate, up), weight, bias)`` that recomputes the product in its backward instead of saving it.
 
@@ -176,6 +183,7 @@ def swiglu_down(
         down_multiplier: See `swiglu`; it does not multiply the bias.
         limit: See `swiglu`.
         inplace_backward: Lets the backward write the gradients over `gate` and `up`; see `swiglu`.
+        fp8: Multiply in fp8, as `fp8_linear`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
@@ -187,7 +195,7 @@ def swiglu_down(
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
     if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
         values = gated.scalars(gate_multiplier, down_multiplier, limit)
-        return _operators(gate, up, weight, bias, "silu", values, inplace_backward)
+        return _operators(gate, up, weight, bias, "silu", values, inplace_backward, fp8)
     return swiglu_down_reference(
         gate,
         up,
@@ -196,6 +204,7 @@ def swiglu_down(
         gate_multiplier=gate_multiplier,
         down_multiplier=down_multiplier,
         limit=limit,
+        fp8=fp8,
     )
 
 
@@ -207,6 +216,7 @@ def geglu_down(
     approximate: str = "tanh",
     *,
     inplace_backward: bool = False,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """``linear(geglu(gate, up), weight, bias)`` that recomputes the product in its backward; see `swiglu_down`.
 
@@ -217,6 +227,7 @@ def geglu_down(
         bias: (hidden,), or None.
         approximate: ``"tanh"`` or ``"none"``; see `geglu`.
         inplace_backward: See `swiglu`.
+        fp8: See `swiglu_down`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
@@ -228,8 +239,8 @@ def geglu_down(
     activation = activation_name(approximate)
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
     if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
-        return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward)
-    return geglu_down_reference(gate, up, weight, bias, approximate)
+        return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward, fp8)
+    return geglu_down_reference(gate, up, weight, bias, approximate, fp8)
 
 
 def _operators(
@@ -240,9 +251,11 @@ def _operators(
     activation: str,
     scalars: Sequence[float],
     inplace_backward: bool,
+    fp8: bool,
 ) -> torch.Tensor:
-    placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward)
-    return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False)
+    fp8 = fp8 and takes_fp8(gate, weight)
+    placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward, fp8)
+    return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False, fp8)
 
 
 def swiglu_down_reference(
@@ -254,11 +267,12 @@ def swiglu_down_reference(
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
     limit: float | None = None,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """`swiglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
-    return F.linear(h, weight, bias)
+    return (fp8_linear if fp8 else F.linear)(h, weight, bias)
 
 
 def geglu_down_reference(
@@ -267,7 +281,8 @@ def geglu_down_reference(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     approximate: str = "tanh",
+    fp8: bool = False,
 ) -> torch.Tensor:
     """`geglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    return F.linear(geglu_reference(gate, up, approximate), weight, bias)
+    return (fp8_linear if fp8 else F.linear)(geglu_reference(gate, up, approximate), weight, bias)

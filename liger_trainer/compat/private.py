@@ -119,9 +119,12 @@ def require(feature: Feature) -> list[Any]:
 
 @functools.cache
 def available(feature: Feature) -> bool:
-    """Checks a feature without which training is still right; warns, once, if a name is missing or has changed."""
+    """Checks a feature without which training is still right; warns, once, if a name is missing or has changed.
+
+    It does not if the library is not installed.
+    """
     message = _message(feature)
-    if message is not None:
+    if message is not None and installed_version(feature.library) is not None:
         logger.warning("%s Until then this is off; training is right without it.", message)
     return message is None
 

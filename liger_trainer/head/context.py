@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from liger_trainer.context_variables import set_to
+from liger_trainer.head.lm_head import output_embedding
 
 TokenObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Takes what a loss of deferred logits has counted, three 0-d tensors: the sum of the cross entropies of the tokens,
@@ -39,7 +40,7 @@ def context_of(
 
     That is where FSDP1 has the head, or a part of it, in a unit of its own, whose weight is freed after its forward.
     """
-    head = model.get_output_embeddings()
+    head = output_embedding(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in head.modules()):
         return None
     return ForwardContext(has_labels, num_items, read_later)

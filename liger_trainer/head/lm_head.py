@@ -220,7 +220,10 @@ def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, whose forward computes the loss; any other `model` itself."""
+    """The model inside a wrapper of PEFT or Lightning Fabric, whose forward is the model's own; any other itself."""
+    for fabric in ("lightning.fabric", "lightning_fabric"):  # one library in two packages
+        if fabric in sys.modules and sys.modules[fabric].is_wrapped(model):
+            model = model.module  # type: ignore[assignment]
     if "peft" in sys.modules:
         from peft import PeftModel
 
@@ -248,17 +251,16 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
     """The modules that compute `model`'s logits.
 
     Args:
-        model: A transformers model, or a PEFT model around one.
+        model: A transformers model, a PEFT model around one, or any model with an `lm_head`.
 
     Returns:
         The modules to patch (several where PEFT keeps copies of the head) and an empty string; or an empty list and why
         the head is left alone: its own forward then builds the logits, and the model trains as before.
     """
-    get_output_embeddings = getattr(model, "get_output_embeddings", None)
-    head = get_output_embeddings() if callable(get_output_embeddings) else None
+    head = output_embedding(model)
     if head is None:
         return [], "the model has no output embedding"
-    candidates: list[Any] = [head]
+    candidates: list[Any] = [_without_idle_adapter(head)]
     if "peft" in sys.modules:
         require(HEAD_COPIES)
         from peft.utils.other import ModulesToSaveWrapper
@@ -273,6 +275,24 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
     return candidates, ""
 
 
+def output_embedding(model: Any) -> Any:
+    """The module that computes the logits; None if there is none.
+
+    It is what the model names as its output embedding or, in a model that cannot be asked, such as LitGPT's, `lm_head`.
+    """
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    if callable(get_output_embeddings):
+        return get_output_embeddings()
+    head = getattr(model, "lm_head", None)
+    return head if isinstance(head, nn.Module) else None
+
+
+def _without_idle_adapter(head: nn.Module) -> nn.Module:
+    """The linear layer inside LitGPT's `LoRALinear` without adapters (rank 0); any other `head` itself."""
+    inner = getattr(head, "linear", None)
+    return inner if isinstance(inner, nn.Linear) and not dict(head.named_parameters(recurse=False)) else head
+
+
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether `head` computes ``hidden @ weight.T + bias`` of an ordinary weight and bias."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -281,9 +301,11 @@ def is_plain_linear(head: nn.Module) -> bool:
 
 
 def maps_tokens(head: nn.Module) -> bool:
-    """Whether `head` maps each hidden state on its own: a linear layer of any kind, or PEFT's adapter on one."""
+    """Whether `head` maps each hidden state on its own: a linear layer of any kind, or an adapter on one."""
     is_linear = isinstance(head, nn.Linear) or (hasattr(head, "in_features") and hasattr(head, "out_features"))
-    return is_linear or type(head).__module__.startswith("peft.")
+    own = {name for name, _ in head.named_parameters(recurse=False)}
+    of_litgpt = isinstance(getattr(head, "linear", None), nn.Linear) and own == {"lora_A", "lora_B"}
+    return is_linear or of_litgpt or type(head).__module__.startswith("peft.")
 
 
 def _wrong_weight(head: nn.Linear) -> str:

@@ -6,8 +6,9 @@ built logits.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -162,15 +163,20 @@ def _detach(x: DeferredLogits) -> DeferredLogits:
     return x.add_view(x.derive(x.meta, detached=True), torch.Tensor.detach)
 
 
+# Of FSDP and DDP, and of Lightning Fabric, which comes in two packages.
+_HOOKS_THAT_ONLY_LOOK = ("torch.distributed.", "lightning.fabric.", "lightning_fabric.")
+
+
 @_records(T.register_hook)
 def _register_hook(x: DeferredLogits, hook: Callable) -> Any:
     owner = getattr(hook, "func", hook)
-    if not getattr(owner, "__module__", "").startswith("torch.distributed."):
+    if not getattr(owner, "__module__", "").startswith(_HOOKS_THAT_ONLY_LOOK):
         # A hook gets the gradient of the logits and may change it, so from here on that gradient has to exist.
         x.tracked = False
         _warn_of_missing_gradient(x)
     elif x.recorded.hidden.requires_grad:
-        # FSDP gathers the unit of the head, and maybe of the final norm, when the logits get a gradient. They get none.
+        # FSDP gathers the unit of the head, and maybe of the final norm, when the logits get a gradient, and Fabric
+        # checks who started the backward. The logits get none.
         x.recorded.hidden.register_hook(lambda gradient: (hook(gradient), None)[1])
     with unwrapped():
         return x.register_hook(hook)
@@ -235,6 +241,24 @@ def _squeeze(x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     if x.meta.shape[-1] == 1:
         return NotImplemented
     return _shaped(x, lambda logits: logits.squeeze(*args, **kwargs))
+
+
+def _dividing(function: Callable[..., Sequence[torch.Tensor]]) -> Callable:
+    """Records `function` if it cuts the logits along a leading dimension; it runs on `meta`, with its own errors."""
+
+    def recorder(x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        parts = function(x.meta, *args, **kwargs)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if dim in (-1, x.meta.dim() - 1):
+            return NotImplemented
+        before = (slice(None),) * (dim % x.meta.dim())
+        ends = itertools.accumulate((part.shape[dim] for part in parts), initial=0)
+        return tuple(_getitem(x, (*before, slice(start, end))) for start, end in itertools.pairwise(ends))
+
+    return recorder
+
+
+RECORDERS.update({function: _dividing(function) for function in (T.split, torch.split, T.chunk, torch.chunk)})
 
 
 @_records(T.__getitem__)

@@ -14,11 +14,16 @@ from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
-from liger_trainer.patching.attention import CHOSEN, find_attention, restore_attention
 from liger_trainer.patching.binding import bound_modules, unbind_forward
+<<<<<<< HEAD
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
+from liger_trainer.patching.fp8 import find_fp8
+=======
+from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
+>>>>>>> litgpt
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
+from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_lora
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
@@ -28,6 +33,7 @@ from liger_trainer.patching.moe.lora_experts import find_adapted_parameter
 from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
+from liger_trainer.patching.other_mlp import find_other_mlp
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
@@ -78,11 +84,20 @@ def apply_liger_kernel(
     probe = Probe(_probe_device(model))
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
+<<<<<<< HEAD
         findings += find_attention(model, parsed.attention, probe)
+    findings += find_fp8(model, parsed.fp8, _probe_device(model))
+=======
+        if _has_parts_of_transformers(model):
+            from liger_trainer.patching.attention import find_attention
+
+            findings += find_attention(model, parsed.attention, probe)
+>>>>>>> litgpt
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
+    keep_forwards(model)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -108,7 +123,11 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    restore_attention(model)
+    release_forwards(model)
+    if _has_parts_of_transformers(model):
+        from liger_trainer.patching.attention import restore_attention
+
+        restore_attention(model)
     return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
@@ -137,6 +156,13 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
             yield from find_load_balancing_loss(module, config, probe)
+            yield from find_other_mlp(module, enabled)
+
+
+def _has_parts_of_transformers(model: nn.Module) -> bool:
+    """Whether a class of transformers is in `model`; a model of plain torch needs no transformers installed."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    return any(cls.__module__.partition(".")[0] == "transformers" for cls in classes)
 
 
 def _probe_device(model: nn.Module) -> torch.device:
@@ -169,7 +195,15 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
     problems = [
         f"{row.component}: {row.count} x {row.target} left alone, {row.reason}"
         for row in report_rows
-        if not row.applied and row.count and row.reason != SWITCHED_OFF and not row.reason.startswith((CHOSEN, SPLIT))
+        if not row.applied
+        and row.count
+        and row.reason != SWITCHED_OFF
+<<<<<<< HEAD
+        and not row.reason.startswith((CHOSEN, SPLIT))
+        and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
+=======
+        and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
+>>>>>>> litgpt
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

@@ -31,7 +31,7 @@ from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.parallel.sequences import split_sequences
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding
 from liger_trainer.patching.probe import (
     Agreement,
     Probe,
@@ -41,8 +41,6 @@ from liger_trainer.patching.probe import (
     full_shape,
     identity,
 )
-
-CHOSEN = "the model was loaded with attn_implementation="
 
 _KERNEL = "attention without masks"
 _BATCH, _LENGTH, _WINDOW, _HIDDEN = 2, 24, 5, 8

@@ -1,6 +1,7 @@
 """Gated MLPs: `down_proj(act(gate_proj(x)) * up_proj(x))`, with separate or fused gate and up projections.
 
-The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code.
+The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code, or fc_1, fc_2
+and proj, as in LitGPT.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
 adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe. If the
@@ -38,6 +39,7 @@ from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
+from liger_trainer.patching.fp8 import is_long_enough, multiplies_in_fp8
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Probe,
@@ -52,8 +54,13 @@ from liger_trainer.patching.probe import (
 )
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
-# In the order in which they are used: gate and up, or both in one, and down. The second are Llama's and Mixtral's own.
-_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
+# In the order in which they are used: gate and up, or both in one, and down.
+_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),  # Llama's and Mixtral's own
+    ("fc_1", "fc_2", "proj"),  # LitGPT's
+    ("gate_up_proj", "down_proj"),
+)
 
 
 class _Variant(NamedTuple):
@@ -208,7 +215,8 @@ def gated_mlp_forward(
             if down is not None:
                 return lora_down(gate, up, down, variant.approximate or "silu", **options)
         if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
-            return gated_down(gate, up, down_proj.weight, down_proj.bias, **options)
+            fp8 = multiplies_in_fp8(down_proj) and is_long_enough(gate)
+            return gated_down(gate, up, down_proj.weight, down_proj.bias, fp8=fp8, **options)
         h = gated_fused(gate, **options) if up is None else gated(gate, up, **options)
         return down_proj(h) if scale is None else down_proj(h) * scale
 

@@ -39,7 +39,6 @@ from liger_trainer.patching.model_forward import (
     is_patched_model,
     make_model_forward,
     native_forward,
-    takes_labels,
 )
 from liger_trainer.patching.report import KernelReportRow
 
@@ -53,8 +52,8 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     """Makes `model` train without building its logits, or with a faster cross entropy on them.
 
     Args:
-        model: The causal LM (or any model whose forward takes `labels` and calls its output embedding), or a PEFT model
-            around one. Patching it again changes `fused` and `logits_memory`.
+        model: The causal LM (or any model that calls its output embedding, or its `lm_head`), or a PEFT model around
+            one. Patching it again changes `fused` and `logits_memory`.
         fused: True runs the head fused with its cross entropy (`linear_cross_entropy`); False builds the logits only
             for the loss and runs the `cross_entropy` kernel on them.
         logits_memory: Bytes that the fused operator may use for a chunk of logits.
@@ -87,8 +86,6 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     if foreign is not None:
         return left_alone(foreign)
     native = native_forward(model)
-    if not takes_labels(native):
-        return left_alone(f"{type(model).__name__}.forward takes no labels, so it computes no loss")
 
     if fused:
         check_logits_memory(int(logits_memory), getattr(heads[0], "out_features", 0))

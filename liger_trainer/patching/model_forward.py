@@ -137,11 +137,6 @@ def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, A
         )
 
 
-def takes_labels(native: Callable) -> bool:
-    """Whether the forward `native` of a model can compute a loss."""
-    return "labels" in inspect.signature(native).parameters
-
-
 def is_patched_model(model: nn.Module) -> bool:
     """Whether the model's forward is a result of [`make_model_forward`], or wraps one."""
     return any(layer in _model_forwards for layer in forward_layers(model))

@@ -60,8 +60,11 @@ class KernelReport:
         return tuple(row for row in self.rows if not row.applied)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ModuleNotFoundError:  # it comes with `liger-trainer[train]`
+            return "\n".join([f"liger_trainer kernels in {self.model}", *map(_line, self.rows), *self.remarks])
 
         table = Table(title=f"liger_trainer kernels in {self.model}", title_justify="left")
         for heading in ("component", "target", "count", "kernel", "probe error", "remark"):
@@ -74,3 +77,10 @@ class KernelReport:
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
         Console(file=text, width=width).print(table)
         return "\n".join([text.getvalue().rstrip(), *self.remarks])
+
+
+def _line(row: KernelReportRow) -> str:
+    """A row where there is no library for tables."""
+    error = "" if row.probe_error is None else f", probe error {row.probe_error:.1e}"
+    remark = f" ({row.reason})" if row.reason else ""
+    return f"  {row.component}: {row.count} x {row.target}: {row.kernel or 'left alone'}{error}{remark}"

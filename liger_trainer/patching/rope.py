@@ -16,7 +16,7 @@ from torch import nn
 from liger_trainer.compat.rebound import forward_calling, used_globals
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.rotations import arguments_of, prove_rotation
+from liger_trainer.patching.rotations import ONE_TENSOR, arguments_of, prove_rotation
 
 HIDDEN_CALL = "its forward is decorated in a way that hides the call"
 
@@ -47,6 +47,8 @@ def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
         for name, value in used_globals(function).items():
             if not callable(value) or isinstance(value, type):
                 continue
-            if arguments_of(value)[:4] == ["q", "k", "cos", "sin"] or ("apply" in name and "rotary" in name):
+            arguments = arguments_of(value)
+            rotates = arguments[:4] == ["q", "k", "cos", "sin"] or arguments == ONE_TENSOR
+            if rotates or ("apply" in name and "rotary" in name):
                 yield name, value
         function = getattr(function, "__wrapped__", None)

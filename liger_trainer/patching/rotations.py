@@ -25,6 +25,9 @@ from liger_trainer.patching.probe import Agreement, Probe, Proof, no_formula, re
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
 
+ONE_TENSOR = ["x", "cos", "sin"]
+"""The arguments of a rotary function that is called for queries and for keys, such as LitGPT's `apply_rope`."""
+
 # The layout of a call: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
 Layout = tuple[int, int, bool, bool]
 
@@ -37,8 +40,9 @@ class Rotation:
         name: What the report calls it.
         interleaved: Pairs are neighbours.
         split_output: Results have the first members of all pairs before the second ones.
-        table: What is read of a table: ``"all"``, an entry for each dimension; ``"first half"`` of it, an entry for
-            each pair; or ``"narrow"``, all of a table that is half as wide as a head.
+        table: What is read of a table: ``"all"``, an entry for each dimension; ``"output"``, the same in the order of
+            the result, for neighbours to halves; ``"first half"`` of it, an entry for each pair; or ``"narrow"``, all
+            of a table that is half as wide as a head.
     """
 
     name: str
@@ -56,6 +60,8 @@ class Rotation:
         rotary_dim = q.shape[-1] if self.table == "narrow" else cos.shape[-1]
         if self.table == "first half":
             cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
+        elif self.table == "output":
+            cos, sin = (torch.stack(each.chunk(2, -1), -1).flatten(-2) for each in (cos, sin))
         return rope(
             q,
             k,
@@ -75,6 +81,7 @@ ROTATIONS = (
     Rotation("rope (neighbours)", interleaved=True),
     Rotation("rope (neighbours)", interleaved=True, table="first half"),
     Rotation("rope (neighbours to halves)", interleaved=True, split_output=True, table="first half"),
+    Rotation("rope (neighbours to halves)", interleaved=True, split_output=True, table="output"),
 )
 
 
@@ -92,8 +99,12 @@ def _call(function: Callable) -> Callable:
 
 
 def prove_rotation(function: Callable, probe: Probe) -> Proof:
-    """The proof for a rotary function of q, k, cos and sin, or of q, k and complex factors."""
+    """The proof for a rotary function of q, k, cos and sin; of one of q and k; or of q, k and complex factors."""
     arguments = arguments_of(function)
+    if arguments == ONE_TENSOR:
+        pair = _of_pair(function)
+        kernel, ours, agreement = _prove_tables(pair, inspect.signature(pair).parameters, probe)
+        return Proof(kernel, None if ours is None else _of_one(ours), agreement)
     if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
         return _prove_complex(function, arguments[2], probe)
     if arguments[:4] != ["q", "k", "cos", "sin"]:
@@ -194,6 +205,23 @@ def _mixed_result(
         if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
             return mixed
     return None
+
+
+@functools.cache
+def _of_pair(function: Callable) -> Callable:
+    """A rotary function of one tensor as one of q and k."""
+    return lambda q, k, cos, sin: (function(q, cos, sin), function(k, cos, sin))
+
+
+@functools.cache
+def _of_one(function: Callable) -> Callable:
+    """A rotary function of q and k as one of q alone."""
+
+    def rotary(x, cos, sin):
+        no_keys = x.new_empty(x.shape[0], 0, *x.shape[2:])
+        return function(x, no_keys, cos, sin)[0]
+
+    return rotary
 
 
 @functools.cache

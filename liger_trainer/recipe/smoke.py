@@ -71,6 +71,26 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def smoke_model(folder: str | Path) -> str:
+    """Writes a tiny Llama with random weights, and a tokenizer that knows the rows of `smoke_data`, without a network.
+
+    Args:
+        folder: Where. Made if it is missing; a model in it is overwritten, so processes need a folder each.
+
+    Returns:
+        The folder, as the trainers take it for a model's name.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from liger_trainer.recipe.quickstart import train_tokenizer
+
+    tokenizer = train_tokenizer(smoke_data("text")["text"], VOCAB_SIZE)
+    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **FAMILIES["llama"], **tokens)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def _temporary_folder() -> str:
     """A new folder; the processes of one launch share one, named after their launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

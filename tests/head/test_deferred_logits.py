@@ -72,6 +72,12 @@ RECORDED = {
     "unsqueeze": lambda x: x.unsqueeze(0),
     "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
     "squeeze all": lambda x: x[:1].squeeze(),
+    "split": lambda x: x.split(2, dim=1)[1],
+    "split by keyword": lambda x: x.split(split_size=1)[-1],
+    "torch.split in sections": lambda x: torch.split(x, [1, 4], 1)[1],
+    "split of rows": lambda x: x.view(-1, V).split(4)[2],
+    "chunk": lambda x: x.chunk(2, dim=0)[1],
+    "torch.chunk": lambda x: torch.chunk(x, 3, -2)[2],
     "chain": lambda x: (x[:, :-1].float() / 2).contiguous().view(-1, V),
 }
 
@@ -141,7 +147,8 @@ MATERIALISED = {
     "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
     "setitem": lambda x: [y := x.clone(), y.__setitem__((..., 0), 0.0)][0] * 1,
     "add_": lambda x: x.add_(1.0) * 2,
-    "chunk": lambda x: x.chunk(2, dim=0)[1],
+    "chunk of the vocabulary": lambda x: x.chunk(2, dim=-1)[1],
+    "split of the vocabulary": lambda x: x.split([1, V - 1], 2)[1],
     "einsum": lambda x: torch.einsum("bsv,bsv->bs", x, x),
 }
 

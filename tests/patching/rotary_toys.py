@@ -81,6 +81,10 @@ def apply_rotary_one(x, cos, sin):
     return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
 
+def apply_rotary_one_swapped(x, cos, sin):
+    return apply_rotary_swapped_pairs(x, x, cos, sin)[0]
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -108,3 +112,4 @@ ComplexColumn = calling(lambda self, q, k, factors: apply_rotary_complex_column(
 OtherWayRound = calling(lambda self, q, k, cos, sin: apply_rotary_other_way_round(q, k, cos, sin))
 Sections = calling(lambda self, q, k, cos, sin: apply_rotary_sections(q, k, cos, sin, [1]))
 OneByOne = calling(lambda self, q, k, cos, sin: (apply_rotary_one(q, cos, sin), apply_rotary_one(k, cos, sin)))
+OneByOneSwapped = calling(lambda self, q, k, cos, sin: apply_rotary_one_swapped(q, cos, sin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -114,9 +115,22 @@ class Pair(nn.Module):
         return self.down_proj(self.act(self.up_proj(x)))
 
 
-def test_two_projections_with_another_activation_are_no_candidate():
-    assert not len(apply_liger_kernel(toys.Toy(mlp=Pair(F.gelu)), MLPS))
-    assert len(apply_liger_kernel(toys.Toy(mlp=Pair(lambda x: F.relu(x) ** 2)), MLPS)) == 1
+def test_two_projections_with_another_activation_have_no_kernel():
+    (row,) = apply_liger_kernel(toys.Toy(mlp=Pair(F.gelu)), MLPS)
+    assert not row.applied
+    assert row.reason == "there is no kernel for an MLP of up_proj, down_proj"
+    (row,) = apply_liger_kernel(toys.Toy(mlp=Pair(lambda x: F.relu(x) ** 2)), MLPS)
+    assert row.applied
+
+
+@pytest.mark.parametrize("widths", [(8, 12, 9), (8,), (8, 12, 12, 12, 8)])
+def test_other_linear_layers_are_no_mlp(widths):
+    model = Pair(F.gelu)
+    del model.up_proj, model.down_proj
+    for place, sizes in enumerate(itertools.pairwise(widths)):
+        model.add_module(f"layer_{place}", nn.Linear(*sizes))
+    assert not len(apply_liger_kernel(toys.Toy(mlp=model), MLPS))
+    assert not len(apply_liger_kernel(toys.Toy(mlp=nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))), MLPS))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,23 @@
+"""SimPO, a loss of the CPO trainer: preferences without a reference model.
+
+Without --model it runs at once: three steps of a tiny new model, offline, on a CPU too.
+"""
+
+import argparse
+
+from datasets import load_dataset
+
+from liger_trainer import LigerCPOConfig, LigerCPOTrainer
+from liger_trainer.recipe.smoke import smoke_data, smoke_model
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--model", help="a model of the Hub or a folder, such as Qwen/Qwen3-0.6B")
+model = parser.parse_args().model
+
+simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.5, "simpo_gamma": 1.4}  # without these, the loss is CPO's
+trainer = LigerCPOTrainer(
+    model=model or smoke_model("outputs/tiny"),
+    args=LigerCPOConfig(output_dir="outputs/cpo", **simpo, max_steps=-1 if model else 3),
+    train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train") if model else smoke_data("preference"),
+)
+trainer.train()

@@ -1,0 +1,95 @@
+"""Which layers of a model multiply in fp8, and what the report says of the others."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from liger_trainer import LigerTrainingArguments, apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching import fp8
+
+RECIPE = {"fp8": "rowwise_gw_hp"}
+IDS = torch.arange(520).remainder(90)[None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"hidden_size": 1024, "intermediate_size": 1040, "num_attention_heads": 8, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=96)).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def unpatched(model):
+    yield
+    revert_liger_kernel(model)
+
+
+def rows(report):
+    return {(row.kernel, row.reason): row.count for row in report if row.component == "fp8"}
+
+
+def in_fp8(model):
+    return [name for name, module in model.named_modules() if fp8.multiplies_in_fp8(module)]
+
+
+def test_the_inner_layers_multiply_in_fp8(model):
+    expected = model(input_ids=IDS, labels=IDS).loss
+    report = apply_liger_kernel(model, RECIPE)
+    ends = "the first and the last layer stay in bf16"
+    small = "fewer than 1024 features, for which fp8 does not pay"  # k and v
+    assert rows(report) == {("fp8_linear (rowwise_gw_hp)", ""): 5, (None, ends): 14, (None, small): 2}
+    names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert in_fp8(model) == [f"model.layers.1.{name}" for name in names]
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert 0 < abs(loss - expected) < 0.01 * expected
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.zero_grad()
+    revert_liger_kernel(model)
+    assert in_fp8(model) == []
+
+
+def test_the_down_projection_multiplies_in_fp8(model, monkeypatch):
+    apply_liger_kernel(model, RECIPE)
+    mlp = model.model.layers[1].mlp
+    x = torch.randn(520, 1024, dtype=torch.bfloat16)
+    ours = mlp(x)
+    monkeypatch.setattr(fp8, "_LEAST_ROWS", 521)
+    short = mlp(x)
+    revert_liger_kernel(model)
+    torch.testing.assert_close(short, mlp(x))
+    assert (ours - short).norm() > 0.02 * short.norm()
+
+
+def test_nothing_happens_unless_asked(model):
+    assert rows(apply_liger_kernel(model)) == {}
+
+
+def test_strict_asks_for_some_layer_in_fp8(model, monkeypatch):
+    apply_liger_kernel(model, RECIPE, strict=True)
+    monkeypatch.setattr(fp8, "_LEAST_FEATURES", 4096)
+    with pytest.raises(ValueError, match=r"fp8: 7 x Linear left alone, fewer than 4096 features"):
+        apply_liger_kernel(model, RECIPE, strict=True)
+
+
+def test_layers_with_adapters_stay(model):
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    report = apply_liger_kernel(adapted, RECIPE)
+    assert rows(report)[None, "it has adapters; their bases are multiplied in bf16"] == 1
+    adapted.unload()
+
+
+def test_a_device_without_fp8_is_said(model, monkeypatch):
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: False)
+    reasons = [reason for _, reason in rows(apply_liger_kernel(model, RECIPE))]
+    assert any(reason.startswith("cpu has no fp8 matmuls") for reason in reasons)
+
+
+def test_another_recipe_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`fp8` is 'e5m2'; it must be null or 'rowwise_gw_hp'"):
+        LigerTrainingArguments(output_dir=str(tmp_path), fp8="e5m2", use_cpu=True)
+    with pytest.raises(ValueError, match="MLPs in tiles multiply in the model's dtype"):
+        apply_liger_kernel(torch.nn.Linear(1, 1), {**RECIPE, "tiled_mlp": True})
+    args = LigerTrainingArguments(output_dir=str(tmp_path), fp8="rowwise_gw_hp", use_cpu=True)
+    assert args.kernel_config().fp8 == "rowwise_gw_hp"

@@ -1,0 +1,114 @@
+"""What `make release-check` sees, and that nothing but the date of a release keeps this tree from passing it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import release_check
+from tests.release_check import in_the_archives, in_the_commands, in_the_tree, in_the_version, in_the_words, version_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def release(tmp_path):
+    """A repository with the files that name the version, as they are at a release."""
+    (tmp_path / "liger_trainer").mkdir()
+    (tmp_path / "liger_trainer" / "_version.py").write_text('__version__ = "1.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (2027-01-31)\n\n## 1.1.0 (2026-12-01)\n")
+    (tmp_path / "CITATION.cff").write_text("version: 1.2.0\ndate-released: 2027-01-31\n")
+    for words in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_release_passes(release):
+    assert list(in_the_version(release)) == list(in_the_words(release)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("CHANGELOG.md", "2027-01-31", "unreleased", "CHANGELOG.md: the first section is '1.2.0 (unreleased)'"),
+        ("CHANGELOG.md", "2027-01-31", "2027-02-31", "CHANGELOG.md: the first section is '1.2.0 (2027-02-31)'"),
+        ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "CHANGELOG.md: the first section is '1.3.0 (2027-01-31)'"),
+        ("CITATION.cff", "1.2.0", "1.1.0", "CITATION.cff: `version` is '1.1.0'"),
+        ("CITATION.cff", "01-31", "01-30", "CITATION.cff: `date-released` is 2027-01-30; CHANGELOG.md has 2027-01-31"),
+    ],
+)
+def test_a_version_or_date_that_differs(release, file, old, new, problem):
+    (release / file).write_text((release / file).read_text().replace(old, new, 1))
+    (found,) = in_the_version(release)
+    assert found.startswith(problem)
+
+
+def test_what_is_not_committed(release):
+    assert {line.split(":")[0] for line in in_the_tree(release)} == {
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "liger_trainer/_version.py",
+    }
+    name = ["-c", "user.name=a", "-c", "user.email=b"]
+    subprocess.run(["git", *name, "commit", "--quiet", "-m", "release"], cwd=release, check=True)
+    assert list(in_the_tree(release)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("see /ho" + "me/ann/notes", "a home folder"),
+        ("ask ann" + "@example.org", "an e-mail address"),
+        ("pip install --index" + "-url https://mirror", "a package index"),
+        ("HF_TOKEN=hf" + "_" + "a" * 34, "an access token"),
+        ("-----BEGIN RSA " + "PRIVATE KEY-----", "a private key"),
+        ("in {root}/outputs", "the folder of this checkout"),
+    ],
+)
+def test_private_words(release, text, what):
+    (release / "notes.md").write_text("# Notes\n\n" + text.format(root=release))
+    assert list(in_the_words(release)) == []  # not tracked
+    subprocess.run(["git", "add", "."], cwd=release, check=True)
+    (found,) = in_the_words(release)
+    assert found.startswith("notes.md:3: ")
+    assert found.endswith(f" is {what}")
+
+
+def test_the_archives_of_another_version(tmp_path):
+    (tmp_path / "liger_trainer-1.1.0.tar.gz").touch()
+    (found,) = in_the_archives(tmp_path, "1.2.0")
+    assert "holds liger_trainer-1.1.0.tar.gz; it must hold liger_trainer-1.2.0-py3-none-any.whl and" in found
+
+
+def test_a_command_that_fails():
+    commands = [[sys.executable, "-c", f"raise SystemExit({code})"] for code in (0, 3)]
+    (found,) = in_the_commands(commands)
+    assert found == f"`{sys.executable} -c 'raise SystemExit(3)'` fails; its output is above"
+
+
+def test_each_problem_is_a_line_and_nothing_is_built(release, monkeypatch, capsys):
+    monkeypatch.setattr(release_check, "ROOT", release)
+    monkeypatch.setattr(release_check, "in_the_commands", None)
+    assert release_check.main() == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"release-check: {line}" for line in in_the_tree(release)]
+
+
+def test_this_tree_has_no_private_words():
+    assert list(in_the_words(ROOT)) == []
+
+
+def test_citation():
+    """The keys that the citation file format 1.2.0 asks for, and no others than it knows."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == version_of(ROOT)
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == "Apache-2.0"
+    assert citation["type"] == "software"
+    known = {"cff-version", "message", "title", "abstract", "type", "authors", "version", "date-released", "license"}
+    assert {"message", "title", "authors"} <= citation.keys() <= known | {"keywords"}
+    assert all(author.keys() == {"name"} and author["name"] for author in citation["authors"])
+    texts = [*(citation[key] for key in ("message", "title", "abstract", "version")), *citation["keywords"]]
+    assert all(isinstance(text, str) and text for text in texts)
