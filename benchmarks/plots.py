@@ -7,9 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
+
+if TYPE_CHECKING:
+    from liger_trainer.benchmarks.evidence.results import Evidence
 
 _COLOURS = {
     "hf": "#b8b8b8",
@@ -286,4 +290,34 @@ def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
     axes[-1].invert_yaxis()
     axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
     axes[-1].legend(frameon=False, fontsize=7, ncols=len(changed), loc="upper right", bbox_to_anchor=(1, -0.06))
+    return _save(figure, file)
+
+
+def draw_evidence(found: Evidence, file: Path) -> Path:
+    """Loss or reward and gradient norm over the steps, means and ranges over the seeds, and each seed's last score."""
+    from liger_trainer.benchmarks.evidence.results import START
+
+    reward = bool(found.of(found.variants[0], found.seeds[0], "step reward"))
+    learned = "reward" if reward else "loss"
+    measures = {learned: learned, "grad_norm": "gradient norm"}
+    title = f"{found.setting['trainer'].upper()}, SmolLM2-135M, {found.setting['device']}"
+    figure, axes = _axes(len(measures) + len(found.held_out), title)
+    for axis, (measure, heading) in zip(axes, measures.items()):
+        for place, variant in enumerate(found.variants):
+            runs = [found.of(variant, seed, f"step {measure}") for seed in found.seeds]
+            steps = range(1, len(runs[0]) + 1)
+            style = {"linewidth": 4, "alpha": 0.5} if not place else {"linewidth": 1.2}  # others lie on it
+            axis.plot(steps, [*map(mean, zip(*runs))], label=variant, color=f"C{place}", **style)
+            axis.fill_between(steps, [*map(min, zip(*runs))], [*map(max, zip(*runs))], color=f"C{place}", alpha=0.1)
+        axis.set_xlabel("steps")
+        axis.set_title(f"{heading} of each step", fontsize=10)
+    for axis, name in zip(axes[len(measures) :], found.held_out):
+        for place, variant in enumerate(found.variants):
+            scores = [found.score(variant, seed, name) for seed in found.seeds]
+            axis.scatter([place] * len(scores), scores, color=f"C{place}", s=16)
+        axis.axhline(found.score(START, 0, name), color="black", linestyle="--", linewidth=1, label="at the start")
+        axis.set_xticks(range(len(found.variants)), [name.replace(", ", "\n") for name in found.variants], fontsize=7)
+        axis.set_title(f"held-out {name} after training, by seed", fontsize=10)
+        axis.legend(frameon=False, fontsize=7)
+    axes[0].legend(frameon=False, fontsize=7)
     return _save(figure, file)

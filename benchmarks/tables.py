@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from liger_trainer.benchmarks.evidence.results import Evidence, section
+from liger_trainer.benchmarks.evidence.training import TASKS
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import OPTIMIZER_STEP, Record, Results
 from liger_trainer.benchmarks.registry import OPERATIONS, family, load_operations
@@ -26,7 +28,8 @@ from liger_trainer.benchmarks.training_tables import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/evidence.md")
+EVIDENCE = ROOT / "benchmarks" / "results" / "nvidia-h200" / "evidence"
 _OURS = "liger_trainer"
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 
@@ -206,6 +209,10 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
     return [group for group in known if group[0].startswith(_HEADS) is heads]
 
 
+def _evidence(trainer: str) -> Callable[[Results], str]:
+    return lambda _: section(trainer, EVIDENCE / f"{trainer}.csv")
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "results": results_table,
     "training": training_table,
@@ -218,6 +225,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),
     "head-errors": lambda results: error_table(results, _heads(results, heads=True)),
+    **{f"evidence-{trainer}": _evidence(trainer) for trainer in TASKS},
 }
 
 
@@ -232,7 +240,7 @@ def render(text: str, results: Results) -> str:
 
 def main() -> None:
     """Rewrites the documents in place, and draws the pictures."""
-    from liger_trainer.benchmarks.plots import draw_alignment, draw_pareto, draw_training
+    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_pareto, draw_training
 
     load_operations()
     results = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
@@ -243,6 +251,8 @@ def main() -> None:
     for draw, name in ((draw_pareto, "pareto.png"), (draw_alignment, "alignment.png")):
         records = itertools.chain(*results.tasks.values())
         draw(records, results.runs[-1].machine.device, ROOT / "docs" / "images" / name)
+    for file in EVIDENCE.glob("*.csv"):
+        draw_evidence(Evidence.read(file), ROOT / "docs" / "images" / f"evidence-{file.stem}.png")
 
 
 if __name__ == "__main__":

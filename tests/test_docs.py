@@ -2,11 +2,7 @@
 
 import copy
 import dataclasses
-<<<<<<< HEAD
-=======
 import importlib.util
-import json
->>>>>>> litgpt
 import os
 import re
 import shlex

@@ -1,8 +1,9 @@
 """Functions over the vocabulary that run on deferred logits one chunk of tokens at a time.
 
-They are for logits without a gradient that take more than `logits_memory`, as in an evaluation. A reduction (argmax,
-top-k, a gather) returns its result. A softmax and a slice of the vocabulary stay deferred, as one more step of the
-chain, until something reads them. Smaller logits are built once, as ever, for all functions together.
+They are for logits without a gradient that take more than `logits_memory`, as in an evaluation. Argmax and argmin pass
+no gradient on, and run so for the logits of a training step too. A reduction (argmax, top-k, a gather) returns its
+result. A softmax and a slice of the vocabulary stay deferred, as one more step of the chain, until something reads
+them. Smaller logits are built once, as ever, for all functions together.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from liger_trainer.head.recorded import OfRows
 T = torch.Tensor
 
 
-def runs_in_chunks(x: DeferredLogits) -> bool:
-    """Whether a function of `x` should run on one chunk of tokens at a time.
+def runs_in_chunks(x: DeferredLogits, passes_gradients: bool = True) -> bool:
+    """Whether a function of `x`, which `passes_gradients` on or does not, should run on a chunk of tokens at a time.
 
     Not under autocast, which would give other dtypes inside the chunks; not on a sharded head, where every function
     would gather the weight; and not where the logits are built already, or need no more memory than a chunk.
     """
     call = x.recorded.call
-    if x.has_graph or torch.is_autocast_enabled(x.recorded.hidden.device.type):
+    if (x.has_graph and passes_gradients) or torch.is_autocast_enabled(x.recorded.hidden.device.type):
         return False
     if not (call.fused or isinstance(call, ModuleCall)) or is_sharded(call.head):
         return False
@@ -73,13 +74,14 @@ def _is_last(x: DeferredLogits, dim: Any) -> bool:
 
 
 def _reducing(name: str) -> Callable:
-    function = getattr(T, name)
+    function, passes_gradients = getattr(T, name), name not in ("argmax", "argmin")
 
     def recorder(x: DeferredLogits, dim: Any = None, keepdim: Any = False, **kwargs: Any) -> Any:
         dim = kwargs.pop("axis", dim)
-        if kwargs or not isinstance(keepdim, bool) or not _is_last(x, dim) or not runs_in_chunks(x):
+        if kwargs or not isinstance(keepdim, bool) or not _is_last(x, dim) or not runs_in_chunks(x, passes_gradients):
             return NotImplemented
-        return by_rows(x, lambda rows: function(rows, -1, keepdim))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and passes_gradients):
+            return by_rows(x, lambda rows: function(rows, -1, keepdim))
 
     return recorder
 

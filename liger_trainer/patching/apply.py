@@ -15,12 +15,8 @@ from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
-<<<<<<< HEAD
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, rows
-from liger_trainer.patching.fp8 import find_fp8
-=======
 from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
->>>>>>> litgpt
+from liger_trainer.patching.fp8 import find_fp8
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
@@ -84,15 +80,11 @@ def apply_liger_kernel(
     probe = Probe(_probe_device(model))
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
-<<<<<<< HEAD
-        findings += find_attention(model, parsed.attention, probe)
-    findings += find_fp8(model, parsed.fp8, _probe_device(model))
-=======
         if _has_parts_of_transformers(model):
             from liger_trainer.patching.attention import find_attention
 
             findings += find_attention(model, parsed.attention, probe)
->>>>>>> litgpt
+    findings += find_fp8(model, parsed.fp8, _probe_device(model))
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:
@@ -198,12 +190,8 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         if not row.applied
         and row.count
         and row.reason != SWITCHED_OFF
-<<<<<<< HEAD
-        and not row.reason.startswith((CHOSEN, SPLIT))
-        and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
-=======
         and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
->>>>>>> litgpt
+        and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

@@ -249,6 +249,23 @@ def test_logits_with_a_gradient_keep_it():
         torch.testing.assert_close(mine, theirs)
 
 
+def test_predictions_of_a_training_step_run_in_chunks_beside_the_loss():
+    results = []
+    for linear in (patched(head()), head()):
+        hidden = states().requires_grad_()
+        with forward_context(ForwardContext(has_labels=True)):
+            logits = linear(hidden)
+        loss = F.cross_entropy(logits.float().view(-1, V), LABELS.view(-1))
+        found = []
+        sizes = created_sizes(lambda: found.append((logits.argmax(-1), logits.argmin(dim=-1, keepdim=True))))  # noqa: B023
+        results.append([*found[0], loss, *torch.autograd.grad(loss, [hidden, *linear.parameters()])])
+        if type(logits) is DeferredLogits:
+            assert max(sizes) <= ROWS * V
+            assert not any(each.requires_grad for each in found[0])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_autocast_is_that_of_the_built_logits():
     functions = (lambda x: x.log_softmax(-1).amax(-1), lambda x: x.logsumexp(-1), lambda x: x.argmax(-1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
