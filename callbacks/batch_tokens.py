@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_IGNORE_INDEX = -100
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
 # Transformers' names of the losses in which a label belongs to its own position, and not to the one before it.
 _OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
@@ -55,7 +55,7 @@ def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _labelled(batch: Mapping[str, Any], side: str, tokens: torch.Tensor) -> torch.Tensor | None:
-    for name, nothing in ((f"{side}labels", _IGNORE_INDEX), (f"{side}completion_mask", 0)):
+    for name, nothing in ((f"{side}labels", IGNORE_INDEX), (f"{side}completion_mask", 0)):
         values = batch.get(name)
         if isinstance(values, torch.Tensor) and values.shape == tokens.shape:  # not a label for each row
             return values.ne(nothing) & tokens

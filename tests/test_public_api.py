@@ -35,9 +35,5 @@ def loaded_after(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
-def test_functional_needs_no_transformers():
-    assert "transformers" not in loaded_after("import liger_trainer.functional, liger_trainer.nn, liger_trainer.losses")
-
-
 def test_config_needs_no_torch():
     assert "torch" not in loaded_after("from liger_trainer.configs.kernel_config import KernelConfig")

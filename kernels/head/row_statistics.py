@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+IGNORE_INDEX = -100
+"""The label of a token that does not count, by default: that of torch, transformers and TRL."""
+
 
 class RowOptions(NamedTuple):
     """The options of one row's loss, in the order in which the operators take them."""

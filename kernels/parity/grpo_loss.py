@@ -24,6 +24,7 @@ import math
 import torch
 
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
 PPO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
 LOSS_TYPES = (*PPO_TYPES, "cispo", "sapo", "vespo")
@@ -93,9 +94,6 @@ def token_weights(
         return one / mask.sum().clamp(min=1)
     # A 0-d CPU tensor enters a device operation by value, without a copy that would synchronise.
     return one / (num_items.clamp(min=1) if isinstance(num_items, torch.Tensor) else max(num_items, 1))
-
-
-_IGNORE = -100
 
 
 @dataclasses.dataclass
@@ -302,10 +300,12 @@ def grpo_loss(
             f"`logits` has {logits.shape[1]} positions for completions of {length} tokens; "
             f"give {length} or {length + 1}."
         )
-    labels = completion_ids if completion_mask is None else torch.where(completion_mask != 0, completion_ids, _IGNORE)
+    labels = completion_ids
+    if completion_mask is not None:
+        labels = torch.where(completion_mask != 0, labels, IGNORE_INDEX)
     # Ignoring the last position is free; slicing it off would copy the whole gradient.
-    labels = torch.nn.functional.pad(labels, (0, logits.shape[1] - length), value=_IGNORE)
-    nll = cross_entropy(logits, labels, _IGNORE, "none", temperature=temperature, inplace=inplace_backward)
+    labels = torch.nn.functional.pad(labels, (0, logits.shape[1] - length), value=IGNORE_INDEX)
+    nll = cross_entropy(logits, labels, IGNORE_INDEX, "none", temperature=temperature, inplace=inplace_backward)
     assert isinstance(nll, torch.Tensor)
     return grpo_loss_from_log_probs(
         -nll[:, :length],

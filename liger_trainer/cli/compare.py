@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.cli.argument_types import positive
-from liger_trainer.cli.run_recipe import prepare_environment
+from liger_trainer.cli.run_recipe import prepare_libraries
 from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,19 +62,13 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
         UserError: for a mistake, what cannot be compared, and a run that fails.
     """
     _check_launch()
-    prepare_environment()
-    if arguments.smoke:
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    import torch
-
+    prepare_libraries(offline=arguments.smoke)
     from liger_trainer.comparing.processes import run_sides
     from liger_trainer.comparing.request import values_of
     from liger_trainer.comparing.results import Comparison, write_json, write_page
     from liger_trainer.comparing.side import STOCK
     from liger_trainer.comparing.verdict import judge
 
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # TRL imports DeepSpeed, which would warn that it found no GPU
     request = _request(arguments, options)
     values, source, notes = values_of(request)  # mistakes are found before a folder is made
     folder = _make(request.folder)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from liger_trainer.cli.run_recipe import prepare_environment
+from liger_trainer.cli.run_recipe import prepare_libraries
 
 if TYPE_CHECKING:
     from liger_trainer.diagnosis.diagnose import Diagnosis
@@ -23,15 +21,7 @@ def diagnose(arguments: Namespace, options: Sequence[str]) -> int:
     Raises:
         RecipeError: for a mistake that training would refuse too.
     """
-    prepare_environment()
-    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
-    if arguments.smoke:  # before the first import of a library that reads them
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-    import torch
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # TRL imports DeepSpeed, which would warn that it found no GPU
+    prepare_libraries(offline=arguments.smoke)
     from liger_trainer.diagnosis.case import read_case
     from liger_trainer.diagnosis.diagnose import diagnose as examine
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
-from liger_trainer.cli.run_recipe import prepare_environment
+from liger_trainer.cli.run_recipe import prepare_libraries
 
 
 def quiet_libraries() -> None:
     """To be called before the first import of a library that reads environment variables."""
-    prepare_environment()
+    prepare_libraries()
     import torch
 
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar

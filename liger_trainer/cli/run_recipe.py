@@ -63,24 +63,33 @@ def prepare_environment() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def prepare_libraries(offline: bool = False) -> None:
+    """[`prepare_environment`], and what else is set before the first import of transformers, TRL and datasets.
+
+    Args:
+        offline: Whether nothing may be downloaded.
+    """
+    prepare_environment()
+    # Newer versions of transformers call it activation_checkpointing; every supported version knows the older name.
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # TRL imports DeepSpeed, which would warn that it found no GPU
+
+
 def _run(name: str, arguments: Sequence[str]) -> int:
     options = [argument for argument in arguments if argument not in ("--smoke", "--debug")]
     debug = "--debug" in arguments
-    # Newer versions of transformers call it activation_checkpointing; every supported version knows the older name.
-    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
-    if "--smoke" in arguments:  # before the first import of a library that reads them
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-    import torch
-
+    prepare_libraries(offline="--smoke" in arguments)
     from liger_trainer.callbacks.non_finite import NonFiniteError
     from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.cli.ranks import leave_process_group, rank
     from liger_trainer.recipe import RecipeError, load_recipe
     from liger_trainer.recipe.file import TrainingError
 
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # TRL imports DeepSpeed, which would warn that it found no GPU
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
         from liger_trainer.recipe.run import run_recipe

@@ -142,31 +142,6 @@ def _rms_norm(
     return operators.rms_norm(X, W, eps, offset, casting_mode)
 
 
-def _modulated_rms_norm(
-    X: Tensor,
-    W: Tensor | None,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> Tensor:
-    return operators.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
-
-
-def _fused_add_rms_norm(
-    X: Tensor,
-    R: Tensor,
-    W: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return operators.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
-
-
 def _kl_div(
     y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
@@ -271,7 +246,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerCrossEntropyFunction": _cross_entropy,
     "LigerDyTFunction": functional.liger_dyt,
     "LigerEmbeddingFunction": _embedding,
-    "LigerFusedAddRMSNormFunction": _fused_add_rms_norm,
+    "LigerFusedAddRMSNormFunction": functional.liger_fused_add_rms_norm,
     "LigerFusedCETVDFunction": operators.fused_ce_tvd,
     "LigerFusedGateUpSiLUMulFunction": _fused_silu_mul,
     "LigerFusedLinearCrossEntropyFunction": _linear_cross_entropy,
@@ -291,7 +266,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerMHCPostResFunction": functional.liger_mhc_post_res,
     "LigerMHCPreFunction": functional.liger_mhc_pre,
     "LigerMLPFunction": _mlp,
-    "LigerModulatedRMSNormFunction": _modulated_rms_norm,
+    "LigerModulatedRMSNormFunction": functional.liger_modulated_rms_norm,
     "LigerMultiTokenAttentionFunction": functional.liger_multi_token_attention,
     "LigerPolyNormFunction": functional.liger_poly_norm,
     "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,

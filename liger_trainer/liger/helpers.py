@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from liger_trainer.functional import log_probs, tiled_mlp
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
@@ -118,7 +119,7 @@ def fused_selective_log_softmax(
     tokens = logits.shape[1] - 1
     target = input_ids[:, input_ids.shape[1] - tokens :]
     if mask is not None:
-        target = torch.where(mask[:, mask.shape[1] - tokens :] != 0, target, -100)
+        target = torch.where(mask[:, mask.shape[1] - tokens :] != 0, target, IGNORE_INDEX)
     with torch.no_grad():
         result = log_probs(logits[:, :-1], target, temperature=temperature)
     assert isinstance(result, torch.Tensor)

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import grpo_loss_from_log_probs
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.kernels.parity.grpo_loss import check_policy_options, token_weights
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
 from liger_trainer.nn.policy import items_per_process
-
-_IGNORE = -100
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -130,13 +129,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_shape("old_per_token_logps", old_per_token_logps, (batch, length))
         check_shape("vllm_is_ratio", vllm_is_ratio, (batch,), (batch, 1), (batch, length))
         mask = attention_mask != 0
-        labels = torch.where(mask, selected_token_ids, _IGNORE)
+        labels = torch.where(mask, selected_token_ids, IGNORE_INDEX)
         reference = None
         if self.beta != 0.0 and self.use_ref_model:
             reference = ref_per_token_logps
             if reference is None:
                 reference = reference_log_probs(
-                    *(ref_input, ref_weight, ref_bias, labels, _IGNORE, self.temperature, self.logits_memory)
+                    *(ref_input, ref_weight, ref_bias, labels, IGNORE_INDEX, self.temperature, self.logits_memory)
                 )
         tokens = {
             "advantages": advantages.view(batch, -1),
@@ -170,7 +169,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             group=row,
             normalizer=1.0 / weights.amax(),
             bias=bias,
-            ignore_index=_IGNORE,
+            ignore_index=IGNORE_INDEX,
             temperature=self.temperature,
             logits_memory=self.logits_memory,
         )

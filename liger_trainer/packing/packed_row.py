@@ -15,11 +15,10 @@ from liger_trainer.attention.current_plan import plans_from
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
 from liger_trainer.packing.sharded_again import sharded_again
 from liger_trainer.recompute.passes import one_pass
-
-_IGNORE_INDEX = -100
 
 _Result = TypeVar("_Result")
 
@@ -137,12 +136,12 @@ def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
 
 
 def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
-    places = np.flatnonzero((labels != _IGNORE_INDEX) & (layout.places >= 0))
+    places = np.flatnonzero((labels != IGNORE_INDEX) & (layout.places >= 0))
     tokens, targets = layout.places.flat[places], labels.flat[places]
     _, first, copies = np.unique(
         tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
     )
-    tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([_IGNORE_INDEX]))
+    tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([IGNORE_INDEX]))
     return Scored(
         _copies(tokens, len(layout.tokens), device),
         torch.from_numpy(targets).to(device),

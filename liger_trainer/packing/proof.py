@@ -20,6 +20,7 @@ from liger_trainer.attention.current_plan import NotPackable
 from liger_trainer.attention.interface import NAME
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.patching.probe import Agreement
 
@@ -154,13 +155,13 @@ def _batch() -> Padded:
     columns = torch.arange(_LENGTH)
     mask = (columns >= torch.tensor(begins)[:, None]) & (columns < torch.tensor(ends)[:, None])
     ids = ids.masked_fill(~mask, 0)
-    labels = ids.roll(-1, 1).masked_fill(~mask, -100)
+    labels = ids.roll(-1, 1).masked_fill(~mask, IGNORE_INDEX)
     return Padded(ids, mask.long(), None, labels)
 
 
 def _compared(model: Any) -> Agreement:
     batch = _batch()
-    scored = batch.labels != -100
+    scored = batch.labels != IGNORE_INDEX
     options = {"use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", None) is not None:
         options["output_router_logits"] = True

@@ -32,6 +32,7 @@ from liger_trainer.head.lm_head import (
 from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
 from liger_trainer.patching.model_forward import (
     foreign_forward,
@@ -44,7 +45,7 @@ from liger_trainer.patching.report import KernelReportRow
 TOLERANCE = 5e-3
 """Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 about 1e-3."""
 
-_BATCH, _LENGTH, _HIDDEN, _VOCAB, _IGNORED = 2, 8, 32, 48, -100
+_BATCH, _LENGTH, _HIDDEN, _VOCAB = 2, 8, 32, 48
 
 
 def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bool = False) -> KernelReportRow:
@@ -210,7 +211,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
     target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator)
-    target[:3] = _IGNORED
+    target[:3] = IGNORE_INDEX
     target = target.to(device)
 
     def results(patched: bool) -> list[torch.Tensor]:
@@ -224,7 +225,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         states = hidden.clone().requires_grad_()
         with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
             logits = head(states).float().view(-1, _VOCAB)
-            loss = F.cross_entropy(logits, target, ignore_index=_IGNORED)
+            loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
         loss.backward()
         return [loss.detach(), states.grad, *(parameter.grad for parameter in head.parameters())]  # type: ignore[list-item]
 

@@ -21,6 +21,7 @@ from liger_trainer.head.context import TokenObserver, logits_read_later, tokens_
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.padded_logits import padded_logits
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
 logger = logging.getLogger("liger_trainer")
 
@@ -167,4 +168,4 @@ def _labelled(inputs: Any, model: Any) -> torch.Tensor | None:
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
     if not isinstance(ids, torch.Tensor) or not isinstance(labels, torch.Tensor) or ids.shape != labels.shape:
         return None
-    return labels[:, first:].ne(-100).any()
+    return labels[:, first:].ne(IGNORE_INDEX).any()

@@ -26,12 +26,13 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context, token_observer
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.binding import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.packed_statistics import packed_statistics
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs
-from liger_trainer.trainers.token_statistics import IGNORE_INDEX, StatisticsOptions, TokenStatistics, token_statistics
+from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()

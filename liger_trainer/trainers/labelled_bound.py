@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from liger_trainer.head.lm_head import version_of
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
 _KEY = "liger_trainer_labelled_rows"
-_NOTHING = {"labels": -100, "shift_labels": -100, "completion_mask": 0, "KL_completion_mask": 0}
+_NOTHING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "completion_mask": 0, "KL_completion_mask": 0}
 """What a trainer takes labels from, each for a forward of its own, and the value where there is none."""
 
 

@@ -7,7 +7,17 @@ import time
 
 from liger_trainer.cli import run_recipe_file
 from tests import forked
-from tests.cli.runs import EIGHT_STEPS, MODEL, checkpoints, environment, logged, state, weights, write_recipe
+from tests.cli.runs import (
+    EIGHT_STEPS,
+    MODEL,
+    checkpoints,
+    environment,
+    logged,
+    state,
+    waits_passively,
+    weights,
+    write_recipe,
+)
 
 STEPS = 60
 LONGER = {
@@ -37,13 +47,15 @@ def test_killed_in_the_middle_and_resumed(tmp_path):
 
     first = tmp_path / "killed" / "checkpoint-10" / "trainer_state.json"
     command = [sys.executable, "-m", "liger_trainer", "mine.yaml", "--output_dir", "killed"]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **streams)
+    variables = environment(OMP_DISPLAY_ENV="VERBOSE")
+    with (tmp_path / "stderr").open("w") as shown:
+        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL, stderr=shown)
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+    assert waits_passively((tmp_path / "stderr").read_text())
     assert not (tmp_path / "killed" / f"checkpoint-{STEPS}").exists()
 
     # As if it had been killed while it wrote its next checkpoint: that one must not be taken.

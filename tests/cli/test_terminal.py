@@ -1,7 +1,7 @@
 """What a run shows: each thing once, no noise of libraries, and no more columns than the terminal has."""
 
 import os
-import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -9,17 +9,16 @@ import warnings
 import pytest
 import torch
 
-from liger_trainer.cli import main
+from liger_trainer.cli import main, run_recipe_file
 from liger_trainer.cli.run_recipe import prepare_environment
 from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from tests.cli.runs import MODEL, ROOT, environment, message_of, state, write_recipe
-
-OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+from tests.cli.runs import MODEL, OPENMP, environment, message_of, state, waits_passively, write_recipe
+from tests.distributed.accelerate_launch import as_launched
 
 
 def in_a_process(folder, *arguments, **variables):
-    unset = ("OMP_NUM_THREADS", *OPENMP, "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK")
+    unset = ("OMP_NUM_THREADS", "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK")
     inherited = {key: value for key, value in environment().items() if key not in unset}
     return subprocess.run(
         [sys.executable, "-m", "liger_trainer", *map(str, arguments)],
@@ -31,18 +30,13 @@ def in_a_process(folder, *arguments, **variables):
     )
 
 
-def waits_passively(stderr):
-    """Whether OpenMP was loaded after its variables were set; libgomp shows them, which Linux has."""
-    shown = dict(re.findall(r"(OMP_WAIT_POLICY|GOMP_SPINCOUNT) = '(\w+)'", stderr))
-    return sys.platform != "linux" or shown == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-
-
-def test_a_mistake_in_a_process(tmp_path):
-    recipe = ROOT / "recipes" / "quickstart.yaml"
-    done = in_a_process(tmp_path, recipe, "--max_steps", "0", OMP_DISPLAY_ENV="VERBOSE")
-    assert done.returncode == 2
-    assert "`max_steps` is 0" in message_of(done.stderr)
-    assert waits_passively(done.stderr)
+@pytest.mark.parametrize("arguments", [["none.yaml"], ["train", "none.yaml"]])
+def test_a_mistake_is_the_exit_code_of_the_process(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["liger_trainer", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("liger_trainer", run_name="__main__")
+    assert stopped.value.code == 2
+    assert "No recipe file 'none.yaml'" in message_of(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", [None, *OPENMP])
@@ -96,13 +90,15 @@ def test_the_default_of_trl_is_no_deprecated_name(tmp_path):
     assert not LigerDPOConfig(str(tmp_path), bf16=False, gradient_checkpointing=False).gradient_checkpointing
 
 
-def processes(folder, recipe, config):
-    return in_a_process(folder, "train", recipe, "--accelerate_config", config, "--num_processes", "2")
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without an accelerator")
-def test_two_processes_without_a_gpu_train_together(recipe, tmp_path):
-    done = processes(tmp_path, recipe, "ddp")
+def test_two_processes_without_a_gpu_train_together(recipe, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command) or 0)
+    assert main(["train", recipe, "--accelerate_config", "ddp", "--num_processes", "2"]) == 0
+    (command,) = commands
+    assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert command[-3:] == ["-m", "liger_trainer", recipe]
+    done = as_launched(command[3:], run_recipe_file, recipe, [])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nResult\n") == 1
     assert done.stdout.count("liger_trainer kernels in") == 1

@@ -1,9 +1,12 @@
 """`liger-trainer compare`: whole comparisons of tiny models, and the mistakes it refuses.
 
-The runs are forked from a process that has imported the libraries; one test starts a run as a user does.
+The runs are forked from a process that has imported the libraries.
 """
 
 import json
+import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,10 +112,14 @@ def test_a_model_in_place_of_a_recipe(tmp_path):
     assert any("'1MiB'" in note and "lack our arguments" in note for note in found["notes"])
 
 
+def as_a_program(arguments):
+    """`python -m liger_trainer.comparing.side ARGUMENTS`."""
+    sys.argv[1:] = arguments
+    runpy.run_module("liger_trainer.comparing.side", run_name="__main__")
+
+
 def test_a_run_that_fails_is_one_line_and_leaves_its_log(monkeypatch, capsys):
-    """In processes as a user has them."""
-    monkeypatch.setattr(processes, "start", native_start)
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setattr(processes, "start", start(as_a_program))
     Path("rows.jsonl").write_text('{"label": 1}\n')
     values = {"trainer": "sft", "model_config": TINY, "tokenizer_vocab_size": 300, "data_files": "rows.jsonl"}
     recipe = write_recipe("mine.yaml", {**values, "use_cpu": True})
@@ -121,6 +128,17 @@ def test_a_run_that_fails_is_one_line_and_leaves_its_log(monkeypatch, capsys):
     assert "The run `stock` failed: The data has the columns label; `trainer: sft` needs" in message
     assert message.endswith("Its log is 'result/stock.log'.")
     assert [path.name for path in Path("result").iterdir()] == ["stock.log"]
+
+
+def test_a_run_is_a_process_that_imports_what_this_one_does(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\necho "$PYTHONPATH" >&2\nexit 7\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert native_start("ours", Path("result"), Path("log")) == 7
+    command, path = Path("log").read_text().splitlines()
+    assert command == "-m liger_trainer.comparing.side ours result"
+    assert path.split(os.pathsep) == [place for place in sys.path if place]
 
 
 @pytest.mark.parametrize(

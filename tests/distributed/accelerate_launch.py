@@ -76,20 +76,27 @@ def _run_on_accelerators(
 def _run_forked(how: Wrapping, processes: int, flags: list[str], worker: str, arguments: tuple[str, ...]) -> None:
     if how.config == "fsdp1":  # where parameters start out empty, on an accelerator
         flags += ["--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false"]
-    start, environment = _launched(processes, flags)
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    done = start(_work, worker, arguments, environment=environment)
+    flags += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "worker.py"]
+    done = as_launched(flags, _work, worker, arguments, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, f"{how}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 _launching = threading.Lock()
 
 
-def _launched(processes: int, flags: list[str]) -> tuple[Callable[..., forked.Done], dict[str, str]]:
-    """How `accelerate launch FLAGS` would start its processes, and what it puts into their environment.
+def as_launched(
+    flags: list[str], work: Callable[..., int | None], *arguments: Any, environment: dict[str, str] | None = None
+) -> forked.Done:
+    """Runs `work(*arguments)` in forked processes: as many, and in the environment, as `accelerate launch FLAGS` would.
 
-    Nothing is started; `tests/cli/test_launch.py` runs the command itself.
+    `tests/cli/test_launch.py` and `tests/cli/test_faults.py` run the command itself.
     """
+    start, variables = _launched(flags)
+    return start(work, *arguments, environment={**variables, "DS_ACCELERATOR": "cpu", **(environment or {})})
+
+
+def _launched(flags: list[str]) -> tuple[Callable[..., forked.Done], dict[str, str]]:
+    """How `accelerate launch FLAGS` would start its processes, and what it puts into their environment."""
     found: list[tuple[Callable[..., forked.Done], dict[str, str]]] = []
 
     def popen(command: list[str], env: dict[str, str]) -> mock.Mock:
@@ -101,7 +108,6 @@ def _launched(processes: int, flags: list[str]) -> tuple[Callable[..., forked.Do
         found.append((functools.partial(forked.torchrun, processes=count), dict(os.environ)))
 
     parser = accelerate_launch.launch_command_parser()
-    flags = [*flags, "--num_processes", str(processes), "--main_process_port", str(free_port()), "worker.py"]
     with (
         _launching,  # the environment is changed meanwhile
         mock.patch.object(accelerate_launch.subprocess, "Popen", popen),

@@ -127,7 +127,6 @@ WRAPPINGS: dict[str, Wrapping] = {
     "fsdp2 root": Wrapping(partial(_fsdp2, units="root", reshard=False)),
     "fsdp2 root resharded": Wrapping(partial(_fsdp2, units="root", reshard=True)),
     "hsdp tail": Wrapping(partial(_fsdp2, units="tail", reshard=False, shape=(WORLD, 1))),
-    "hsdp head alone resharded": Wrapping(partial(_fsdp2, units="head alone", reshard=True, shape=(WORLD, 1))),
     "tp": Wrapping(partial(_tensor_parallel, head=False), splits_batch=False),
     "tp with head": Wrapping(partial(_tensor_parallel, head=True), splits_batch=False),
 }

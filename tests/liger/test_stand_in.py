@@ -9,21 +9,18 @@ import sys
 
 import pytest
 
+from tests import forked
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STARTUP = ROOT / "liger_trainer" / "liger" / "liger_trainer_as_liger.pth"
 
 
-def run(code, *path, variable="1", check=True):
+def run(code, variable):
     """What a process prints that starts as Python does with the file in site-packages."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path))),
-        "LIGER_TRAINER_AS_LIGER": variable,
-    }
-    start = f"exec(open({str(STARTUP)!r}).read())\n"
-    result = subprocess.run(
-        [sys.executable, "-c", start + code], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert result.returncode == 0 or not check, result.stderr
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LIGER_TRAINER_AS_LIGER": variable}
+    start = [sys.executable, "-c", STARTUP.read_text() + code]
+    result = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
     return result
 
 
@@ -33,8 +30,9 @@ def test_the_file_is_one_line_that_imports_nothing_unless_asked():
     assert text.count("\n") == 1
     for variable in ("", "0", "true"):
         code = "import sys; print([name for name in sys.modules if name.startswith(('liger', 'torch'))], sys.meta_path)"
-        assert run(code, variable=variable).stdout.startswith("[] ")
-        assert "_StandIn" not in run(code, variable=variable).stdout
+        modules, finders = run(code, variable).stdout.split(" ", 1)
+        assert modules == "[]"
+        assert "_StandIn" not in finders
 
 
 ABSENT = """
@@ -43,10 +41,14 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 import importlib.metadata
 assert importlib.metadata.version("liger-kernel") == importlib.metadata.version("liger_kernel") == "0.8.5"
 assert importlib.metadata.version("torch") != "0.8.5"
-from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
+from liger_kernel.transformers import LigerRMSNorm
+from liger_kernel.transformers.functional import liger_rope
+from liger_kernel.utils import infer_device
 import liger_kernel.ops.fused_linear_cross_entropy as linear
+import liger_trainer.functional, liger_trainer.nn, liger_trainer.losses
+assert "transformers" not in sys.modules  # which none of these needs
+from liger_kernel.transformers import apply_liger_kernel_to_llama
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-import liger_trainer.nn, liger_trainer.losses
 assert LigerRMSNorm is liger_trainer.nn.LigerRMSNorm
 assert LigerFusedLinearDPOLoss is liger_trainer.losses.LigerFusedLinearDPOLoss
 assert apply_liger_kernel_to_llama is liger_trainer.apply_liger_kernel_to_llama
@@ -81,7 +83,7 @@ except ModuleNotFoundError:
 
 
 def test_absent():
-    result = run(ABSENT)
+    result = run(ABSENT, "1")
     assert result.stdout.split() == ["gone"]
     assert result.stderr.count("LIGER_TRAINER_AS_LIGER: liger_kernel is not installed") == 1
 
@@ -101,7 +103,6 @@ FAKE = {  # the registries of Liger, as far as they are used
 }
 INSTALLED = """
 import sys
-assert "torch" not in sys.modules
 import liger_kernel.ops, liger_kernel.backends
 registry = liger_kernel.ops.IMPL_REGISTRY
 assert [*registry] == ["liger_trainer", "other"]
@@ -134,7 +135,14 @@ def installed(tmp_path):
     return tmp_path
 
 
+def started(folder):
+    """What Python does when it starts, in a forked process; `test_absent` shows that it imports nothing."""
+    sys.path.insert(0, str(folder))
+    exec(STARTUP.read_text() + INSTALLED, {})
+
+
 def test_installed(installed):
-    result = run(INSTALLED, installed)
+    result = forked.run(started, installed, environment={"LIGER_TRAINER_AS_LIGER": "1"})
+    assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["True"]
     assert result.stderr.count("the operators of liger_trainer run in the installed liger_kernel") == 1

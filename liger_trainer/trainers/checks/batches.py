@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.trainers.labelled_bound import add_count
-
-_IGNORE_INDEX = -100
 
 
 class BatchError(ValueError):
@@ -44,7 +43,7 @@ class CheckedCollator:
         batch = self.collator(features)
         if isinstance(batch, Mapping):
             for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
-                _check(batch, f"{side}labels", self.num_labels, "the model's vocabulary", _IGNORE_INDEX)
+                _check(batch, f"{side}labels", self.num_labels, "the model's vocabulary", IGNORE_INDEX)
                 _check(batch, f"{side}input_ids", self.num_tokens, "the model's embedding", None)
         if self.counts:
             add_count(batch)

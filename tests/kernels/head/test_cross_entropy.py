@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.rescale import rescale_
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
 from liger_trainer.kernels.runtime import INTERPRETED
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -189,8 +189,7 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(_rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize("target_name", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("target_name", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     logits, target = torch.empty(2, 20000, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     weights = torch.ones(20000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -271,10 +272,11 @@ def test_opcheck(nested, bias):
     torch.library.opcheck(nf4._matmul_, (torch.zeros(5, 16), torch.randn(5, 24), *given, None, False, True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("blocksize", [64, 4096])
-@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize(
+    ("target", "blocksize", "nested", "dtype"),
+    aot.on_targets(*itertools.product((64, 4096), (True, False), (torch.bfloat16, torch.float32))),
+    ids=str,
+)
 def test_compiles_ahead_of_time(target, blocksize, nested, dtype):
     weight = random_weight(64, 128, nested, blocksize)
     with aot.recorded_launches() as launches:

@@ -20,7 +20,7 @@ from liger_trainer.kernels.mlp.swiglu import swiglu
 from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.calls import recorded_calls
 from tests.device import assert_replayed_without_host_sync
 
@@ -38,8 +38,7 @@ def test_float64_runs_as_reference(device):
     assert torch.autograd.gradcheck(swiglu_down, (gate, up, weight, bias))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("target", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))
 def test_compiles_ahead_of_time(target, dtype):
     gate, gate_up = torch.zeros(64, 1024, dtype=dtype), torch.zeros(64, 2048, dtype=dtype)
     plain = operators.scalars()

@@ -220,9 +220,10 @@ def compile_all(recorded, target, limits):
         assert compiled.metadata.shared <= limits.shared_memory, launch.kernel.__name__
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize(
-    ("hidden_size", "dtype"), [(128, torch.bfloat16), (2560, torch.float16), (16384, torch.float32)], ids=str
+    ("target", "hidden_size", "dtype"),
+    aot.on_targets((16384, torch.float32), (2560, torch.float16), (128, torch.bfloat16)),
+    ids=str,
 )
 def test_every_launch_compiles_and_fits(target, hidden_size, dtype, as_on):
     limits = as_on(target)
@@ -241,15 +242,14 @@ def group_norm_launches(shape, num_groups, dtype):
     return recorded
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize(
-    ("shape", "num_groups", "dtype", "count"),
-    [
-        ((1, 320, 64, 64), 32, torch.bfloat16, 5),
+    ("target", "shape", "num_groups", "dtype", "count"),
+    aot.on_targets(
         ((1, 8, 20000), 2, torch.float32, 5),
+        ((1, 320, 64, 64), 32, torch.bfloat16, 5),
         ((2, 1280, 16, 16), 32, torch.bfloat16, 3),
         ((5, 4), 4, torch.float32, 3),
-    ],
+    ),
     ids=str,
 )
 def test_every_group_norm_launch_compiles_and_fits(target, shape, num_groups, dtype, count, as_on):

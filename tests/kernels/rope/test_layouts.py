@@ -21,7 +21,7 @@ from liger_trainer.kernels.rope import rope as rope_module
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_multimodal_reference, rope_vision
 from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from tests.accuracy import assert_no_worse
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.kernels.rope.test_qk_norm_rope import real_inputs, real_results
 from tests.kernels.rope.test_rope import original
 from tests.kernels.rope.test_rope import values_and_gradients as _values_and_gradients
@@ -169,8 +169,7 @@ def launch_of(pairs, table, table_dtype, transposed, dtype=torch.bfloat16, dim=1
     return launches[0]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("pairs", "table", "table_dtype"), LAUNCHES)
+@pytest.mark.parametrize(("target", "pairs", "table", "table_dtype"), on_targets(*LAUNCHES))
 def test_compiles_ahead_of_time(target, pairs, table, table_dtype):
     assert compile_launch(launch_of(pairs, table, table_dtype, False), target)
     backward = "halves to interleaved" if pairs.endswith("to halves") else pairs

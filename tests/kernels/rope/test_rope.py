@@ -14,7 +14,7 @@ from liger_trainer.kernels.rope import rope as rope_module
 from liger_trainer.kernels.rope.rope import rope, rope_reference, rotate
 from liger_trainer.kernels.rope.rope_kernel import rope_kernel
 from tests.accuracy import assert_no_worse
-from tests.aot import TARGETS, compile_launch, recorded_launches
+from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory
 
 
@@ -108,10 +108,9 @@ def test_errors_name_what_is_wrong(change, device):
         rope(q, k, cos, sin, unsqueeze_dim)
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("q_heads", "k_heads", "dim", "rotary"),
-    [(32, 8, 128, 128), (40, 8, 128, 96), (128, 1, 256, 256), (5, 5, 12, 8)],
+    ("target", "q_heads", "k_heads", "dim", "rotary"),
+    on_targets((40, 8, 128, 96), (32, 8, 128, 128), (128, 1, 256, 256), (5, 5, 12, 8)),
 )
 def test_compiles_ahead_of_time(target, q_heads, k_heads, dim, rotary):
     q, k, cos, sin = tensors(q_heads, k_heads, dim=dim, rotary=rotary, dtype=torch.bfloat16)
